@@ -13,10 +13,11 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -57,6 +58,8 @@ class RunFolder:
         self.path = path
         self.run = run
         self.experiment = experiment
+        self.begun = False  # whether a global round has begun, in this process or before
+        self._made_root = False
         self._world = world
         self._measured = ""
         self._pending: deque[Callable[[], None]] = deque()
@@ -67,23 +70,37 @@ class RunFolder:
         """Create `runs/<utc>-<name>-<id>/`. Raises StorageFailed if that fails."""
         utc, token = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ"), world.token(3)
         path = root / f"{utc}-{experiment.name}-{token}"
+        made_root = not root.exists()
         try:
             path.mkdir(parents=True)
             sync(root)
         except OSError as error:
             raise StorageFailed("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
-        _replace(path / HELD, to_toml(experiment))
         folder = cls(path, f"{utc}-{token}", experiment, world=world)
-        folder._hold()
-        folder._write_manifest(utc)
+        folder._made_root = made_root
+        with folder.removed_unless_begun():
+            _replace(path / HELD, to_toml(experiment))
+            folder._hold()
+            folder._write_manifest(utc)
         return folder
 
     @classmethod
     def reopen(cls, path: Path, *, direct: bool = False, world: World = REAL) -> RunFolder:
         """Reopen a run's folder.
 
-        Raises InvalidExperiment if it is none, if `direct` differs from the run's, or if another process writes to it,
-        and StorageFailed if it is read-only.
+        Raises InvalidExperiment as `check` does, or if another process writes to it, and StorageFailed if it is
+        read-only.
+        """
+        folder = cls(path, cls.check(path, direct=direct), load(path / HELD), world=world)
+        folder._hold()
+        folder.begun = True
+        return folder
+
+    @staticmethod
+    def check(path: Path, *, direct: bool = False) -> str:
+        """Return the id of a run whose folder can be reopened.
+
+        Raises InvalidExperiment if it is none, or if `direct` differs from the run's.
         """
         try:
             manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
@@ -97,9 +114,24 @@ class RunFolder:
         if direct is not was_direct:  # its seconds and bytes would not be comparable
             had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Omit --direct.")
             raise InvalidExperiment("--resume", str(path), f"the run was started with {had}", remedy)
-        folder = cls(path, run, load(path / HELD), world=world)
-        folder._hold()
-        return folder
+        return run
+
+    @contextmanager
+    def removed_unless_begun(self) -> Iterator[None]:
+        """Remove the folder, with a root that it made, if the `with` block fails before the first global round begins.
+
+        A run that was resumed, or has begun a global round, stays: what it has may be of use.
+        """
+        try:
+            yield
+        except BaseException:
+            if not self.begun:
+                self.release()
+                shutil.rmtree(self.path, ignore_errors=True)
+                if self._made_root:
+                    with suppress(OSError):  # another run is in it
+                        self.path.parent.rmdir()
+            raise
 
     def release(self) -> None:
         """Let other processes write to the folder."""

@@ -125,6 +125,7 @@ class CloudRun:
     async def run(self) -> Path:
         """Run the remaining global rounds, write the final model, and return its path."""
         global_rounds, folder, experiment = self._global_rounds, self._folder, self._experiment
+        folder.begun = True
         await global_rounds.run()
         path = folder.path / "model.safetensors"
         facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}

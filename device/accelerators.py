@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from common.errors import InvalidExperiment
 
+_NAMES: Final = re.compile(r"auto|cpu|cuda|cuda:\d+")
 # Device files of GPU drivers: Nvidia's, AMD's, Windows' below WSL.
 _DRIVERS: Final = ("nvidia[0-9]*", "kfd", "dxg")
 
@@ -17,6 +19,7 @@ def choose(name: str, there: Sequence[str]) -> tuple[str, ...]:
 
     `there`: the accelerators of this machine. Raises InvalidExperiment.
     """
+    check_name(name)
     gpus = tuple(each for each in there if each != "cpu")
     if name == "auto":
         return gpus or ("cpu",)
@@ -26,6 +29,14 @@ def choose(name: str, there: Sequence[str]) -> tuple[str, ...]:
             "--accelerator", name, "this machine has no such accelerator", f"It has {', '.join(there)}; or use auto."
         )
     return chosen
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidExperiment for what is no name of accelerators."""
+    if not _NAMES.fullmatch(name):
+        raise InvalidExperiment(
+            "--accelerator", name, "no accelerator has this name", "Use cpu, cuda, cuda:N (a GPU's number) or auto."
+        )
 
 
 def may_have_gpu(devices: Path = Path("/dev")) -> bool:

@@ -297,6 +297,7 @@ def test_a_lab_of_one_host_in_which_one_device_has_no_data_ends_with_4(tmp_path:
     (tmp_path / "net_of_mine.py").write_text(NET)
     pictures(tmp_path / "cloud" / "test")
     pictures(tmp_path / "device-1" / "train")
+    (tmp_path / "device-0" / "train").mkdir(parents=True)
     file = tmp_path / "own.toml"
     file.write_text(to_toml(of_own_images(tmp_path)))
     path = os.pathsep.join([str(tmp_path), str(DEMO.parents[2])])

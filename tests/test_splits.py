@@ -109,3 +109,4 @@ def test_a_lab_with_a_device_of_another_split_ends_with_4_and_names_it(tmp_path:
     for word in ("device-1", "0ther", NullWorkload.partition, "the same files"):
         assert word in said
     assert "device-0" not in said
+    assert not (tmp_path / "runs").exists(), "no global round had begun"

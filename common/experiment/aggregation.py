@@ -286,6 +286,11 @@ class CluSamp(RuleSettings):
     distance: Literal["cosine", "l1", "l2"] = "cosine"
 
     @property
+    def packages(self) -> Sequence[str]:
+        """The packages of an extra that the node needs."""
+        return ("scipy",)
+
+    @property
     def remembers(self) -> bool:
         """Whether the last steps persist: always."""
         return True
@@ -302,6 +307,11 @@ class MatchedSettings(RuleSettings):
 
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
     matching: bool = True  # false is FedAvg
+
+    @property
+    def packages(self) -> Sequence[str]:
+        """The packages of an extra that the node needs."""
+        return ("scipy",) if self.matching else ()
 
     def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
         """Return the bytes of the matched uploads and, as measured with ResNet-18, of what the matching takes."""

@@ -49,6 +49,11 @@ class RuleSettings(SettingsTable):
         return False
 
     @property
+    def packages(self) -> Sequence[str]:
+        """The packages of an extra that the node needs."""
+        return ()
+
+    @property
     def refines(self) -> bool:
         """Whether the node computes in a process with torch."""
         return False

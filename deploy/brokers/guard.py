@@ -89,6 +89,14 @@ class Guard:
         return context
 
 
+def check_readable(option: str, path: Path) -> None:
+    """Raise InvalidExperiment if a file that an option names cannot be read."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise InvalidExperiment(option, str(path), error.strerror or str(error), "Name a file.") from None
+
+
 def one_login() -> Guard:
     """Return a guard with a new random password."""
     return Guard(login=("fedstrata", secrets.token_urlsafe(24)))

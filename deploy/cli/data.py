@@ -15,7 +15,7 @@ from common.experiment.data import FOLDERS, found_in
 from common.experiment.topology import CLOUD
 from deploy.console.logs import write_line
 from deploy.console.options import Output, Overrides
-from deploy.console.reporting import reporting
+from deploy.console.reporting import reporting, require
 from deploy.console.shipped import ExperimentFile
 
 if TYPE_CHECKING:
@@ -42,14 +42,19 @@ def check(
     An experiment's file stands for its data set, which may also be a folder, a table or a function of your own.
     """
     from common.experiment.reading import load, parse
+    from common.experiment.tables import proposal
 
     wanted = names or found_in(root)
     with reporting():
-        from common.learning import datasets
-
         if not wanted:
             known = ", ".join(f"{folder} ({name})" for name, folder in FOLDERS.items())
             raise InvalidExperiment("data.root", str(root), "contains no data set", f"Known folders: {known}.")
+        for unknown in (name for name in wanted if name not in FOLDERS and not name.endswith(".toml")):
+            remedy = proposal(unknown, [*FOLDERS, "FILE.toml"], what="There are")
+            raise InvalidExperiment("data.dataset", unknown, "not read from a root", remedy)
+        require("torch")
+        from common.learning import datasets
+
         if output == "table":
             typer.echo("\t".join(COLUMNS))
         failed: InvalidExperiment | None = None
@@ -57,11 +62,8 @@ def check(
             try:
                 if name.endswith(".toml"):
                     data = load(Path(name)).data
-                elif name in FOLDERS:
-                    data = parse({"data": {"dataset": name, "root": str(root)}}).data
                 else:
-                    remedy = f"Use {', '.join(FOLDERS)}, or an experiment's file, FILE.toml."
-                    raise InvalidExperiment("data.dataset", name, "not read from a root", remedy)
+                    data = parse({"data": {"dataset": name, "root": str(root)}}).data
                 found = datasets.load(data, node=node)
             except InvalidExperiment as error:
                 if failed is not None:

@@ -23,17 +23,18 @@ import typer
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli import data, inspection, lab, links, roles
 from deploy.cli.check import check
+from deploy.cli.chosen import Resume, already_finished, chosen_experiment, kept_once_begun
 from deploy.cli.doctor import doctor
 from deploy.cli.export import export
 from deploy.cli.replay import replay
-from deploy.cli.roles import Resume, chosen_experiment
-from deploy.cli.serving import METRICS, Insecure, MetricsAddress
+from deploy.cli.serving import METRICS, Insecure, MetricsAddress, check_metrics
 from deploy.cli.watch import watch
 from deploy.console import logs
 from deploy.console.connecting import LabOption
 from deploy.console.options import Output, Overrides, Runs
-from deploy.console.reporting import reporting, require
+from deploy.console.reporting import reporting
 from deploy.console.shipped import OptionalExperimentFile
+from deploy.console.usage import Commands
 from deploy.planning.command import plan, predict
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="fedstrata",
+    cls=Commands,
     help="Hierarchical federated learning on real networks: cloud, institutions and devices over MQTT.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -121,6 +123,7 @@ def run(
     ] = False,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices, as processes or all in this one."""
+    from deploy.local.beforehand import check_lab
     from deploy.local.lab import LocalLab
     from deploy.local.netns import by_kernel, namespaces
     from deploy.local.network import one_host
@@ -138,6 +141,8 @@ def run(
         raise typer.BadParameter("valid only for a new lab of processes", param_hint="--plan")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
+        if already_finished(experiment, overrides, resume, direct=direct, output=output):
+            return
         chosen = chosen_experiment(experiment, overrides, resume)
         if netns and resume is None:  # a resumed run keeps its experiment
             chosen = by_kernel(chosen, delays=not no_delay)
@@ -146,7 +151,8 @@ def run(
 
             typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
             return
-        require("torch")
+        check_lab(chosen, runs if resume is None else None, direct=direct)
+        check_metrics(metrics)
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
@@ -196,13 +202,16 @@ def broker(
     """
     from common.net import address, tls
     from deploy.brokers.broker import run_foreground
-    from deploy.brokers.guard import Guard
+    from deploy.brokers.guard import Guard, check_readable
 
     with reporting():
         own = tls.Tls(tls_ca, tls_cert, tls_key) if tls_cert else None
         if own is not None:
             own.server_context(clients=tls.REQUIRED)  # names files that cannot be used
         guard = Guard(password_file, own, rules, revoked)
+        for option, path in (("--password-file", password_file), ("--rules", rules), ("--revoked", revoked)):
+            if path is not None:
+                check_readable(option, path)
         guard.check_reach(host, insecure=insecure)
         number = port or (tls.PORT if own else address.PORT)
         run_foreground(host=host, port=number, kind=kind, guard=guard)
@@ -220,7 +229,9 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     from common.host.memory import keep_large_buffers
     from deploy.local.direct import run_in_process
     from deploy.watching.showing import show
+    from device.training.computing import resolve_accelerator
 
+    resolve_accelerator(accelerator)
     keep_large_buffers()
     if resume is None and chosen.links != Links():
         logs.write_line("--direct: link rates and delays are not enforced", level=logging.WARNING)
@@ -228,8 +239,9 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
         logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
-        with show(chosen, json_lines=json_lines) as observe:
+        with kept_once_begun(folder), show(chosen, json_lines=json_lines) as observe:
             run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
     except KeyboardInterrupt:
-        logs.write_line(f"\nresume with: fedstrata run --direct --resume {folder.path}")
+        if folder.begun:
+            logs.write_line(f"\nresume with: fedstrata run --direct --resume {folder.path}")
         raise

@@ -24,14 +24,14 @@ def replay(
     selector that reads durations, repeats. The replay is a run of its own. Exit codes: 0 the same model bit for bit,
     1 another model.
     """
-    from cloud.results import HELD
-    from common.experiment.reading import load
-    from deploy.local.replay import largest_difference, replayed
-    from deploy.runs.run import Run, find
-    from deploy.watching.showing import show
-
     with reporting():
         require("torch")
+        from cloud.results import HELD
+        from common.experiment.reading import load
+        from deploy.local.replay import largest_difference, replayed
+        from deploy.runs.run import Run, find
+        from deploy.watching.showing import show
+
         recorded = Run(find(name, runs))
         with show(load(recorded.path / HELD), json_lines=output == "json") as observe:
             path = replayed(recorded, runs, accelerator=accelerator, observe=observe)

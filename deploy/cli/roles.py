@@ -13,31 +13,31 @@ import typer
 from common.errors import InvalidExperiment
 from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
+from deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, serve_metrics
 from deploy.console import logs
 from deploy.console.connecting import (
     ConnectTimeout,
     LabOption,
     LabOrFile,
+    check_parents,
     checked_nodes,
     run_agent,
     run_connected,
 )
 from deploy.console.login import Login, warn_of_end, with_login
 from deploy.console.options import DataFolder, DataRoot, Output, Overrides, Runs
-from deploy.console.reporting import require
+from deploy.console.reporting import reporting, require
 from deploy.console.service import KIT, StatusHandler
 from deploy.console.shipped import OptionalExperimentFile
 
 if TYPE_CHECKING:
-    from common.experiment.schema import Experiment
     from common.runtime.roll import Answer
     from deploy.kits.lab import LabAccess
 
 # Kept when the machine restarts, unlike /tmp, and on its own disk: home folders may be on a network, with a quota.
 SPOOL = "/var/tmp/fedstrata-{uid}"
 
-Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
 BrokerOption = Annotated[
     str,
     typer.Option(
@@ -111,7 +111,13 @@ def cloud(
     from common.runtime.claim import claim
     from common.runtime.names import check_carried
     from deploy.kits.lab import reach
+    from deploy.local.beforehand import check_cloud
     from deploy.watching.showing import show
+
+    with reporting():
+        if not sole and already_finished(experiment, overrides, resume, output=output):
+            return
+        tree = tree_of(experiment, overrides, resume)
 
     async def run_cloud() -> None:
         def waiting(by: str) -> None:
@@ -120,10 +126,10 @@ def cloud(
         reached = reach(lab, [broker] if broker else None, login)
         where, *_ = reached.addresses(CLOUD)
         warn_of_end(where)
-        tree = _tree(experiment, overrides, resume)
         of_the_lab = tree.get("topology") == LAB
         chosen = None if of_the_lab else parse(tree)
-        require("torch")  # for the evaluator
+        if chosen is not None:
+            check_cloud(chosen, None if resume else runs)
         await check_carried(where, CLOUD, lab=reached.name, connect_timeout_s=connect_timeout)
         if not sole:
             await claim(where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
@@ -132,12 +138,14 @@ def cloud(
             if chosen is None:
                 tree["topology"] = _topology(found, old)
                 chosen = parse(tree)
+                check_cloud(chosen, None if resume else runs)
             for node in (each for each in chosen.tree.nodes if each in old):
                 raise InvalidExperiment("node", node, old[node], "Or leave it out of the experiment.")
         folders = {"runs": runs, "spool": spool_folder(spool)}
         registry, address = serve_metrics(metrics, broker=where, insecure=insecure, folders=folders)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
-        with show(folder.experiment, json_lines=output == "json", broker=str(where)) as observe:
+        shown = show(folder.experiment, json_lines=output == "json", broker=str(where))
+        with kept_once_begun(folder), shown as observe:
             agent = CloudAgent(
                 folder,
                 broker=where,
@@ -187,6 +195,8 @@ def institution(
     samples at the node, and then needs fedstrata[learning] as devices do.
     """
     from institution.agent import InstitutionAgent
+
+    check_parents([parent], [name])
 
     async def take_part() -> None:
         upward = login.address(broker, node=name)
@@ -272,6 +282,11 @@ def device(
         raise typer.BadParameter(f"{slots!r}: use auto, or a number from 1", param_hint="--slots")
     if len(set(name)) < len(name):
         raise typer.BadParameter("duplicate name", param_hint="--name")
+    check_parents(parents, name)
+    from device.accelerators import check_name
+
+    with reporting():
+        check_name(accelerator)
     homes = parents * len(name) if len(parents) == 1 else parents
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
@@ -311,25 +326,6 @@ def device(
             await run_agents(agents, shared_failure=lambda: pool.failure, together=lambda: together and pool.moves == 0)
 
     _run_role(take_part)
-
-
-def chosen_experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Experiment:
-    """Return the experiment of a file with the overrides, or that of a run to resume. Raises InvalidExperiment."""
-    from common.experiment.reading import parse
-
-    return parse(_tree(path, overrides, resume))
-
-
-def _tree(path: Path | None, overrides: list[str] | None, resume: Path | None) -> dict[str, Any]:
-    from common.experiment.reading import read
-
-    if resume is not None:
-        if path is not None or overrides:
-            raise typer.BadParameter("a resumed run keeps its experiment: omit the file and --set")
-        path = resume / "experiment.toml"
-    elif path is None:
-        raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
-    return read(path, overrides or ())
 
 
 async def _call_the_roll(reached: LabAccess, connect_timeout_s: float) -> tuple[list[Answer], Mapping[str, str]]:

@@ -37,6 +37,14 @@ Insecure: TypeAlias = Annotated[
 ]
 
 
+def check_metrics(address: str) -> tuple[str, int]:
+    """Return the host and the port of an address of /metrics. Raises InvalidExperiment."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and int(port) <= PORT_MOST):
+        raise InvalidExperiment("--metrics", address, "not host:port", "Use a free host:port, or port 0.")
+    return host.strip("[]"), int(port)
+
+
 def serve_metrics(
     address: str, *, broker: BrokerAddress, insecure: bool, folders: Mapping[str, Path | None] | None = None
 ) -> tuple[Metrics, str]:
@@ -52,14 +60,12 @@ def serve_metrics(
     from common.net.address import is_loopback
     from common.runtime.targets import HTTPS, reachable
 
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal() and int(port) <= PORT_MOST):
-        raise InvalidExperiment("--metrics", address, "not host:port", "Use a free host:port, or port 0.")
-    registry, host = Metrics(), host.strip("[]")
+    host, port = check_metrics(address)
+    registry = Metrics()
     guard = None if is_loopback(host) else _guard(address, broker, insecure=insecure)
     export_machine(registry, folders={name: path for name, path in (folders or {}).items() if path is not None})
     try:
-        found = registry.serve(host, int(port), guard)
+        found = registry.serve(host, port, guard)
     except OSError as error:
         raise InvalidExperiment(
             "--metrics", address, error.strerror or str(error), "Use a free host:port, or port 0."

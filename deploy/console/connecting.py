@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any
 
 import typer
 
+from common.experiment.topology import CLOUD
 from common.protocol.topics import check_lab, check_node
 from deploy.console import logs
 from deploy.console.reporting import reporting
@@ -30,6 +31,18 @@ def checked_nodes(given: str | list[str] | None) -> str | list[str] | None:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return given
+
+
+def check_parents(parents: Sequence[str], names: Sequence[str]) -> None:
+    """Check the names of parents. Raises BadParameter."""
+    for parent in parents:
+        if parent in names:
+            raise typer.BadParameter(f"{parent!r} is its own name", param_hint="--parent")
+        try:
+            if parent != CLOUD:
+                check_node(parent)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--parent") from None
 
 
 LabOption = Annotated[

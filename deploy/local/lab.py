@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -88,7 +89,11 @@ class LocalLab:
             os.chmod(home, 0o755)  # mosquitto reads its configuration there, possibly as another user
             try:
                 with self._network(self._experiment, home) as network:
-                    return self._run_roles(home, network)
+                    try:
+                        return self._run_roles(home, network)
+                    except KeyboardInterrupt:
+                        self._print_resume_command(network)
+                        raise
             finally:
                 self._keep_logs(home)
 
@@ -114,14 +119,11 @@ class LocalLab:
             else:
                 self._wait_for_roles()
             return code
-        except KeyboardInterrupt:
-            self._print_resume_command(network)
-            raise
         finally:
             stop_all(self._roles.values(), grace_s=STOP_S)
 
     def _print_resume_command(self, network: LabNetwork) -> None:
-        if self._folder is not None:
+        if self._folder is not None and self._folder.is_dir():  # not if no global round had begun
             write_line(f"\nresume with: fedstrata run --resume {self._folder}{network.flags}")
 
     def _start(self, home: Path, network: LabNetwork) -> None:
@@ -197,7 +199,7 @@ class LocalLab:
                 self._folder = Path(str(facts["folder"]))
                 if self._prediction is not None:
                     path = self._folder / PREDICTION
-                    with writing(path):
+                    with writing(path), suppress(FileNotFoundError):  # a run that could not begin has no folder
                         path.write_text(json.dumps(self._prediction, indent=2) + "\n")
             observe(event, facts)
 

@@ -26,8 +26,9 @@ def replayed(run: Run, runs: Path, *, accelerator: str, observe: Observe) -> Pat
     experiment = load(run.path / HELD)
     decisions = Decisions(run, experiment)
     folder = RunFolder.create(runs, experiment)
-    folder.note(replay_of=run.id)
-    run_in_process(folder, resume=False, accelerator=accelerator, observe=observe, decisions=decisions)
+    with folder.removed_unless_begun():
+        folder.note(replay_of=run.id)
+        run_in_process(folder, resume=False, accelerator=accelerator, observe=observe, decisions=decisions)
     return folder.path
 
 

@@ -61,9 +61,11 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = I
     import os
     from dataclasses import asdict
 
+    from deploy.local.beforehand import check_code
     from deploy.planning import footprint, prediction, workload
     from deploy.planning.calibration import measure
 
+    check_code(experiment)
     work = workload.workload(experiment)
     cores = len(os.sched_getaffinity(0))
     speeds = measure(work.single, cores=cores, together=one_host, row_bytes=work.sizes.row)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +17,32 @@ SHAPE = (3, 32, 32)
 GROUPS = {"fine": 100, "coarse": 20}
 
 
-def read_cifar10(root: Path) -> Parts:
-    """Read the five training batches and the test batch. Raises InvalidExperiment."""
+def find_cifar10(root: Path) -> list[Path]:
+    """Return the files of the training batches and of the test batch. Raises InvalidExperiment."""
     folder = root / "cifar-10-batches-py"
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    paths = find(root, [(folder / name,) for name in names], fetch=torchvision_fetches(root, "CIFAR10"))
-    *train, (test, test_labels) = (_batch(path, "labels") for path in paths)
+    return find(root, [(folder / name,) for name in names], fetch=torchvision_fetches(root, "CIFAR10"))
+
+
+def find_cifar100(root: Path) -> list[Path]:
+    """Return the files of the training and the test samples. Raises InvalidExperiment."""
+    folder = root / "cifar-100-python"
+    return find(root, [(folder / name,) for name in ("train", "test")], fetch=torchvision_fetches(root, "CIFAR100"))
+
+
+FINDERS: Final = MappingProxyType({"cifar10": find_cifar10, "cifar100": find_cifar100})
+
+
+def read_cifar10(root: Path) -> Parts:
+    """Read the five training batches and the test batch. Raises InvalidExperiment."""
+    *train, (test, test_labels) = (_batch(path, "labels") for path in find_cifar10(root))
     images, labels = np.concatenate([batch[0] for batch in train]), np.concatenate([batch[1] for batch in train])
     return Parts(images, labels, test, test_labels, classes=10)
 
 
 def read_cifar100(root: Path, *, labels: str) -> Parts:
     """Read with the `fine` labels, 100 classes, or the `coarse` ones, their 20 groups. Raises InvalidExperiment."""
-    folder = root / "cifar-100-python"
-    paths = find(root, [(folder / name,) for name in ("train", "test")], fetch=torchvision_fetches(root, "CIFAR100"))
-    (train, train_labels), (test, test_labels) = (_batch(path, f"{labels}_labels") for path in paths)
+    (train, train_labels), (test, test_labels) = (_batch(path, f"{labels}_labels") for path in find_cifar100(root))
     return Parts(train, train_labels, test, test_labels, classes=GROUPS[labels])
 
 

@@ -18,12 +18,16 @@ MAX_BYTES = 1 << 30
 
 def read_mnist_like(root: Path, folder: str) -> Parts:
     """Read the four files. Raises InvalidExperiment."""
-    raw = root / folder / "raw"
-    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    groups = [(raw / name, raw / f"{name}.gz") for name in names]
-    paths = find(root, groups, fetch=torchvision_fetches(root, folder))
+    paths = find_mnist_like(root, folder)
     train, labels, test, test_labels = (_idx_array(path, 3 if "images" in path.name else 1) for path in paths)
     return Parts(train[:, None], labels.astype(np.int64), test[:, None], test_labels.astype(np.int64), classes=10)
+
+
+def find_mnist_like(root: Path, folder: str) -> list[Path]:
+    """Return the four files. Raises InvalidExperiment."""
+    raw = root / folder / "raw"
+    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+    return find(root, [(raw / name, raw / f"{name}.gz") for name in names], fetch=torchvision_fetches(root, folder))
 
 
 def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:

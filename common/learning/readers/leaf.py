@@ -77,10 +77,7 @@ def _join(users: Mapping[str, tuple[Samples, Labels]]) -> tuple[Samples, Labels]
 
 def _merge(root: Path, name: str, part: str, *, encode: Encode, labels: Encode) -> dict[str, tuple[Samples, Labels]]:
     """Return each user's samples and labels from all files of `train` or `test`."""
-    folder = root / name / "data" / part
-    paths = sorted(folder.glob("*.json"))
-    if not paths:
-        raise missing(root, f"{folder.absolute()}/*.json", fetch=_fetch(name))
+    paths = _paths(root, name, part)
     merged: dict[str, tuple[Samples, Labels]] = {}
     for path in paths:
         for user, (x, y) in _users(path).items():
@@ -95,6 +92,20 @@ def _merge(root: Path, name: str, part: str, *, encode: Encode, labels: Encode) 
     if not merged:
         raise damaged(paths[0], "and those beside it have no sample")
     return merged
+
+
+def check_parts(root: Path, name: str) -> None:
+    """Raise InvalidExperiment if `train` or `test` of a data set has no file."""
+    for part in ("train", "test"):
+        _paths(root, name, part)
+
+
+def _paths(root: Path, name: str, part: str) -> list[Path]:
+    folder = root / name / "data" / part
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise missing(root, f"{folder.absolute()}/*.json", fetch=_fetch(name))
+    return paths
 
 
 def _users(path: Path) -> dict[str, tuple[list[Any], list[Any]]]:

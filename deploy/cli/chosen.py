@@ -1,0 +1,79 @@
+"""The experiment that a command runs: of a file or a shipped name with overrides, or of a run to resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deploy.console import logs
+
+if TYPE_CHECKING:
+    from cloud.results import RunFolder
+    from common.experiment.schema import Experiment
+
+Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
+
+
+def chosen_experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Experiment:
+    """Return the experiment of a file with the overrides, or that of a run to resume. Raises InvalidExperiment."""
+    from common.experiment.reading import parse
+
+    return parse(tree_of(path, overrides, resume))
+
+
+def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None) -> dict[str, Any]:
+    """Return the same as a tree that is not validated. Raises InvalidExperiment."""
+    from common.experiment.reading import read
+
+    if resume is not None:
+        if path is not None or overrides:
+            raise typer.BadParameter("a resumed run keeps its experiment: omit the file and --set")
+        path = resume / "experiment.toml"
+    elif path is None:
+        raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
+    return read(path, overrides or ())
+
+
+@contextmanager
+def kept_once_begun(folder: RunFolder) -> Iterator[None]:
+    """Remove a new run's folder if the `with` block fails before the first global round, and report that."""
+    try:
+        with folder.removed_unless_begun():
+            yield
+    except BaseException:
+        if not folder.path.exists():
+            logs.write_line(f"no global round had begun: {folder.path} is removed")
+        raise
+
+
+def already_finished(
+    path: Path | None, overrides: list[str] | None, resume: Path | None, *, direct: bool = False, output: str
+) -> bool:
+    """Return whether a run to resume needs nothing more, and then report that.
+
+    Raises InvalidExperiment for what cannot be resumed: no run's folder, one that another process writes to, or one of
+    another kind of lab.
+    """
+    from cloud.results import RunFolder
+    from common.errors import InvalidExperiment
+    from deploy.runs.run import Run, State
+
+    if resume is None or path is not None or overrides:  # which `tree_of` refuses
+        return False
+    RunFolder.check(resume, direct=direct)
+    run = Run(resume)
+    if run.state is State.RUNNING:
+        problem, remedy = "another process runs this run", "Wait for its end, or stop it."
+        raise InvalidExperiment("--resume", str(resume), problem, remedy)
+    if run.state is not State.FINISHED:
+        return False
+    facts = {"run": run.id, "folder": str(resume), "global_round": len(run.rounds), "accuracy": run.accuracy}
+    if output == "json":
+        typer.echo(json.dumps({"event": "finished", **facts, "model": str(resume / "model.safetensors")}))
+    logs.write_line(f"--resume = {str(resume)!r}: this run is finished, after {len(run.rounds)} global rounds")
+    return True

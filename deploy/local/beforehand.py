@@ -1,0 +1,106 @@
+"""What a run needs of this machine, checked before anything of it exists: packages, own code, files of data."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from common.errors import InvalidExperiment, StorageFailed
+from common.experiment import own
+from common.experiment.own import OwnSettings, is_own
+from common.experiment.rules import RuleSettings
+from common.experiment.schema import Experiment
+from common.experiment.tables import SettingsTable
+from common.experiment.tiers import Tier
+from common.experiment.topology import CLOUD
+from deploy.console.reporting import EXTRAS, require
+
+DATA: Final = "FEDSTRATA_DATA"  # the folder of data sets of a host's institutions and devices
+
+
+def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> None:
+    """Check what all nodes of a lab on this machine need, and that it can have a folder below `runs`.
+
+    `direct`: all nodes are in this process. Raises InvalidExperiment, StorageFailed.
+    """
+    tree = experiment.tree
+    check_cloud(experiment, runs)
+    check_code(experiment)
+    for key, tier in experiment.keyed_tiers():
+        _check_packages(key, tier.aggregation)
+    if experiment.data.dataset == "folder":
+        require("PIL")
+    here = experiment if direct else experiment.with_data_root(os.environ.get(DATA) or experiment.data.root)
+    _check_data(here, tree.devices if "{node}" in here.data.root else tree.devices[:1])
+
+
+def check_cloud(experiment: Experiment, runs: Path | None) -> None:
+    """Check what the cloud and its evaluator need on this machine, and `runs`, unless it is None.
+
+    Raises InvalidExperiment, StorageFailed.
+    """
+    require("torch")
+    if runs is not None:
+        check_folder(runs)
+    (key, tier), *_ = experiment.keyed_tiers()
+    _check_packages(key, tier.aggregation)
+    _check_tier(key, tier)
+    _check_learned(experiment)
+    _check_data(experiment, [CLOUD])
+
+
+def check_code(experiment: Experiment) -> None:
+    """Check the own code of all nodes. Raises InvalidExperiment."""
+    _check_learned(experiment)
+    for key, tier in experiment.keyed_tiers():
+        _check_tier(key, tier)
+    _check_name("training.objective.name", experiment.training.objective.name, experiment.training.objective)
+
+
+def _check_learned(experiment: Experiment) -> None:
+    _check_name("model.name", experiment.model.name)
+    _check_name("data.dataset", experiment.data.dataset)
+
+
+def _check_tier(key: str, tier: Tier) -> None:
+    _check_name(f"{key}.aggregation.name", tier.aggregation.name, tier.aggregation)
+    _check_name(f"{key}.selection.name", tier.selection.name, tier.selection)
+
+
+def check_folder(runs: Path) -> None:
+    """Check that a run's folder can be created. Raises StorageFailed."""
+    there = next(each for each in (runs.absolute(), *runs.absolute().parents) if each.exists())
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".fedstrata-", dir=there))
+    except OSError as error:
+        raise StorageFailed("--runs", str(runs), error.strerror or str(error), "Name another folder.") from None
+
+
+def _check_packages(key: str, rule: RuleSettings) -> None:
+    for package in rule.packages:
+        if find_spec(package) is None:
+            problem, remedy = f"needs {package}, not installed here", f"pip install 'fedstrata[{EXTRAS[package]}]'."
+            raise InvalidExperiment(f"{key}.aggregation.name", rule.name, problem, remedy)
+
+
+def _check_name(key: str, name: str, settings: SettingsTable | None = None) -> None:
+    """Import own code that a key names, and build what takes its keywords from its settings alone."""
+    if not is_own(name):
+        return
+    if (here := os.getcwd()) not in sys.path:  # where the processes of a lab on this machine find it
+        sys.path.append(here)
+    found = own.load(key, name)
+    if isinstance(settings, OwnSettings) or not callable(found):
+        own.call(key, name, found, settings.keywords if isinstance(settings, OwnSettings) else {})
+
+
+def _check_data(experiment: Experiment, nodes: Iterable[str]) -> None:
+    from common.learning.readers.files import check_files
+
+    for node in nodes:
+        check_files(experiment.data, node=node)

@@ -1,0 +1,129 @@
+"""What is checked before a run begins, and what a run that never began leaves: nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cloud.results import RunFolder
+from common.errors import InvalidExperiment
+from common.experiment.data import Data
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.learning.readers import cifar, idx, leaf
+from common.learning.readers.files import check_files
+from deploy.local import beforehand
+from tests.helpers.commands import invoke
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(begun: bool, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "runs", Experiment())
+    folder.event("failed", {"reason": "..."})
+    folder.begun = begun
+    with pytest.raises(KeyboardInterrupt), folder.removed_unless_begun():
+        raise KeyboardInterrupt
+    assert folder.path.exists() is begun
+    assert (tmp_path / "runs").exists() is begun, "it made that one, too"
+
+
+def test_a_folder_of_runs_that_was_there_stays(tmp_path: Path) -> None:
+    alone, other = (RunFolder.create(tmp_path, Experiment()) for _ in range(2))
+    with pytest.raises(OSError), alone.removed_unless_begun():  # noqa: PT011
+        raise OSError
+    assert list(tmp_path.iterdir()) == [other.path]
+
+
+def test_a_resumed_run_stays(tmp_path: Path) -> None:
+    first = RunFolder.create(tmp_path, Experiment())
+    first.release()
+    again = RunFolder.reopen(first.path)
+    with pytest.raises(KeyboardInterrupt), again.removed_unless_begun():
+        raise KeyboardInterrupt
+    assert again.path.is_dir()
+
+
+def test_a_model_that_cannot_be_built_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_module_net.py").write_text("def build(*, shape, classes):\n    return 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    done = invoke("run", "demo", "--direct", "--set", "model.name=no_module_net:build")
+    assert done.exit_code == 4 and "returns int, not nn.Module" in done.stderr.splitlines()[-1]
+    assert "no global round had begun: runs/" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_needs_no_resuming(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, Experiment())
+    folder.event("run", {})
+    folder.release()
+    refused = invoke("run", "--direct", "--resume", folder.path)
+    assert refused.exit_code == 4 and "the run was started with a network. Omit --direct." in refused.stderr
+    folder.event("finished", {"global_round": 0})
+    for command in ("run", "cloud"):
+        done = invoke(command, "--resume", folder.path)
+        assert (done.exit_code, done.stdout) == (0, "")
+        assert done.stderr == f"--resume = '{folder.path}': this run is finished, after 0 global rounds\n"
+    (fact,) = map(json.loads, invoke("run", "--resume", folder.path, "--format", "json").stdout.splitlines())
+    assert (fact["event"], fact["folder"], fact["run"]) == ("finished", str(folder.path), folder.run)
+
+
+def test_a_run_of_another_process_is_refused_at_once(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, Experiment())
+    done = invoke("cloud", "--resume", folder.path)
+    assert done.exit_code == 4 and "another process runs this run. Wait for its end, or stop it." in done.stderr
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140"])
+def test_missing_files_have_the_readers_own_error(name: str, tmp_path: Path) -> None:
+    readers = {"cifar10": cifar.read_cifar10, "femnist": leaf.read_femnist, "shakespeare": leaf.read_shakespeare}
+    with pytest.raises(InvalidExperiment, match="To fetch them: ") as found:
+        check_files(Data(dataset=name, root=str(tmp_path)))
+    if name == "mnist":
+        readers[name] = lambda root: idx.read_mnist_like(root, "MNIST")
+    if name in readers:
+        with pytest.raises(InvalidExperiment) as wanted:
+            readers[name](tmp_path)
+        assert str(found.value) == str(wanted.value)
+
+
+def test_each_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    tree = {"dataset": "folder", "partition": "natural", "classes": ["a"], "image_shape": [1, 8, 8]}
+    data = parse({"data": tree | {"root": str(tmp_path / "{node}")}}).data
+    for node, part in (("cloud", "test"), ("device-0", "train")):
+        with pytest.raises(InvalidExperiment, match=f"not found: .*{node}/{part}. Put this node's own images there"):
+            check_files(data, node=node)
+        (tmp_path / node / part).mkdir(parents=True)
+        check_files(data, node=node)
+
+
+def test_data_without_files_needs_none() -> None:
+    for name in ("digits", "synthetic"):
+        check_files(Data(dataset=name, root="no"))
+
+
+# Packages
+
+
+@pytest.mark.parametrize(("rule", "needed"), [("fedma", True), ("gamf", True), ("clusamp", True), ("fedcross", False)])
+def test_a_rules_packages_are_checked(rule: str, needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beforehand, "find_spec", lambda name: None if name == "scipy" else name)
+    experiment = parse({"institution": {"rounds": 2, "aggregation": {"name": rule}}})
+    beforehand.check_cloud(experiment, None)  # another machine's matter
+    if not needed:
+        beforehand.check_lab(experiment, None, direct=True)
+        return
+    problem = r"needs scipy, not installed here\. pip install 'fedstrata\[methods\]'\."
+    with pytest.raises(InvalidExperiment, match=rf"institution\.aggregation\.name = '{rule}': {problem}"):
+        beforehand.check_lab(experiment, None, direct=True)
+
+
+def test_matching_that_is_off_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beforehand, "find_spec", lambda name: None if name == "scipy" else name)
+    rule = {"name": "fedma", "matching": False}
+    beforehand.check_lab(parse({"cloud": {"aggregation": rule}}), None, direct=True)

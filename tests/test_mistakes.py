@@ -1,0 +1,141 @@
+"""What a new user mistypes: one line with what is wrong and what to write instead, and the exit code for it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import invoke
+
+COMMANDS = [
+    ("instituton", "'instituton': no such command of fedstrata. Did you mean 'institution'?"),
+    ("exprt", "Did you mean 'export'?"),
+    ("data chek", "'chek': no such command of fedstrata data. Did you mean 'check'?"),
+    ("runs lst", "Did you mean 'list'?"),
+    ("help", "There are: "),
+]
+OPTIONS = [
+    ("run demo --format jsn", "--format = 'jsn': not one of its values. Did you mean 'json'?"),
+    ("run demo --format yaml", "There are: table, json."),
+    ("compare x --format latx", "Did you mean 'latex'?"),
+    ("broker --kind mosquito", "--kind = 'mosquito': not one of its values. Did you mean 'mosquitto'?"),
+    ("--log-format xml runs list", "--log-format = 'xml': not one of its values. There are: text, json."),
+    ("--log-level loud runs list", "--log-level: 'loud': use debug, info, warning or error."),
+    ("--versin", "--versin: no such option of fedstrata. Did you mean '--version'?"),
+    ("run demo --seed 3", "--seed: no such option of fedstrata run. Did you mean --set seed=VALUE?"),
+    ("run demo --rounds 3", "Did you mean --set rounds=VALUE?"),
+    ("plan demo --epochs 3", "Did you mean --set training.epochs=VALUE?"),
+    ("plan demo --batch-size 3", "Did you mean --set training.batch_size=VALUE?"),
+    ("run demo --run x", "Did you mean '--runs'?"),
+    ("run demo --xyzzy", "--xyzzy: no such option of fedstrata run. There are: set, dry-run, "),
+    ("run demo --set", "--set: requires an argument."),
+    ("run demo --direct=3", "--direct: does not take a value."),
+    ("run demo more", "unexpected extra argument"),
+    ("broker --port 99999", "--port = '99999': too large. Write 65535 or less."),
+    ("broker --port abc", "--port = 'abc': not a whole number."),
+    ("compare x --target 90", "--target = '90': too large. Write a fraction: 0.9 for 90 %."),
+    ("compare x --target 90%", "--target = '90%': not a number. Write a fraction: 0.9 for 90 %."),
+    ("compare x --target -1", "Write a fraction"),
+    ("plan demo --interface 0", "--interface = '0': too small. Write 0.001 or more."),
+    ("runs prune --days -1", "--days = '-1': too small. Write 0 or more."),
+    ("cloud demo --connect-timeout 0", "--connect-timeout = '0': too small. Write 0.1 or more."),
+    ("report x --figure-formats gif", "--figure-formats: 'gif': use pdf, png, svg."),
+    ("compare x --allow link", "--allow: 'link': use links, hardware, data."),
+]
+USE = [
+    ("run", "EXPERIMENT: name an experiment"),
+    ("run dmeo", "EXPERIMENT: no file and no experiment has the name 'dmeo'. Did you mean 'demo'?"),
+    ("plan", "EXPERIMENT: missing. The experiment: a TOML file, or a name"),
+    ("compare", "RUN: missing. Folders of runs"),
+    ("check", "NAME: missing. A rule"),
+    ("institution", "--name: missing. This institution's name"),
+    ("institution --name a/b", "--name: 'a/b' is not a node name. Use 1 to 64 letters"),
+    ("institution --name cloud", "--name: 'cloud' is reserved: use another name."),
+    ("institution --name i --parent i", "--parent: 'i' is its own name."),
+    ("institution --name i --parent 'a b'", "--parent: 'a b' is not a node name."),
+    ("device --name a --parent a", "--parent: 'a' is its own name."),
+    ("device --name a --name a", "--name: duplicate name."),
+    ("device --name a --parent x --parent y", "--parent: 2 values given for 1 names."),
+    ("device --name a --slots 0", "--slots: '0': use auto, or a number from 1."),
+    ("device --name a --together", "--together: valid only with --once."),
+    ("run demo --accelerator cuda", "--accelerator: valid only with --direct."),
+    ("run demo --direct --netns", "use it or --netns."),
+    ("run demo --plan --direct", "--plan: valid only for a new lab of processes."),
+    ("run demo --lab 'a b'", "--lab: 'a b' is not a lab name."),
+    ("run demo --resume x", "a resumed run keeps its experiment"),
+    ("links measure", "--to: give one of --to and --listen."),
+]
+EXPERIMENT = [
+    ("run nofile.toml", "experiment = 'nofile.toml': No such file"),
+    ("run demo --set aggregation.name=fedcros", "Did you mean cloud.aggregation or institution.aggregation?"),
+    ("run demo --set cloud.aggregation.name=fedcros", "no rule has this name. Did you mean 'fedcross'?"),
+    ("run demo --set dataset=digit", "dataset = 'digit': unknown key. Did you mean data.dataset?"),
+    ("run demo --set data.dataset=digit", "Did you mean 'digits'?"),
+    ("run demo --set model.name=cnn_digit", "Did you mean 'cnn_digits'?"),
+    ("run demo --set data.partition=dirichelet", "Did you mean 'dirichlet'?"),
+    ("run demo --set training.lr=0.1", "Did you mean 'learning_rate'?"),
+    ("run demo --set rounds=many", "rounds = 'many': not a whole number. Write for instance 5."),
+    ("run demo --set rounds", "--set = 'rounds': not of the form key=value."),
+    ("run demo --set topology.institutions=0", "institution.rounds = 2: this lab has no institution."),
+    ("run demo --set links.wan=ltee", "links.wan = 'ltee': no profile has this name. Did you mean 'lte'?"),
+    ("run demo --set transfer.wan.up=fp17", "Did you mean 'fp16'?"),
+    ("run demo --set training.objective.name=fedprx", "Did you mean 'fedprox'?"),
+    ("run demo --set hardware.default=raspbery", "Did you mean 'raspberry-pi-5'?"),
+    ("run demo --set 'name=a b'", "Write letters, digits, _ . and -, at most 64"),
+    ("plan demo --set rounds=0", "rounds = 0: too small. Write 1 or more."),
+    ("cloud demo --broker localhost:99999", "--broker = 'localhost:99999'"),
+    ("cloud demo --broker mqtt://localhost", "is not an address. Write host, host:port"),
+    ("cloud demo --lab no.toml", "lab = 'no.toml': No such file"),
+    ("device --name a --broker localhost:abc", "is not an address"),
+    ("device --name a --broker localhost:1 --accelerator gpu", "--accelerator = 'gpu': no accelerator has this name."),
+    ("institution --name i --broker localhost:1 --metrics 9464", "--metrics = '9464': not host:port."),
+    ("run demo --metrics 127.0.0.1:99999", "--metrics = '127.0.0.1:99999': not host:port."),
+    ("run demo --set data.dataset=cifar10", "data_batch_1"),
+    ("run demo --direct --set data.dataset=mnist", "data.root = 'data': not found: "),
+    (
+        "cloud demo --broker localhost:1 --set data.dataset=femnist",
+        "femnist/data/train/*.json. To fetch them: git clone",
+    ),
+    ("run demo --set model.name=nomod:f", "model.name = 'nomod:f': cannot be imported (ModuleNotFoundError"),
+    ("run demo --direct --set data.dataset=nomod:f", "data.dataset = 'nomod:f': cannot be imported"),
+    ("run demo --set institution.aggregation.name=nomod:F", "institution.aggregation.name = 'nomod:F': cannot be"),
+    ("plan demo --set training.objective.name=nomod:F", "training.objective.name = 'nomod:F': cannot be imported"),
+    ("cloud demo --broker localhost:1 --set cloud.selection.name=nomod:F", "cloud.selection.name = 'nomod:F': cannot"),
+    ("run demo --direct --accelerator gpu", "--accelerator = 'gpu': no accelerator has this name. Use cpu, cuda"),
+    ("run --resume x", "--resume = 'x': not a run's folder. Name a folder under runs/."),
+    ("cloud --resume x", "--resume = 'x': not a run's folder."),
+    ("run --direct --resume x", "--resume = 'x': not a run's folder."),
+    ("broker --host 0.0.0.0", "--host = '0.0.0.0': reachable by others"),
+    ("broker --password-file no", "--password-file = 'no': No such file or directory. Name a file"),
+    ("broker --tls-cert no", "--tls-cert, --tls-key = 'no': No such file"),
+    ("report x", "RUN = 'x': not a run's folder"),
+    ("runs list --runs no", "--runs = 'no': No such file or directory."),
+    ("export x", "no tracker is chosen"),
+    ("check os:system", "is in Python's standard library"),
+    ("check mine", "not of the form package.module:Name."),
+    ("data check mnst", "data.dataset = 'mnst': not read from a root. Did you mean 'mnist'?"),
+    ("provision no.toml", "lab = 'no.toml': No such file"),
+]
+FILES = [
+    ("run demo --runs /proc/no", "--runs = '/proc/no': No such file or directory. Name another folder."),
+    ("run demo --direct --runs /dev/null", "--runs = '/dev/null': Not a directory."),
+    ("cloud demo --broker localhost:1 --runs /dev/null", "--runs = '/dev/null': Not a directory."),
+]
+BY_CODE = {2: (*COMMANDS, *OPTIONS, *USE), 4: EXPERIMENT, 6: FILES}
+ALL = [(line, code, words) for code, lines in BY_CODE.items() for line, words in lines]
+FOREIGN = ("Input should be", "Value error", "validation error", "Traceback", "^[", "Usage:", "string_")
+
+
+@pytest.mark.parametrize(("line", "code", "words"), ALL, ids=[line for line, *_ in ALL])
+def test_a_mistake_ends_with_one_line(
+    line: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = invoke(*shlex.split(line))
+    assert (done.exit_code, done.stdout) == (code, ""), done.stderr
+    assert done.stderr.startswith("fedstrata: ") and done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert not any(text in done.stderr for text in FOREIGN)
+    assert not any(tmp_path.iterdir())
