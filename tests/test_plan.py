@@ -26,6 +26,7 @@ from common.experiment.reading import parse, to_toml
 from common.experiment.rules import RuleSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.training import TrainingSettings
+from common.host.load import LoadMeter, MachineLoad
 from common.model.layout import ModelLayout, Section
 from deploy.planning import calibration, command, footprint, workload
 from deploy.planning.calibration import TrainingSpeed
@@ -349,6 +350,8 @@ def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatc
     assert found == json.loads(out.read_text()) and found["one_host"] is True
     assert found["global_round_s"] == pytest.approx(sum(found["seconds"].values())) and found["speeds"]["step_s"] > 0
     assert set(found["epochs"]) == {"institution-0", "institution-1"} and "Tempo" in found["assumed"][0]
+    assert found["load"]["cores"] == os.cpu_count() and 0 < found["speeds"]["share"] <= 1
+    assert [line.split()[0] for line in result.stderr.splitlines()] == ["reads", "measures", "finds", "simulates"]
     refused = invoke("plan", file, "--set", "topology.devices=1")
     assert refused.exit_code == 4 and "no device" in refused.output
 
@@ -364,7 +367,36 @@ def test_the_table_has_a_global_round_its_phases_and_the_memory() -> None:
             "tiers": {"wan_up": 2_000_000},
             "memory": {"cloud": 60_000_000},
             "assumed": ["each device has 10 samples"],
+            "speeds": {"share": 0.99},
+            "load": {"others_cores": 0.04, "cores": 2, "load_average": 0.3, "busy": False},
         }
     )
     assert table.splitlines()[0].split() == ["a", "global", "round", "1.75", "s"]
-    assert "2.0 MB" in table and "60.0 MB" in table and table.endswith("assumed: each device has 10 samples\n")
+    assert "2.0 MB" in table and "60.0 MB" in table and "\nassumed: each device has 10 samples\n" in table
+    measured = "measured while other processes used 0.0 of 2 cores (load average 0.3); training had 99% of a core"
+    assert table.splitlines()[-1] == measured
+
+
+@pytest.mark.parametrize(
+    ("others", "share", "busy"), [(0.1, 0.99, False), (0.5, 0.99, True), (0.0, 0.6, True), (None, 0.95, False)]
+)
+def test_a_busy_machine_is_noticed(others: float | None, share: float, busy: bool) -> None:
+    load = MachineLoad(others, 2, 1.5)
+    assert command._busy(load, share) is busy
+    line = command._load_line({"others_cores": others, "cores": 2, "load_average": 1.5, "busy": busy}, share)
+    assert line.count("\n") == 1 and ("Measure again when it is idle." in line) is busy
+
+
+def test_the_load_is_what_others_used_meanwhile(tmp_path: Path) -> None:
+    """In 4 s all cores work for 6.5 s, 0.5 s of it for this process; idle time and waits for disks do not count."""
+    ticks, now, own = os.sysconf("SC_CLK_TCK"), [10.0], [2.0]
+    (tmp_path / "stat").write_text("cpu 100 0 100 900 50 0 0 0\ncpu0 1 1 1 1\n")
+    meter = LoadMeter(tmp_path, own=lambda: own[0], clock=lambda: now[0])
+    (tmp_path / "stat").write_text(f"cpu {100 + 4 * ticks} 0 {100 + 2 * ticks} 9000 700 0 0 {ticks // 2}\n")
+    now[0], own[0] = 14.0, 2.5
+    assert meter.read().others_cores == pytest.approx((6.0 + 0.5 - 0.5) / 4.0)
+
+
+def test_without_proc_the_others_are_unknown(tmp_path: Path) -> None:
+    assert LoadMeter(tmp_path).read().others_cores is None
+    assert LoadMeter().read().others_cores is not None

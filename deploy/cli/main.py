@@ -34,8 +34,9 @@ from deploy.console.connecting import LabOption
 from deploy.console.options import Output, Overrides, Runs
 from deploy.console.reporting import reporting
 from deploy.console.shipped import OptionalExperimentFile
+from deploy.console.stages import stages
 from deploy.console.usage import Commands
-from deploy.planning.command import plan, predict
+from deploy.planning.command import STAGES, plan, predict
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
@@ -156,7 +157,10 @@ def run(
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
-        found = predict(chosen, one_host=True) if plan_first else None
+        found = None
+        if plan_first:
+            with stages(STAGES) as begin:
+                found = predict(chosen, one_host=True, begin=begin)
         code = LocalLab(
             chosen,
             runs=runs,

@@ -54,11 +54,15 @@ REFERENCE: Final = ReferenceModel()
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
-    """Seconds of one core: per SGD step, per training without its steps, and per evaluation of the test set."""
+    """Seconds of one core: per SGD step, per training without its steps, and per evaluation of the test set.
+
+    `share`: of a core, that the training had.
+    """
 
     step_s: float
     training_s: float
     evaluation_s: float
+    share: float = 1.0
 
 
 def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: int) -> MachineSpeeds:
@@ -80,6 +84,7 @@ def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: in
         mix_byte_s=MIXED * copy_s,
         record_s=_writing(row_bytes),
         cores=cores,
+        share=min(one.share for one in found),
     )
 
 
@@ -97,17 +102,17 @@ def train(experiment_json: str, training_s: float) -> TrainingSpeed:
     trainer.prepare()
     row, out = (np.zeros(each.row_bytes, np.uint8) for each in (trainer.vectors.received, trainer.vectors.returned))
     models.write_row(module, trainer.layout, row)
-    epochs, steps, spent_s = 1, 0, 0.0
-    enough, start = threading.Event(), 0.0
+    epochs, steps, spent_s, cpu_s = 1, 0, 0.0, 0.0
+    enough, start, cpu_start = threading.Event(), 0.0, 0.0
 
     def progress(done: int, _: int) -> None:
-        nonlocal steps, spent_s
-        steps, spent_s = done, time.monotonic() - start
+        nonlocal steps, spent_s, cpu_s
+        steps, spent_s, cpu_s = done, time.monotonic() - start, time.thread_time() - cpu_start
         if spent_s >= training_s:
             enough.set()
 
     while not enough.is_set():
-        start = time.monotonic()
+        start, cpu_start = time.monotonic(), time.thread_time()
         try:
             trainer.train(row, out, epochs=epochs, local_round=0, progress=progress, cancelled=enough)
         except Cancelled:
@@ -122,7 +127,7 @@ def train(experiment_json: str, training_s: float) -> TrainingSpeed:
     start = time.monotonic()
     evaluate(module, images, labels=labels, normalise=data.normaliser())
     evaluation_s = (time.monotonic() - start) * len(data.test_labels) / max(1, len(labels))
-    return TrainingSpeed(spent_s / steps, min(overhead), evaluation_s)
+    return TrainingSpeed(spent_s / steps, min(overhead), evaluation_s, min(1.0, cpu_s / spent_s))
 
 
 def _best(loop: Callable[[], None]) -> float:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
 from deploy.console.options import Overrides
 from deploy.console.reporting import reporting
 from deploy.console.shipped import ExperimentFile
+from deploy.console.stages import stages
 from deploy.console.tabular import size
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
+    from common.host.load import MachineLoad
 
 INTERFACE_MBIT = 1000.0
+STAGES: Final = 4  # of a prediction
+SHARE_LEAST: Final = 0.9  # of a core, that trainings have on an idle machine
+OTHERS_MOST: Final = 0.1  # share of all cores that others may use
 
 
 def plan(
@@ -37,13 +43,15 @@ def plan(
 ) -> None:
     """Predict seconds, bytes and memory of a run from its experiment and from this machine's measured speed.
 
-    Without --one-host each node is assumed to have its own machine, as fast as this one.
+    The prediction has the load of this machine during the measurement: on a busy one it is for a busy one. Without
+    --one-host each node is assumed to have its own machine, as fast as this one.
     """
     from common.errors import InvalidExperiment
     from common.experiment.reading import load
 
     with reporting():
-        found = predict(load(experiment, overrides or ()), one_host=one_host, interface_mbit=interface)
+        with stages(STAGES) as begin:
+            found = predict(load(experiment, overrides or ()), one_host=one_host, interface_mbit=interface, begin=begin)
         if out is not None:
             try:
                 out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -52,24 +60,39 @@ def plan(
         typer.echo(json.dumps(found) if output == "json" else _table(found), nl=output == "json")
 
 
-def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = INTERFACE_MBIT) -> dict[str, Any]:
-    """Return the content of prediction.json. Raises InvalidExperiment.
+def predict(
+    experiment: Experiment,
+    *,
+    one_host: bool,
+    interface_mbit: float = INTERFACE_MBIT,
+    begin: Callable[[str], object] = lambda stage: None,
+) -> dict[str, Any]:
+    """Return the content of prediction.json. `begin` is called with each of STAGES. Raises InvalidExperiment.
 
     For one global round: `seconds` by phase, `bytes` of MQTT by link (`FROM TO`), and `tiers`, MQTT bytes by tier.
-    Also `memory`, bytes by role; `assumed`, the assumptions as text; and `speeds`, the measured speeds of this machine.
+    Also `memory`, bytes by role; `assumed`, the assumptions as text; `speeds`, the measured speeds of this machine, and
+    `load`, that of other processes meanwhile.
     """
     import os
     from dataclasses import asdict
 
+    from common.host.load import LoadMeter
     from deploy.local.beforehand import check_code
     from deploy.planning import footprint, prediction, workload
     from deploy.planning.calibration import measure
 
     check_code(experiment)
+    begin(f"reads and splits {experiment.data.dataset}")
     work = workload.workload(experiment)
     cores = len(os.sched_getaffinity(0))
+    processes = f"{cores} processes, as many as cores" if one_host and cores > 1 else "one process"
+    begin(f"measures training and evaluation of {experiment.model.name}, {processes}")
+    meter = LoadMeter()
     speeds = measure(work.single, cores=cores, together=one_host, row_bytes=work.sizes.row)
+    load = meter.read()
+    begin("finds the epochs of each institution")
     workload.rehearse(work, speeds)
+    begin("simulates a global round")
     lab = workload.lab(work, speeds, one_host=one_host, interface_mbit=interface_mbit)
     seconds = prediction.seconds(lab, speeds)
     global_round_s = sum(seconds.values())
@@ -88,6 +111,7 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = I
         "epochs": dict(work.epochs),
         "assumed": [*work.assumed, *([] if one_host else [f"each host has a {interface_mbit:g} Mbit/s interface"])],
         "speeds": asdict(speeds),
+        "load": asdict(load) | {"busy": _busy(load, speeds.share)},
     }
 
 
@@ -100,7 +124,23 @@ def _table(found: dict[str, Any]) -> str:
     lines.append("memory of a process")
     lines += [f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in found["memory"].items()]
     lines += [f"assumed: {text}" for text in found["assumed"]]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + _load_line(found["load"], found["speeds"]["share"])
+
+
+def _busy(load: MachineLoad, share: float) -> bool:
+    """Return whether other processes had so much of the machine that the measured speeds are not its own."""
+    return share < SHARE_LEAST or (load.others_cores or 0.0) > OTHERS_MOST * load.cores
+
+
+def _load_line(load: Mapping[str, Any], share: float) -> str:
+    """Return the line with the load under which this machine was measured."""
+    others = "an unknown number" if load["others_cores"] is None else f"{load['others_cores']:.1f}"
+    line = (
+        f"measured while other processes used {others} of {load['cores']} cores (load average"
+        f" {load['load_average']:.1f}); training had {share:.0%} of a core"
+    )
+    busy = ": this machine is busy, so is the one predicted. Measure again when it is idle."
+    return f"{line}{busy if load['busy'] else ''}\n"
 
 
 def _duration(seconds: float) -> str:

@@ -32,7 +32,7 @@ class MachineSpeeds:
     message_s: messaging of a round with one child, at both ends and in the broker
     round_s: opening, closing and keeping a round at the parent, however many children
     byte_s: the same per byte of a model, in each direction    mix_byte_s: mixing, per byte of the uploads
-    record_s: writing the results of a global round
+    record_s: writing the results of a global round    share: of a core, that the measured trainings had
     """
 
     step_s: float
@@ -44,6 +44,7 @@ class MachineSpeeds:
     mix_byte_s: float
     record_s: float
     cores: int
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
