@@ -56,6 +56,7 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mynets").mkdir()
     (tmp_path / "mynets" / "small.py").write_text(NETS)
     (tmp_path / "mynets" / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "mynets" / "needs.py").write_text("import nopackage.part\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.split(".")[0] == "mynets"]:
         monkeypatch.delitem(sys.modules, name)
@@ -79,9 +80,11 @@ def test_text_models_know_the_number_of_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("mynets.absent:build", "cannot be imported.*ModuleNotFoundError"),
-        ("mynets.broken:build", "cannot be imported.*ZeroDivisionError"),
-        ("mynets.small:absent", "cannot be imported.*AttributeError"),
+        ("mynets.absent:build", "cannot be imported.*ModuleNotFoundError.*Start each command in its folder"),
+        ("mynets.needs:build", "cannot be imported.*ModuleNotFoundError.*Install nopackage wherever it runs"),
+        ("mynets.broken:build", "cannot be imported.*ZeroDivisionError.* Correct it"),
+        ("mynets.small:absent", "cannot be imported.*AttributeError.*It has: torch, nn, build"),
+        ("mynets.small:buidl", r"cannot be imported.*AttributeError.*Did you mean 'build'\?"),
         ("mynets.small:net", "is neither a class nor a function but int"),
         ("mynets.small:positional", "does not accept the keywords shape, classes"),
         ("mynets.small:words", "does not accept the keywords shape, classes.*tokens"),

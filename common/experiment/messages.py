@@ -38,7 +38,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
         return InvalidExperiment(f"{key}.name", name, problem, proposal(name, tables, what="There are"))
     if first["type"] == "json_invalid":
         return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
-    return InvalidExperiment(key, first["input"], *problem_of(first))
+    value = None if first["type"] == "missing" else first["input"]  # else the table in which it is missing
+    return InvalidExperiment(key, value, *problem_of(first))
 
 
 def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]) -> InvalidExperiment:

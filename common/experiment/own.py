@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Never, Self, TypeVar
 from pydantic import ConfigDict
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import SettingsTable, form
+from common.experiment.tables import SettingsTable, form, proposal
 
 FORM: Final = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 Base = TypeVar("Base")
@@ -81,17 +81,19 @@ def load(key: str, name: str) -> Any:
         refuse(key, name, "not of the form package.module:Name", "Write for instance mine:Rule.")
     if where.partition(".")[0] in sys.stdlib_module_names:  # some modules of Python have side effects when imported
         refuse(key, name, "is in Python's standard library", "Name one of your own modules.")
+    remedy = "Correct it."
     try:
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
-        return getattr(importlib.import_module(where), wanted)
+        module = importlib.import_module(where)
+        remedy = proposal(wanted, [each for each in vars(module) if not each.startswith("_")], what="It has")
+        return getattr(module, wanted)
     except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
-        refuse(
-            key,
-            name,
-            f"cannot be imported ({short(error)})",
-            "Start each command in its folder, or put that on PYTHONPATH.",
-        )
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            remedy = f"Install {error.name} wherever it runs."
+            if where == error.name or where.startswith(f"{error.name}."):
+                remedy = "Start each command in its folder, or put that on PYTHONPATH."
+        refuse(key, name, f"cannot be imported ({short(error)})", remedy)
 
 
 def accepted(found: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -193,6 +193,8 @@ def prune(
 
 
 def _delete(chosen: list[Run], *, yes: bool) -> None:
+    if not chosen:
+        write_line("no run is to be deleted")
     for run in chosen:
         write_line(f"{run.path}: {run.state}, {len(run.rounds)} global rounds")
     if chosen and not yes:

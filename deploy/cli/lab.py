@@ -15,7 +15,7 @@ from deploy.console import logs
 from deploy.console.connecting import ConnectTimeout, LabOrFile, run_connected
 from deploy.console.login import OPERATOR, Login, with_login
 from deploy.console.options import Output
-from deploy.console.reporting import reporting
+from deploy.console.reporting import reporting, require
 from deploy.console.tabular import Column, Table
 
 app = typer.Typer(help="The nodes of a lab.", no_args_is_help=True)
@@ -109,6 +109,7 @@ def provision(
 
     with reporting():
         found = load(lab)
+        require("cryptography")
         chosen = find_wheel(wheel)
         revoke_certificates(found, lab, revoke or (), authority=authority)
         kits = provision(found, lab, wheel=chosen, out=out, authority=authority)

@@ -97,8 +97,11 @@ def clear(
     from deploy.links import interface
 
     with reporting():
-        for name in interface.clear(device):
+        cleared = list(interface.clear(device))
+        for name in cleared:
             typer.echo(name)
+        if not cleared:
+            logs.write_line("no interface was shaped by fedstrata")
 
 
 @app.command()

