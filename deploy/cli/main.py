@@ -142,7 +142,7 @@ def run(
         raise typer.BadParameter("valid only for a new lab of processes", param_hint="--plan")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
-        if already_finished(experiment, overrides, resume, direct=direct, output=output):
+        if not dry_run and already_finished(experiment, overrides, resume, direct=direct, output=output):
             return
         chosen = chosen_experiment(experiment, overrides, resume)
         if netns and resume is None:  # a resumed run keeps its experiment

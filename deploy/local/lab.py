@@ -78,6 +78,7 @@ class LocalLab:
         self._began = False
         self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
         self._folder: Path | None = None
+        self._run = ""
 
     def run(self) -> int:
         """Run to the end; return the exit code of the cloud, or of a role that failed before the first round.
@@ -96,6 +97,7 @@ class LocalLab:
                         raise
             finally:
                 self._keep_logs(home)
+                self._remove_states()
 
     def _run_roles(self, home: Path, network: LabNetwork) -> int:
         try:
@@ -123,7 +125,9 @@ class LocalLab:
             stop_all(self._roles.values(), grace_s=STOP_S)
 
     def _print_resume_command(self, network: LabNetwork) -> None:
-        if self._folder is not None and self._folder.is_dir():  # not if no global round had begun
+        if self._folder is not None and not self._folder.is_dir():
+            write_line(f"\nno global round had begun: {self._folder} is removed")
+        elif self._folder is not None:
             write_line(f"\nresume with: fedstrata run --resume {self._folder}{network.flags}")
 
     def _start(self, home: Path, network: LabNetwork) -> None:
@@ -196,7 +200,7 @@ class LocalLab:
             event, facts = item
             self._began = self._began or event == "progress"
             if event == "run":
-                self._folder = Path(str(facts["folder"]))
+                self._folder, self._run = Path(str(facts["folder"])), str(facts["run"])
                 if self._prediction is not None:
                     path = self._folder / PREDICTION
                     with writing(path), suppress(FileNotFoundError):  # a run that could not begin has no folder
@@ -252,6 +256,16 @@ class LocalLab:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 pass  # stopped by the caller
+
+    def _remove_states(self) -> None:
+        """Remove the institutions' states of a run that has no folder, as no global round had begun."""
+        if self._folder is None or self._folder.is_dir():
+            return
+        states = self._folder.parent / SPOOL
+        shutil.rmtree(states / self._run, ignore_errors=True)
+        with suppress(OSError):  # other runs have some
+            states.rmdir()
+            self._folder.parent.rmdir()
 
     def _keep_logs(self, home: Path) -> None:
         if self._folder is not None and self._folder.is_dir():
