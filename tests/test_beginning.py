@@ -76,6 +76,14 @@ def test_a_run_of_another_process_is_refused_at_once(tmp_path: Path) -> None:
     assert done.exit_code == 4 and "another process runs this run. Wait for its end, or stop it." in done.stderr
 
 
+@pytest.mark.parametrize("target", ["90", "-1"])
+def test_a_target_in_percent_is_refused(target: str, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, Experiment())
+    refused = invoke("compare", folder.path, "--target", target)
+    assert refused.exit_code == 4 and refused.stderr.count("\n") == 1
+    assert "an accuracy is a fraction of 1. Write 0.9 for 90 %." in refused.stderr
+
+
 # Files
 
 

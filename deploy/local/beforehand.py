@@ -58,6 +58,7 @@ def check_code(experiment: Experiment) -> None:
     _check_learned(experiment)
     for key, tier in experiment.keyed_tiers():
         _check_tier(key, tier)
+    _check_name("training.loss", experiment.training.loss)
     _check_name("training.objective.name", experiment.training.objective.name, experiment.training.objective)
 
 

@@ -63,7 +63,7 @@ def target_of(runs: Sequence[Run], given: float | None) -> float:
                                 "Compare runs with the same score.")  # fmt: skip
     if given is not None:
         if runs[0].scored_by.name == ACCURACY and not 0 <= given <= 1:
-            raise InvalidExperiment("--target", given, "an accuracy is a fraction of 1", "Give 0 to 1.")
+            raise InvalidExperiment("--target", given, "an accuracy is a fraction of 1", "Write 0.9 for 90 %.")
         return given
     own = {run.target for run in runs}
     if len(own) > 1:
