@@ -40,7 +40,7 @@ OPTIONS = [
     ("runs prune --days -1", "--days = '-1': too small. Write 0 or more."),
     ("cloud demo --connect-timeout 0", "--connect-timeout = '0': too small. Write 0.1 or more."),
     ("report x --figure-formats gif", "--figure-formats: 'gif': use pdf, png, svg."),
-    ("compare x --allow link", "--allow: 'link': use links, hardware, data."),
+    ("compare x --allow links", "--allow: no such option"),
 ]
 USE = [
     ("run", "EXPERIMENT: name an experiment"),
