@@ -22,6 +22,7 @@ from common.experiment.selection import SELECTIONS
 from common.protocol.serialization import KINDS, VERSION
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.kits.lab import parse as lab_of
+from deploy.sweeps.grid import expand, is_sweep
 from docs.tools import experiment, metrics_table, sketches
 from docs.tools.drawing import PICTURES
 from docs.tools.manual import manual
@@ -160,10 +161,13 @@ def test_no_picture_is_left_over() -> None:
 
 
 @pytest.mark.parametrize("snippet", snippets())
-def test_snippets_are_experiments_or_labs(snippet: str) -> None:
+def test_snippets_are_experiments_sweeps_or_labs(snippet: str) -> None:
     given = tomllib.loads(snippet)
     if "machines" in given:
         assert lab_of(given).parents
+        return
+    if is_sweep(given):
+        assert expand(given, ROOT / "sweep.toml").cells
         return
     parse(given if "tiers" in given else {**LAB, **given})
 

@@ -1,0 +1,273 @@
+"""The cells of a sweep: an experiment for each combination of the axes' values, and for each seed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from common.errors import InvalidExperiment
+from common.experiment.messages import explain
+from common.experiment.reading import override, parse, read, rename_keys
+from common.experiment.schema import Experiment
+from common.experiment.tables import proposal
+from deploy.console.shipped import shipped
+from deploy.sweeps.figures import Figures, figures_of
+from deploy.sweeps.merging import merged
+from deploy.sweeps.schema import Measure, SweepFile, Where
+
+OWN_KEYS: Final = ("axes", "title")  # keys of a sweep that no experiment has
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCell:
+    """One combination of the axes' values: its experiments by seed, and the accuracy to reach, or None."""
+
+    values: Mapping[str, str]
+    experiments: Mapping[int, Experiment]
+    target: float | None
+
+    @property
+    def label(self) -> str:
+        """The values, with commas."""
+        return label_of(self.values.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A sweep that is ready to run. `axes`: the values that remain, by axis; `stem`: the file's name."""
+
+    file: SweepFile
+    stem: str
+    small: bool
+    axes: Mapping[str, Sequence[str]]
+    cells: Sequence[SweepCell]
+    measures: Sequence[Measure]
+    figures: Figures  # the paper's; none in the small form, which is another experiment
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds."""
+        return list(self.cells[0].experiments)
+
+    @property
+    def experiments(self) -> dict[str, Experiment]:
+        """The experiments by digest, seed by seed, so that an interrupted sweep has complete seeds."""
+        found = [cell.experiments[seed] for seed in self.seeds for cell in self.cells]
+        return {each.digest: each for each in found}
+
+    def labels(self) -> dict[str, str]:
+        """Return the label of each experiment by digest: its first cell and its seed."""
+        found: dict[str, str] = {}
+        for cell in self.cells:
+            for seed, experiment in cell.experiments.items():
+                found.setdefault(experiment.digest, label_of([*cell.values.values(), f"seed {seed}"]))
+        return found
+
+
+def label_of(values: Iterable[str]) -> str:
+    """Return values as one text, with commas."""
+    return ", ".join(values)
+
+
+def is_sweep(tree: Mapping[str, Any]) -> bool:
+    """Return whether a TOML file's tree is that of a sweep, and not of an experiment."""
+    return any(key in tree for key in OWN_KEYS)
+
+
+def load(
+    path: Path,
+    *,
+    small: bool = False,
+    overrides: Sequence[str] = (),
+    only: Sequence[str] = (),
+    seeds: int | None = None,
+) -> Grid:
+    """Return the grid of a sweep's file. Raises InvalidExperiment.
+
+    `small`: its small form. `overrides`: `key=value` of the experiment, on top of all. `only`: `axis=value`, what
+    remains of an axis. `seeds`: 1 to this number, in place of the file's.
+    """
+    tree = read(path)
+    if not is_sweep(tree):
+        problem, remedy = "not a sweep: it has no [axes]", "Use `fedstrata run` for an experiment."
+        raise InvalidExperiment("sweep", str(path), problem, remedy)
+    return expand(tree, path, small=small, overrides=overrides, only=only, seeds=seeds)
+
+
+def expand(
+    tree: Mapping[str, Any],
+    path: Path,
+    *,
+    small: bool = False,
+    overrides: Sequence[str] = (),
+    only: Sequence[str] = (),
+    seeds: int | None = None,
+) -> Grid:
+    """Return the grid of a sweep's tree, as `load` does; `path`: its file, for names and relative paths."""
+    try:
+        file = SweepFile.model_validate(tree)
+    except ValidationError as error:
+        raise explain(error, SweepFile) from None
+    if small:
+        file = _small(file)
+    axes = _remaining(file, only, small=small)
+    base = _base(file.base, path)
+    chosen = list(range(1, seeds + 1)) if seeds else _seeds(file)
+    cells = []
+    for combination in product(*axes.values()):
+        values = dict(zip(axes, combination, strict=True))
+        wheres = [where for where in file.where if where.holds(values)]
+        large = [file.experiment, *(file.axes[axis][value] for axis, value in values.items())]
+        large += [where.experiment for where in wheres]
+        on_top = _small_trees(file, values) if small else []
+        if small:
+            wheres += [where for where in file.small.where if where.holds(values)]
+        if any(where.skip for where in wheres):
+            continue
+        keys = merged({"name": _name(path.stem)}, base, *map(_present, [*large, *on_top]))
+        experiments = {seed: _experiment(keys, values, seed, overrides) for seed in chosen}
+        cells.append(SweepCell(values, experiments, _target(file, wheres, experiments[chosen[0]])))
+    if not cells:
+        raise InvalidExperiment("where", "skip", "no cell remains", "Skip fewer.")
+    measures = list(_measures(file, cells))
+    figures = {} if small else figures_of(file, [measure.label for measure in measures])
+    return Grid(file, path.stem, small, axes, cells, measures, figures)
+
+
+def _small(file: SweepFile) -> SweepFile:
+    """Return a sweep with what its small form has in place of the large one's."""
+    changed = {key: getattr(file.small, key) for key in ("seeds", "measure", "target")}
+    return file.model_copy(update={key: value for key, value in changed.items() if value is not None})
+
+
+def _small_trees(file: SweepFile, values: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the keys that the small form sets in a cell."""
+    small = file.small
+    own = [small.axes.get(axis, {}).get(value, {}) for axis, value in values.items()]
+    return [small.experiment, *own, *(where.experiment for where in small.where if where.holds(values))]
+
+
+def _remaining(file: SweepFile, only: Sequence[str], *, small: bool) -> dict[str, list[str]]:
+    """Return the values of each axis that remain, in the file's order."""
+    wanted: dict[str, list[str]] = {}
+    for text in only:
+        axis, equals, value = text.partition("=")
+        if not equals:
+            raise InvalidExperiment("--only", text, "not of the form axis=value", "Write for instance method=FedAvg.")
+        file.check_value("--only", axis, value)
+        wanted.setdefault(axis, []).append(value)
+    kept = file.small.only if small else {}
+    found = {}
+    for axis, values in file.axes.items():
+        found[axis] = [v for v in values if v in kept.get(axis, values) and v in wanted.get(axis, values)]
+        if not found[axis]:
+            remedy = proposal("", kept[axis], what="There are")
+            raise InvalidExperiment("--only", f"{axis}={wanted[axis][0]}", "not in the small form", remedy)
+    return found
+
+
+def _base(name: str, path: Path) -> dict[str, Any]:
+    """Return the tree of the experiment that a sweep begins with, without its name and seed."""
+    if not name:
+        return {}
+    file = path.parent / name
+    known = shipped()
+    if not file.exists() and name not in known:
+        remedy = proposal(name, known, what="There are")
+        raise InvalidExperiment("base", name, "no file and no experiment has this name", remedy)
+    tree = read(file if file.exists() else known[name])
+    if is_sweep(tree):
+        raise InvalidExperiment("base", name, "a sweep", "Name an experiment.")
+    return {key: value for key, value in tree.items() if key not in ("name", "seed")}
+
+
+def _seeds(file: SweepFile) -> list[int]:
+    seeds = list(range(1, file.seeds + 1)) if isinstance(file.seeds, int) else file.seeds
+    if not seeds or len(set(seeds)) < len(seeds):
+        problem = "a seed twice" if seeds else "no seed"
+        raise InvalidExperiment("seeds", seeds, problem, "Write for instance 5, or [1, 2, 3].")
+    return seeds
+
+
+def _present(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree with the present names of its keys."""
+    found = merged({}, tree)
+    rename_keys(found)
+    return found
+
+
+def _experiment(keys: Mapping[str, Any], values: Mapping[str, str], seed: int, overrides: Sequence[str]) -> Experiment:
+    """Return a cell's experiment. Raises InvalidExperiment, with the cell's name."""
+    try:
+        tree = merged(keys, {"seed": seed})
+        for each in overrides:
+            override(tree, each)
+        return parse(tree)
+    except InvalidExperiment as error:
+        key, value, problem, remedy = error.parts
+        raise InvalidExperiment(f"cell {label_of(values.values())}: {key}", value, problem, remedy) from None
+
+
+def _target(file: SweepFile, wheres: Sequence[Where], experiment: Experiment) -> float | None:
+    """Return the accuracy to reach in a cell: the last that [[where]] has, the sweep's, or the experiment's."""
+    own = [where.target for where in wheres if where.target is not None]
+    return own[-1] if own else file.target or experiment.target_accuracy
+
+
+def _measures(file: SweepFile, cells: Sequence[SweepCell]) -> Iterator[Measure]:
+    """Yield the measures, a curve as one for each of its global rounds. Raises InvalidExperiment.
+
+    Each has a target where it needs one, a value that it is compared with where it has one, and a label of its own.
+    """
+    rounds = max(experiment.rounds for cell in cells for experiment in cell.experiments.values())
+    labels = set()
+    for measure in file.measure:
+        for cell in cells:
+            if measure.needs_target and measure.target is None and cell.target is None:
+                problem = f"cell {cell.label} has no target"
+                raise InvalidExperiment("measure.name", measure.name, problem, 'Set target, or until = "end".')
+        if measure.against:
+            axis_of(file, measure.against)
+        curve = range(measure.every, rounds + 1, measure.every) if measure.every else [None]
+        for number in curve:
+            changed = measure if number is None else measure.model_copy(update={"every": None, "round": number})
+            found = changed.model_copy(update={"label": _label(changed, several=number is not None)})
+            if found.label in labels:
+                raise InvalidExperiment("measure.label", found.label, "two measures have it", "Give one another label.")
+            labels.add(found.label)
+            yield found
+
+
+def axis_of(file: SweepFile, value: str) -> str:
+    """Return the only axis that has a value. Raises InvalidExperiment."""
+    axes = [axis for axis, values in file.axes.items() if value in values]
+    if len(axes) != 1:
+        problem = "several axes have this value" if axes else "no axis has this value"
+        remedy = proposal(value, [each for values in file.axes.values() for each in values], what="There are")
+        raise InvalidExperiment("measure.against", value, problem, "Rename one of them." if axes else remedy)
+    return axes[0]
+
+
+def _label(measure: Measure, *, several: bool) -> str:
+    """Return a measure's label: its own, or one made from its keys."""
+    names = {"accuracy": "accuracy", "rounds": "global rounds", "seconds": "time", "path_steps": "path"}
+    text = measure.label or names.get(measure.name, measure.name)
+    if several:
+        text = f"{measure.label} round {measure.round}".strip()
+    elif not measure.label:
+        text = f"round {measure.round}" if measure.round else f"best {text}" if measure.best else text
+        text += f" to {100 * measure.target:g} %" if measure.target is not None else ""
+        text += f", {measure.tier}" if measure.tier else ""
+        text += f" {measure.direction}" if measure.direction else ""
+    return f"{text}, Δ" if measure.against and not measure.label else text
+
+
+def _name(stem: str) -> str:
+    """Return the name of a sweep's experiments: that of its file."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", stem).lstrip("_.-")[:64] or "sweep"

@@ -1,0 +1,238 @@
+"""A sweep as typed data: the keys of its TOML file. docs/sweeps.md explains them.
+
+An unknown key or a wrong value is an InvalidExperiment that names the key, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from common.errors import InvalidExperiment
+from common.experiment.tables import Count, Fraction, SettingsTable, proposal
+
+EACH_CELL: Final = ("experiment", "skip", "target")  # keys of [[where]] that are no axes
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Keys = dict[str, Any]  # keys of an experiment, a part of its tree
+SCALES: Final[Mapping[str, float]] = {"s": 1.0, "min": 60.0, "h": 3600.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+UNITS: Final[Mapping[str, tuple[str, ...]]] = {"seconds": ("s", "min", "h"), "bytes": ("MB", "kB", "GB")}
+ONLY_FOR: Final[Mapping[str, str]] = {  # keys of a measure that belong to one name
+    **dict.fromkeys(("last", "best", "round", "every"), "accuracy"),
+    **dict.fromkeys(("tier", "direction"), "bytes"),
+}
+
+
+def short_forms(tree: Any) -> Any:
+    """Return a sweep's tree with its short forms written out: an axis as a list, a measure alone."""
+    if not isinstance(tree, Mapping):
+        return tree
+    tree = dict(tree)
+    if isinstance(axes := tree.get("axes"), Mapping):
+        tree["axes"] = {name: _axis(name, values) for name, values in axes.items()}
+    if isinstance(tree.get("measure"), Mapping):
+        tree["measure"] = [tree["measure"]]
+    return tree
+
+
+def _axis(name: str, values: Any) -> Any:
+    """Return an axis that is a list of values of the key `name` as a table."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return values
+    found = {}
+    for value in values:
+        branch: Any = value
+        for key in reversed(name.split(".")):
+            branch = {key: branch}
+        found[value if isinstance(value, str) else json.dumps(value)] = branch
+    return found
+
+
+class Measure(SettingsTable):
+    """What is measured in each run: an accuracy, or a cost of reaching one."""
+
+    # accuracy in percent; or rounds (global rounds), seconds, bytes, steps, path_steps (of each round the slowest
+    # device's steps): until the target is reached; or reached: how many runs reached it.
+    name: Literal["accuracy", "rounds", "seconds", "bytes", "steps", "path_steps", "reached"] = "accuracy"
+    label: str = ""  # the column's head; without it, made from the other keys
+    last: Count | None = None  # accuracy: the mean of the last evaluations; without any of these four, of the last one
+    best: bool = False  # accuracy: the best of the run
+    round: Count | None = None  # accuracy: after this global round
+    every: Count | None = None  # accuracy: after every so many global rounds, a curve
+    target: Fraction | None = None  # costs: the accuracy to reach; without it, the cell's
+    until: Literal["target", "end"] = "target"  # costs: until the target is reached, or of the whole run
+    tier: str = ""  # bytes: of this tier only
+    direction: Literal["", "up", "down"] = ""  # bytes: in this direction only
+    against: str = ""  # the difference to the cell with this value of its axis, seed by seed
+    unit: Literal["", "s", "min", "h", "kB", "MB", "GB"] = ""  # of seconds and bytes
+    digits: Annotated[int, Field(ge=0, le=6)] | None = None  # decimals
+    shown: bool = True  # false: not in the table, but compared with the paper's figures
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
+        default = Measure.model_construct()
+        for key, name in ONLY_FOR.items():
+            if self.name != name and getattr(self, key) != getattr(default, key):
+                problem = f"it belongs to name = {name!r}; this is {self.name!r}"
+                raise InvalidExperiment(f"measure.{key}", getattr(self, key), problem, f"Remove {key}.")
+        chosen = [key for key in ("last", "best", "round", "every") if getattr(self, key)]
+        if len(chosen) > 1:
+            raise InvalidExperiment("measure", chosen, "only one of these is possible", f"Keep {chosen[0]}.")
+        if self.unit and self.unit not in UNITS.get(self.name, ()):
+            remedy = f"Use {' or '.join(UNITS[self.name])}." if self.name in UNITS else "Remove unit."
+            raise InvalidExperiment("measure.unit", self.unit, f"no unit of {self.name}", remedy)
+        if self.until == "end" and (self.target is not None or self.name in ("accuracy", "reached")):
+            problem = "costs of the whole run have no target" if self.target else f"not for {self.name}"
+            raise InvalidExperiment("measure.until", self.until, problem, "Remove until.")
+        return self
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether a cell without a target has no value."""
+        return self.name != "accuracy" and self.until == "target"
+
+
+class Where(SettingsTable):
+    """Keys of the cells with some values of axes: `[[where]] model = "VGG-16"`, or `model = ["CNN", "VGG-16"]`."""
+
+    at: dict[str, list[str]]  # by axis, in the file beside the other keys
+    experiment: Keys = Field(default_factory=dict)
+    skip: bool = False  # leave these cells out
+    target: Fraction | None = None  # accuracy to reach in these cells
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apart(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping):
+            return tree
+        at = {key: [value] if isinstance(value, str) else value for key, value in tree.items() if key not in EACH_CELL}
+        return {"at": at, **{key: value for key, value in tree.items() if key in EACH_CELL}}
+
+    def holds(self, values: Mapping[str, str]) -> bool:
+        """Return whether a cell has the values."""
+        return all(values[axis] in wanted for axis, wanted in self.at.items())
+
+
+class Paper(SettingsTable):
+    """What a paper has, to compare with."""
+
+    cite: str = ""
+    table: str = ""  # which table or figure of it
+    label: str = "paper"  # how its figures are called in the table
+    notes: list[str] = Field(default_factory=list)  # where text and public code differ, what is not stated
+    # The figures, in the table's units, in nested tables whose keys are values of axes, one or several with commas:
+    # a number, [mean, deviation], or { from = ..., to = ... }.
+    figures: dict[str, Any] = Field(default_factory=dict)
+    order: str = ""  # the axis whose values are ranked; without it `method`, or else the last axis
+    baseline: str = ""  # the value with which the others are compared; without it FedAvg, if that is one
+
+
+Axis = dict[str, Keys]
+
+
+class Small(SettingsTable):
+    """The small form of a sweep: keys on top of the large one's, in the same order."""
+
+    experiment: Keys = Field(default_factory=dict)
+    axes: dict[str, Axis] = Field(default_factory=dict)
+    where: list[Where] = Field(default_factory=list)
+    only: dict[str, list[str]] = Field(default_factory=dict)  # by axis: the values that remain
+    seeds: Count | list[Seed] | None = None
+    measure: list[Measure] | None = None
+    target: Fraction | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forms(cls, tree: Any) -> Any:
+        return short_forms(tree)
+
+
+class SweepFile(SettingsTable):
+    """A sweep's file."""
+
+    title: str
+    # The experiment of each cell: that of `base`, a file or a name that fedstrata brings along, then [experiment], then
+    # the axes in their order, then [[where]].
+    base: str = ""
+    experiment: Keys = Field(default_factory=dict)
+    # By axis: its values, each with the keys of the experiment that it sets. An axis may also be a list of values of
+    # the key that is its name.
+    axes: dict[str, Axis]
+    where: list[Where] = Field(default_factory=list)
+    seeds: Count | list[Seed] = 1  # so many, from 1 on; or a list
+    target: Fraction | None = None  # accuracy to reach; without it, the experiment's target_accuracy
+    measure: list[Measure] = Field(default_factory=lambda: [Measure()])  # a table, or several: [[measure]]
+    # Axes whose values make tables, rows and columns. Axes that are in none are rows.
+    tables: list[str] = Field(default_factory=list)
+    rows: list[str] = Field(default_factory=list)
+    columns: list[str] = Field(default_factory=list)
+    paper: Paper = Paper()
+    small: Small = Small()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forms(cls, tree: Any) -> Any:
+        return short_forms(tree)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if not self.axes:
+            raise InvalidExperiment("axes", {}, "a sweep needs one", "Add [axes.method].")
+        for axis, values in self.axes.items():
+            if axis in EACH_CELL or not values:
+                problem = "a key of [[where]]" if values else "it has no values"
+                raise InvalidExperiment("axes", axis, problem, "Give the axis another name." if values else "Add some.")
+        self._check_places()
+        for key, wheres in (("where", self.where), ("small.where", self.small.where)):
+            for where in wheres:
+                self._check_values(key, where.at)
+        self._check_values("small.axes", self.small.axes)
+        self._check_values("small.only", self.small.only)
+        if self.paper.order:
+            self.check_axis("paper.order", self.paper.order)
+        if self.paper.baseline:
+            self.check_value("paper.baseline", self.ranked, self.paper.baseline)
+        for key, tree in (("experiment", self.experiment), ("small.experiment", self.small.experiment)):
+            if "seed" in tree:
+                raise InvalidExperiment(f"{key}.seed", tree["seed"], "the sweep has seeds", "Set seeds instead.")
+        return self
+
+    def _check_places(self) -> None:
+        """Check that each axis has one place in the table."""
+        for key, axes in (("tables", self.tables), ("rows", self.rows), ("columns", self.columns)):
+            for axis in axes:
+                self.check_axis(key, axis)
+        placed = [*self.tables, *self.rows, *self.columns]
+        for axis in placed:
+            if placed.count(axis) > 1:
+                raise InvalidExperiment("rows", axis, "this axis has two places", "Name it once.")
+
+    @property
+    def ranked(self) -> str:
+        """The axis whose values are ranked."""
+        return self.paper.order or ("method" if "method" in self.axes else list(self.axes)[-1])
+
+    @property
+    def baseline(self) -> str:
+        """The value of that axis with which the others are compared; empty if there is none."""
+        return self.paper.baseline or ("FedAvg" if "FedAvg" in self.axes[self.ranked] else "")
+
+    def _check_values(self, key: str, at: Mapping[str, Any]) -> None:
+        for axis, values in at.items():
+            for value in values:
+                self.check_value(key, axis, value)
+
+    def check_axis(self, key: str, axis: str) -> None:
+        """Raise InvalidExperiment if there is no such axis."""
+        if axis not in self.axes:
+            remedy = proposal(axis, self.axes, what="There are")
+            raise InvalidExperiment(key, axis, "no axis has this name", remedy)
+
+    def check_value(self, key: str, axis: str, value: str) -> None:
+        """Raise InvalidExperiment if there is no such axis, or if it has no such value."""
+        self.check_axis(key, axis)
+        if value not in self.axes[axis]:
+            remedy = proposal(value, self.axes[axis], what="There are")
+            raise InvalidExperiment(f"{key}.{axis}", value, "the axis has no such value", remedy)

@@ -1,0 +1,217 @@
+"""Sweeps' files: what their cells are, what is refused, and where a paper's figures belong."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse
+from deploy.sweeps.figures import PaperFigure
+from deploy.sweeps.grid import Grid, expand, load
+from deploy.sweeps.merging import merged
+
+FILE = Path("two-by-two.toml")
+TREE: dict[str, Any] = {
+    "title": "Two rules on two splits",
+    "seeds": 2,
+    "columns": ["method"],
+    "experiment": {"rounds": 4, "data": {"dataset": "digits"}, "training": {"epochs": 2}},
+    "axes": {
+        "split": {
+            "Dirichlet 0.1": {"data": {"partition": "dirichlet", "concentration": 0.1}},
+            "IID": {"data": {"partition": "iid"}},
+        },
+        "method": {
+            "FedAvg": {},
+            "FedCross 0.9, dynamic": {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
+        },
+    },
+}
+
+keys = st.sampled_from(["a", "b", "c", "name"])
+trees = st.recursive(
+    st.dictionaries(keys, st.integers(0, 3), max_size=3), lambda below: st.dictionaries(keys, below, max_size=3)
+)
+
+
+def grid(*changes: dict[str, Any], **options: Any) -> Grid:
+    return expand(merged(TREE, *changes), FILE, **options)
+
+
+@given(trees, trees, trees)
+def test_merging_keeps_what_is_not_changed_and_takes_what_is(
+    base: dict[str, Any], one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    assert merged(base) == base and merged(base, {}) == base and merged({}, base) == base
+    assert merged(base, one, two) == merged(merged(base, one), two)
+    once = merged(base, one)
+    assert merged(once, one) == once
+    assert base.keys() | one.keys() == once.keys()
+    assert all(once[key] == value for key, value in one.items() if not isinstance(value, dict) or "name" in value)
+
+
+def test_a_table_with_a_name_replaces_the_other() -> None:
+    rule = {"aggregation": {"name": "fedcross", "alpha": 0.9}, "participation": 0.5}
+    assert merged({"cloud": rule}, {"cloud": {"aggregation": {"name": "fedmr"}}}) == {
+        "cloud": {"aggregation": {"name": "fedmr"}, "participation": 0.5}
+    }
+
+
+@given(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 2))
+def test_each_combination_is_a_cell_with_each_seed(seeds: int, sizes: list[int], skipped: int) -> None:
+    axes = {f"axis-{i}": {f"{i}.{j}": {"rounds": 1 + j} for j in range(size)} for i, size in enumerate(sizes)}
+    wheres = [{"axis-0": f"0.{skipped}", "skip": True}] if sizes[0] > skipped else []
+    tree = {"title": "t", "seeds": seeds, "axes": axes, "where": wheres}
+    found = expand(tree, FILE)
+    wanted = [one for one in product(*axes.values()) if not (wheres and one[0] == f"0.{skipped}")]
+    assert [tuple(cell.values.values()) for cell in found.cells] == wanted
+    for cell in found.cells:
+        *_, last = cell.values.values()
+        assert list(cell.experiments) == list(range(1, seeds + 1))
+        assert all(one.seed == seed for seed, one in cell.experiments.items())
+        assert {one.rounds for one in cell.experiments.values()} == {1 + int(last.split(".")[1])}  # the last axis wins
+    assert len(found.experiments) == len({one.digest for c in found.cells for one in c.experiments.values()})
+
+
+def test_a_cell_has_the_keys_of_all_its_values_in_their_order() -> None:
+    where = {"method": ["FedCross 0.9, dynamic"], "split": "IID", "experiment": {"rounds": 9}, "target": 0.7}
+    found = grid({"where": [where], "target": 0.8, "measure": {"name": "seconds"}})
+    assert [cell.label for cell in found.cells] == [
+        "Dirichlet 0.1, FedAvg", "Dirichlet 0.1, FedCross 0.9, dynamic", "IID, FedAvg", "IID, FedCross 0.9, dynamic"
+    ]  # fmt: skip
+    first, *_, last = found.cells
+    wanted = {
+        "name": "two-by-two", "seed": 2, "rounds": 4, "training": {"epochs": 2},
+        "data": {"dataset": "digits", "partition": "dirichlet", "concentration": 0.1},
+    }  # fmt: skip
+    assert first.experiments[2] == parse(wanted)
+    assert (last.experiments[1].rounds, last.target, first.target) == (9, 0.7, 0.8)
+    assert last.experiments[1].cloud.aggregation.name == "fedcross"
+
+
+def test_experiments_that_are_equal_are_one() -> None:
+    goals = [{"goal": goal, "target": target} for goal, target in (("80 %", 0.8), ("90 %", 0.9))]
+    found = grid({"axes": {"goal": {"80 %": {}, "90 %": {}}}, "where": goals, "measure": {"name": "rounds"}})
+    assert len(found.cells) == 8 and {cell.target for cell in found.cells} == {0.8, 0.9}
+    assert len(found.experiments) == 8  # of four configurations and two seeds
+    assert [one.seed for one in found.experiments.values()] == [1] * 4 + [2] * 4  # seed by seed
+
+
+def test_an_axis_may_be_a_list_of_values_of_a_key() -> None:
+    found = grid({"axes": {"training.learning_rate": [0.01, 0.1], "model.name": ["mlp_digits", "cnn_digits"]}})
+    assert found.axes["training.learning_rate"] == ["0.01", "0.1"]
+    assert [each.training.learning_rate for each in found.experiments.values()][:4] == [0.01, 0.01, 0.1, 0.1]
+    assert [each.model.name for each in found.experiments.values()][:2] == ["mlp_digits", "cnn_digits"]
+
+
+def test_a_base_is_an_experiment_by_name_or_file(tmp_path: Path) -> None:
+    demo = expand({"title": "t", "base": "demo", "axes": {"rounds": [1, 2]}}, FILE)
+    assert demo.cells[0].experiments[1].cloud.epoch_control.name == "tempo"
+    assert demo.cells[0].experiments[1].name == "two-by-two"
+    (tmp_path / "own.toml").write_text("rounds = 7\n[training]\nepochs = 3\n")
+    own = expand({"title": "t", "base": "own.toml", "axes": {"training.epochs": [4]}}, tmp_path / "sweep.toml")
+    assert [(one.rounds, one.training.epochs) for one in own.experiments.values()] == [(7, 4)]
+
+
+def test_the_small_form_lies_on_top_of_the_large_one() -> None:
+    small = {
+        "experiment": {"rounds": 2},
+        "axes": {"method": {"FedCross 0.9, dynamic": {"training": {"epochs": 1}}}},
+        "where": [{"split": "IID", "experiment": {"data": {"node_samples": 29}}}],
+        "only": {"split": ["IID"]},
+        "seeds": [7],
+        "measure": {"name": "bytes", "until": "end"},
+    }
+    where = [{"split": "IID", "experiment": {"rounds": 50}}]
+    small_grid, large = (grid({"where": where, "small": small}, small=each) for each in (True, False))
+    assert [one.rounds for one in large.experiments.values()] == [4, 4, 50, 50] * 2
+    one, other = small_grid.experiments.values()
+    assert (one.rounds, one.seed, one.training.epochs, one.data.node_samples) == (2, 7, 2, 29)
+    assert (other.training.epochs, other.cloud.aggregation.name) == (1, "fedcross")
+    assert [measure.label for measure in small_grid.measures] == ["bytes"] and small_grid.figures == {}
+
+
+def test_overrides_lie_on_top_of_all() -> None:
+    found = grid({"where": [{"split": "IID", "experiment": {"rounds": 50}}]}, overrides=["rounds=3"])
+    assert {one.rounds for one in found.experiments.values()} == {3}
+
+
+def test_only_some_values_and_seeds() -> None:
+    found = grid(only=["split=IID", "method=FedAvg"], seeds=3)
+    assert [cell.label for cell in found.cells] == ["IID, FedAvg"] and found.seeds == [1, 2, 3]
+    with pytest.raises(InvalidExperiment, match="method=FedAvg': not in the small form"):
+        grid({"small": {"only": {"method": ["FedCross 0.9, dynamic"]}}}, small=True, only=["method=FedAvg"])
+
+
+def test_a_curve_is_a_measure_every_so_many_rounds() -> None:
+    found = grid({"measure": [{"every": 2}, {"last": 2, "against": "FedAvg"}]})
+    assert [(each.label, each.round) for each in found.measures] == [
+        ("round 2", 2), ("round 4", 4), ("accuracy, Δ", None)
+    ]  # fmt: skip
+
+
+def test_the_papers_figures_find_their_cells() -> None:
+    figures = {
+        "Dirichlet 0.1": {"FedAvg": [46.1, 2.3], "FedCross 0.9, dynamic": {"from": 50, "to": 52}},
+        "FedAvg, IID": 60.5,
+    }
+    found = grid({"paper": {"figures": figures}}).figures
+    assert found == {
+        (("Dirichlet 0.1", "FedAvg"), "accuracy"): PaperFigure(46.1, 46.1, 2.3),
+        (("Dirichlet 0.1", "FedCross 0.9, dynamic"), "accuracy"): PaperFigure(50, 52),
+        (("IID", "FedAvg"), "accuracy"): PaperFigure(60.5, 60.5),
+    }
+    measures = [{"label": "final"}, {"name": "bytes", "until": "end"}]
+    both = grid(
+        {"measure": measures, "paper": {"figures": {"final": {"IID": {"FedAvg": 60}}, "bytes, IID, FedAvg": 3}}}
+    )
+    assert [label for _, label in both.figures] == ["final", "bytes"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"titel": "t"}, "titel = 't': unknown key. Did you mean 'title'?"),
+        ({"axes": {"split": {"x": {"rounds": 0}}}}, "cell x, FedAvg: rounds = 0: too small. Write 1 or more."),
+        ({"axes": {"split": {"x": {"roundz": 3}}}}, "cell x, FedAvg: roundz = 3: unknown key. Did you mean 'rounds'?"),
+        ({"axes": {"target": {"80 %": {}}}}, "axes = 'target': a key of [[where]]. Give the axis another name."),
+        ({"axes": {"none": {}}}, "axes = 'none': it has no values. Add some."),
+        ({"columns": ["methods"]}, "columns = 'methods': no axis has this name. Did you mean 'method'?"),
+        ({"rows": ["method"]}, "rows = 'method': this axis has two places. Name it once."),
+        ({"where": [{"split": "ID"}]}, "where.split = 'ID': the axis has no such value. Did you mean 'IID'?"),
+        ({"where": [{"splits": "IID"}]}, "where = 'splits': no axis has this name. Did you mean 'split'?"),
+        ({"where": [{"skip": True}]}, "where = 'skip': no cell remains. Skip fewer."),
+        ({"experiment": {"seed": 3}}, "experiment.seed = 3: the sweep has seeds. Set seeds instead."),
+        ({"seeds": [1, 1]}, "seeds = [1, 1]: a seed twice. Write for instance 5, or [1, 2, 3]."),
+        ({"base": "demmo"}, "base = 'demmo': no file and no experiment has this name. Did you mean 'demo'?"),
+        ({"measure": {"name": "seconds"}}, "measure.name = 'seconds': cell Dirichlet 0.1, FedAvg has no target."),
+        ({"measure": {"last": 2, "best": True}}, "measure = ['last', 'best']: only one of these is possible."),
+        ({"measure": {"name": "rounds", "last": 2}}, "measure.last = 2: it belongs to name = 'accuracy'"),
+        ({"measure": {"unit": "s"}}, "measure.unit = 's': no unit of accuracy. Remove unit."),
+        ({"measure": {"against": "FedAgv"}}, "measure.against = 'FedAgv': no axis has this value. Did you mean"),
+        ({"measure": [{}, {}]}, "measure.label = 'accuracy': two measures have it. Give one another label."),
+        ({"small": {"only": {"split": ["x"]}}}, "small.only.split = 'x': the axis has no such value."),
+        ({"paper": {"baseline": "Fed"}}, "paper.baseline.method = 'Fed': the axis has no such value."),
+        ({"paper": {"figures": {"IDD": {}}}}, "paper.figures = 'IDD': no values of axes. Did you mean 'IID'?"),
+        ({"paper": {"figures": {"IID": 3}}}, "paper.figures.IID = '3': it names no value of the axis 'method'."),
+        ({"paper": {"figures": {"IID": {"FedAvg": "x"}}}}, "paper.figures.IID.FedAvg = 'x': no figure. Write"),
+        ({"paper": {"figures": {"IID": {"FedAvg": 3}, "FedAvg, IID": 3}}}, "this cell has a figure already."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidExperiment) as caught:
+        grid(change)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_experiment_is_no_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "one.toml"
+    file.write_text("rounds = 3\n")
+    with pytest.raises(InvalidExperiment, match=r"not a sweep: it has no \[axes\]\. Use `fedstrata run`"):
+        load(file)
