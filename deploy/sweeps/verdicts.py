@@ -1,0 +1,204 @@
+"""Verdicts on a sweep's results: whether its figures and its order are the paper's, and what is still missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from deploy.console.tabular import Spread, show
+from deploy.sweeps.grid import SweepCell, label_of
+from deploy.sweeps.measuring import HIGHER, column_of, unit_of
+from deploy.sweeps.results import SweepResults
+from deploy.sweeps.schema import Measure
+from deploy.sweeps.tables import difference
+
+DEVIATIONS: Final = 2.0  # over the seeds, within which a figure agrees
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The cells that differ in the ranked axis alone, those of which both we and the paper have a value of a measure.
+
+    `ours` and `papers`: means by value of the axis, the larger the better.
+    """
+
+    where: str
+    measure: Measure
+    cells: Mapping[str, SweepCell]
+    ours: Mapping[str, float]
+    papers: Mapping[str, float]
+
+    @property
+    def best(self) -> tuple[str, str]:
+        """The best value of the axis, ours and the paper's."""
+        mine, theirs = (max(each, key=each.__getitem__) for each in (self.ours, self.papers))
+        return mine, theirs
+
+
+class Verdicts:
+    """Comparison of a sweep's results with its paper, as lines of text."""
+
+    def __init__(self, results: SweepResults) -> None:
+        self._results = results
+        self._file = results.grid.file
+        self._paper = self._file.paper.label
+
+    @cached_property
+    def rankings(self) -> list[Ranking]:
+        """All rankings with two cells or more."""
+        results, axis = self._results, self._file.ranked
+        found: dict[tuple[str, str], dict[str, SweepCell]] = {}
+        for measure in results.compared:
+            for cell in results.grid.cells:
+                if results.figure(cell, measure) is not None and results.spread(cell, measure) is not None:
+                    rest = label_of(value for key, value in cell.values.items() if key != axis)
+                    found.setdefault((rest, measure.label), {})[cell.values[axis]] = cell
+        by_label = {measure.label: measure for measure in results.compared}
+        return [self._ranking(rest, by_label[label], cells) for (rest, label), cells in found.items() if len(cells) > 1]
+
+    def agreement(self) -> list[str]:
+        """Return how many figures are within the deviations, and a line for each that the tables do not show."""
+        inside, known, lines = 0, 0, []
+        for cell, measure in self._compared():
+            ours = self._results.spread(cell, measure)
+            figure = self._results.figure(cell, measure)
+            if ours is None or figure is None:
+                continue
+            verdict = "no verdict of one seed"
+            if ours.deviation is not None:
+                near = abs(difference(self._results, cell, measure) or 0.0) <= DEVIATIONS * ours.deviation
+                verdict = f"{'within' if near else 'not within'} two deviations"
+                inside, known = inside + near, known + 1
+            if not measure.shown:
+                text = f"{cell.label}, {measure.label}: {_shown(ours, measure)}; {self._paper} {figure.text}: {verdict}"
+                lines.append(text)
+        if known:
+            lines.insert(0, f"{inside} of {known} figures ({self._paper}) are within two deviations of ours")
+        return lines
+
+    def order(self) -> list[str]:
+        """Return whether the paper's order holds, and each contradiction."""
+        wrong = list(self.contradictions())
+        checked = len(self.rankings)
+        if not checked:
+            return []
+        baseline = self._file.baseline
+        against = f", and what is above {baseline} and below it" if baseline else ""
+        verdict = "holds" if not wrong else f"does not hold, {len(wrong)} contradictions"
+        count = f"{checked} comparisons" if checked > 1 else "one comparison"
+        return [f"the order of {self._paper} in {count} (the best{against}) {verdict}", *wrong]
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a line for each ranking whose best is another one, and for each value on the other side of the base."""
+        for ranking in self.rankings:
+            parts = [part for part in (ranking.where, self._label(ranking.measure)) if part]
+            at = f"contradicts the order: {f'{label_of(parts)}: ' if parts else ''}"
+            mine, theirs = ranking.best
+            if ranking.ours[mine] > ranking.ours[theirs] and mine != theirs:
+                values = " and ".join(f"{value} {self._value(ranking, value)}" for value in (mine, theirs))
+                yield f"{at}the best is {mine}, {self._paper}: {theirs}; here {values}"
+            base = self._file.baseline
+            if base not in ranking.ours:
+                continue
+            for value in (each for each in ranking.ours if each != base):
+                ours, papers = (each[value] - each[base] for each in (ranking.ours, ranking.papers))
+                if ours * papers < 0:
+                    side = "above" if papers > 0 else "below"
+                    values = f"here {self._value(ranking, value)} and {base} {self._value(ranking, base)}"
+                    yield f"{at}{value} is not {side} {base}, as {self._paper} has it; {values}"
+
+    def missing(self) -> list[str]:
+        """Return a line on the cells whose runs are not all finished."""
+        cells = self._results.grid.cells
+        lacking = [cell for cell in cells if len(self._results.runs_of(cell)) < len(cell.experiments)]
+        if not lacking:
+            return []
+        runs = len(self._results.grid.experiments)
+        done = len(self._results.runs)
+        return [f"partial: {done} of {runs} runs are finished; {len(lacking)} of {len(cells)} cells lack some"]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the rankings: means by value of the ranked axis, and the best."""
+        return [
+            {
+                "where": ranking.where,
+                "measure": ranking.measure.label,
+                "ours": dict(ranking.ours),
+                "paper": dict(ranking.papers),
+                "best": ranking.best[0],
+                "paper_best": ranking.best[1],
+            }
+            for ranking in self.rankings
+        ]
+
+    def _compared(self) -> Iterator[tuple[SweepCell, Measure]]:
+        for measure in self._results.compared:
+            for cell in self._results.grid.cells:
+                yield cell, measure
+
+    def _ranking(self, where: str, measure: Measure, cells: Mapping[str, SweepCell]) -> Ranking:
+        sign = 1.0 if measure.name in HIGHER else -1.0
+        ours, papers = {}, {}
+        for value, cell in cells.items():
+            mine, theirs = self._results.spread(cell, measure), self._results.figure(cell, measure)
+            if mine is not None and theirs is not None:
+                ours[value], papers[value] = sign * mine.mean, sign * theirs.mean
+        return Ranking(where, measure, cells, ours, papers)
+
+    def _value(self, ranking: Ranking, value: str) -> str:
+        spread = self._results.spread(ranking.cells[value], ranking.measure)
+        return "-" if spread is None else _shown(spread, ranking.measure)
+
+    def _label(self, measure: Measure) -> str:
+        return measure.label if len(self._results.compared) > 1 else ""
+
+
+def _shown(spread: Spread, measure: Measure) -> str:
+    text = show(spread, column_of(measure).digits)
+    return f"{text} {unit_of(measure)}".strip()
+
+
+def conditions(results: SweepResults) -> list[str]:
+    """Return a line on the machines and one on the links of the finished runs, which their seconds depend on."""
+    runs = list(results.runs.values())
+    if not runs:
+        return []
+    hosts = _distinct(f"{run.manifest.get('host')}, {run.manifest.get('cpus')} cores" for run in runs)
+    torch = _distinct(f"torch {(run.manifest.get('packages') or {}).get('torch')}" for run in runs)
+    lines = [f"hardware: {'; '.join(hosts)}; {', '.join(torch)}"]
+    profiles = _distinct(
+        str(machine.get("profile"))
+        for run in runs
+        for machine in (run.manifest.get("hardware") or {}).values()
+        if machine.get("profile")
+    )
+    if all(run.direct for run in runs):
+        lines.append("links: none, the runs had no network: seconds are computing time, bytes those of the models")
+        return lines
+    if profiles:
+        lines.append(f"emulated: {', '.join(profiles)}")
+    links = _distinct(f"{tier}: {_link(link)}" for run in runs for tier, link in _links(run.tree))
+    enforced = _distinct(str((run.manifest.get("links") or {}).get("enforce")) for run in runs)
+    lines.append(f"links: {'; '.join(links)}; enforced by: {', '.join(enforced)}")
+    return lines
+
+
+def _links(tree: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the link of each tier of an experiment, in either form."""
+    if tiers := tree.get("tiers"):
+        return [(str(tier.get("name")), tier.get("link", {})) for tier in tiers]
+    links = tree.get("links", {})
+    names = ("wan", "lan") if (tree.get("topology") or {}).get("institutions") else ("wan",)
+    return [(name, links.get(name, {})) for name in names]
+
+
+def _link(link: Mapping[str, Any]) -> str:
+    rates = [f"{way} {link[f'{way}_mbit']:g} Mbit/s" for way in ("up", "down") if link.get(f"{way}_mbit")]
+    delay = [f"{link['delay_ms']:g} ms"] if link.get("delay_ms") else []
+    return ", ".join([*rates, *delay]) or "unlimited"
+
+
+def _distinct(texts: Iterator[str] | Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(texts))

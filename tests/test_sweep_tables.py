@@ -1,0 +1,205 @@
+"""Sweeps' tables against plain numpy, and what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploy.runs.run import Run
+from deploy.sweeps.grid import Grid, expand
+from deploy.sweeps.measuring import value_of
+from deploy.sweeps.results import SweepResults
+from deploy.sweeps.schema import Measure
+from deploy.sweeps.tables import long_table, tables_of
+from deploy.sweeps.verdicts import Verdicts, conditions
+from tests.helpers.records import BYTES, a_global_round
+
+MakeRun = Callable[..., Path]
+ACCURACIES = {  # by split, method and seed
+    ("a", "FedAvg"): [(0.2, 0.4, 0.6), (0.4, 0.6, 0.65)],
+    ("a", "Other"): [(0.1, 0.5, 0.7), (0.4, 0.7, 0.8)],
+    ("b", "FedAvg"): [(0.3, 0.5, 0.9), (0.2, 0.3, 0.4)],
+    ("b", "Other"): [(0.3, 0.4, 0.5), (0.1, 0.2, 0.3)],
+}
+TREE: dict[str, Any] = {
+    "title": "Two methods",
+    "seeds": 2,
+    "target": 0.6,
+    "columns": ["method"],
+    "experiment": {"rounds": 3},
+    "axes": {"split": {"a": {}, "b": {"data": {"noise": 0.4}}}, "method": {
+        "FedAvg": {}, "Other": {"training": {"learning_rate": 0.5}}}},
+}  # fmt: skip
+
+
+def results(
+    tmp_path: Path, make_run: MakeRun, *, left_out: Sequence[tuple[str, str, int]] = (), **changes: Any
+) -> SweepResults:
+    grid: Grid = expand({**TREE, **changes}, Path("two.toml"))
+    runs = {}
+    for cell in grid.cells:
+        split, method = cell.values["split"], cell.values["method"]
+        for seed, experiment in cell.experiments.items():
+            if (split, method, seed) not in left_out:
+                accuracies = ACCURACIES[split, method][seed - 1]
+                tree = experiment.model_dump(mode="json", exclude_none=True)
+                runs[experiment.digest] = Run(make_run(tmp_path, tree, accuracies=accuracies))
+    return SweepResults(grid, runs)
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        ({}, 65.0),
+        ({"last": 2}, 100 * np.mean([0.8, 0.65])),
+        ({"last": 9}, 100 * np.mean([0.5, 0.8, 0.65])),
+        ({"best": True}, 80.0),
+        ({"round": 1}, 50.0),
+        ({"round": 2}, 50.0),  # not evaluated: the last one before it
+        ({"round": 9}, None),  # the experiment has fewer
+        ({"name": "rounds"}, 3.0),
+        ({"name": "rounds", "target": 0.9}, None),
+        ({"name": "reached"}, 1.0),
+        ({"name": "reached", "target": 0.9}, 0.0),
+        ({"name": "steps"}, 100 + 200 + 300),
+        ({"name": "path_steps", "until": "end"}, 10 + 20 + 30 + 40),
+        ({"name": "seconds", "unit": "min"}, 3 * 1.58 / 60),
+        ({"name": "bytes"}, 3 * sum(BYTES.values()) / 1e6),
+        ({"name": "bytes", "tier": "wan", "direction": "up", "unit": "kB"}, 3 * BYTES["wan_up_bytes"] / 1e3),
+    ],
+)
+def test_a_measure_of_a_run(measure: dict[str, Any], expected: float | None) -> None:
+    rows = [a_global_round(i, each) for i, each in enumerate((0.5, None, 0.8, 0.65), 1)]
+    found = value_of(rows, Measure.model_validate(measure), target=measure.get("target", 0.6), rounds=4)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_a_table_has_means_and_deviations_over_the_seeds(tmp_path: Path, make_run: MakeRun) -> None:
+    found = results(tmp_path, make_run)
+    (table,) = tables_of(found)
+    assert [column.head for column in table.columns] == ["split", "FedAvg, %", "Other, %"]
+    for row, split in zip(table.rows, "ab", strict=True):
+        for cell, method in zip(row[1:], ("FedAvg", "Other"), strict=True):
+            last = 100 * np.array([each[-1] for each in ACCURACIES[split, method]])
+            assert (cell.mean, cell.deviation) == (pytest.approx(last.mean()), pytest.approx(last.std(ddof=1)))  # type: ignore[union-attr]
+
+
+def test_differences_are_paired_by_seed_and_costs_are_of_those_that_reached(tmp_path: Path, make_run: MakeRun) -> None:
+    measures = [{"last": 1, "against": "FedAvg"}, {"name": "reached"}, {"name": "rounds"}, {"name": "steps"}]
+    found = results(tmp_path, make_run, measure=measures, columns=[])
+    (table,) = tables_of(found)
+    assert [column.head for column in table.columns] == [
+        "split", "method", "accuracy, Δ, points", "reached", "global rounds", "steps"
+    ]  # fmt: skip
+    for row in table.rows:
+        mine, base = (np.array(ACCURACIES[row[0], method]) for method in (row[1], "FedAvg"))  # type: ignore[index]
+        apart = 100 * (mine[:, -1] - base[:, -1])
+        assert row[2].mean == pytest.approx(apart.mean()) and row[2].deviation == pytest.approx(apart.std(ddof=1))  # type: ignore[union-attr]
+        there = [int(np.argmax(each >= 0.6)) + 1 for each in mine if (each >= 0.6).any()]
+        assert row[3] == f"{len(there)}/2"
+        if there:
+            assert row[4].mean == pytest.approx(np.mean(there))  # type: ignore[union-attr]
+            assert row[5].mean == pytest.approx(np.mean([sum(100 * i for i in range(1, n + 1)) for n in there]))  # type: ignore[union-attr]
+        else:
+            assert row[4] is None and row[5] is None
+
+
+FIGURES = {"a": {"FedAvg": [60.0, 1.0], "Other": 70}, "b": {"FedAvg": 50, "Other": {"from": 60, "to": 61}}}
+
+
+def test_ours_stands_beside_the_papers(tmp_path: Path, make_run: MakeRun) -> None:
+    found = results(tmp_path, make_run, paper={"figures": FIGURES})
+    (table,) = tables_of(found)
+    assert (
+        table.aligned().splitlines()[:4]
+        == [
+            "split              FedAvg, %      Other, %",
+            "a      here         62.50 ± 3.54  75.00 ± 7.07",
+            "       paper              60 ± 1            70",
+            "       difference           2.50          5.00",
+        ]
+        or table.aligned()
+    )
+    lines = [[str(cell) for cell in row[:2]] for row in table.rows]
+    assert lines == [["a", "here"], ["", "paper"], ["", "difference"], ["b", "here"], ["", "paper"], ["", "difference"]]
+    assert [row[2] for row in table.rows if row[1] == "difference"] == [pytest.approx(2.5), pytest.approx(15.0)]
+    assert [row[3] for row in table.rows if row[1] == "difference"] == [pytest.approx(5.0), pytest.approx(-20.0)]
+    beside = results(tmp_path, make_run, paper={"figures": FIGURES, "label": "seen"}, columns=[])
+    assert [column.head for column in tables_of(beside)[0].columns] == [
+        "split", "method", "accuracy, %", "seen", "difference"
+    ]  # fmt: skip
+    csv = long_table(found).csv().splitlines()
+    assert csv[0].split(",") == [
+        "split", "method", "runs", "of", "accuracy_percent", "accuracy_percent_sd", "accuracy_paper",
+        "accuracy_paper_sd", "accuracy_difference",
+    ]  # fmt: skip
+    assert len(csv) == 5
+
+
+def test_what_contradicts_the_paper_is_named(tmp_path: Path, make_run: MakeRun) -> None:
+    verdicts = Verdicts(results(tmp_path, make_run, paper={"figures": FIGURES}))
+    first, *wrong = verdicts.order()
+    assert first.startswith("the order of paper in 2 comparisons") and first.endswith("2 contradictions")
+    assert wrong == [
+        "contradicts the order: b: the best is FedAvg, paper: Other; "
+        "here FedAvg 65.00 ± 35.36 % and Other 40.00 ± 14.14 %",
+        "contradicts the order: b: Other is not above FedAvg, as paper has it; "
+        "here 40.00 ± 14.14 % and FedAvg 65.00 ± 35.36 %",
+    ]
+    assert verdicts.agreement() == ["4 of 4 figures (paper) are within two deviations of ours"]
+    agreeing = Verdicts(results(tmp_path, make_run, paper={"figures": {"a": FIGURES["a"]}}))
+    assert [line.rpartition(" ")[2] for line in agreeing.order()] == ["holds"]
+
+
+def test_a_cost_is_better_if_it_is_smaller(tmp_path: Path, make_run: MakeRun) -> None:
+    figures = {"a": {"FedAvg": 2, "Other": 1}}
+    verdicts = Verdicts(
+        results(tmp_path, make_run, measure={"name": "rounds", "target": 0.5}, paper={"figures": figures})
+    )
+    assert [ranking.best for ranking in verdicts.rankings] == [("Other", "Other")]
+
+
+def test_figures_that_no_table_shows_have_lines(tmp_path: Path, make_run: MakeRun) -> None:
+    measures = [{"last": 1}, {"label": "lag", "round": 1, "against": "FedAvg", "shown": False}]
+    figures = {"lag": {"a": {"Other": {"from": -5, "to": -4}}, "b": {"Other": -80}}}
+    paper = {"figures": figures, "label": "seen elsewhere"}
+    found = results(tmp_path, make_run, measure=measures, paper=paper)
+    assert Verdicts(found).agreement() == [
+        "1 of 2 figures (seen elsewhere) are within two deviations of ours",
+        "a, Other, lag: -5.00 ± 7.07 points; seen elsewhere -5 to -4: within two deviations",
+        "b, Other, lag: -5.00 ± 7.07 points; seen elsewhere -80: not within two deviations",
+    ]
+    alone = results(tmp_path / "one", make_run, measure=measures, paper=paper, seeds=1)
+    assert all(line.endswith("no verdict of one seed") for line in Verdicts(alone).agreement())
+    assert len(Verdicts(alone).agreement()) == 2
+    assert "lag" not in tables_of(found)[0].aligned()
+
+
+def test_a_partial_table_has_what_is_there(tmp_path: Path, make_run: MakeRun) -> None:
+    left_out = [("a", "Other", 2), ("b", "Other", 1), ("b", "Other", 2)]
+    found = results(tmp_path, make_run, left_out=left_out)
+    (table,) = tables_of(found)
+    assert [[getattr(cell, "mean", cell) for cell in row] for row in table.rows] == [
+        ["a", pytest.approx(62.5), pytest.approx(70.0)], ["b", pytest.approx(65.0), None]
+    ]  # fmt: skip
+    assert Verdicts(found).missing() == ["partial: 5 of 8 runs are finished; 2 of 4 cells lack some"]
+
+
+def test_a_table_for_each_value_and_a_curve(tmp_path: Path, make_run: MakeRun) -> None:
+    found = results(tmp_path, make_run, tables=["split"], columns=[], measure={"every": 1})
+    first, second = tables_of(found)
+    assert (first.title, second.title) == ("Two methods: a", "Two methods: b")
+    assert [column.name for column in first.columns] == ["method", "round 1", "round 2", "round 3"]
+    assert [cell.mean for cell in first.rows[1][1:]] == [pytest.approx(25), pytest.approx(60), pytest.approx(75)]  # type: ignore[union-attr]
+
+
+def test_machines_and_links_are_named(tmp_path: Path, make_run: MakeRun) -> None:
+    links = {"links": {"wan": {"up_mbit": 20.0, "down_mbit": 40.0, "delay_ms": 10.0}}}
+    found = results(tmp_path, make_run, experiment={"rounds": 3, **links})
+    hardware, network = conditions(found)
+    assert hardware.startswith("hardware: ") and " cores; torch " in hardware
+    assert network == "links: wan: up 20 Mbit/s, down 40 Mbit/s, 10 ms; lan: unlimited; enforced by: bucket"
