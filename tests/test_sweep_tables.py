@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deploy.console.tabular import Column, Table
 from deploy.runs.run import Run
 from deploy.sweeps.grid import Grid, expand
 from deploy.sweeps.measuring import value_of
+from deploy.sweeps.page import page_of
 from deploy.sweeps.results import SweepResults
 from deploy.sweeps.schema import Measure
 from deploy.sweeps.tables import long_table, tables_of
@@ -203,3 +205,22 @@ def test_machines_and_links_are_named(tmp_path: Path, make_run: MakeRun) -> None
     hardware, network = conditions(found)
     assert hardware.startswith("hardware: ") and " cores; torch " in hardware
     assert network == "links: wan: up 20 Mbit/s, down 40 Mbit/s, 10 ms; lan: unlimited; enforced by: bucket"
+
+
+def test_markdown_has_aligned_columns_and_escaped_bars(tmp_path: Path, make_run: MakeRun) -> None:
+    (table,) = tables_of(results(tmp_path, make_run, axes=TREE["axes"]))
+    assert table.markdown().splitlines()[:3] == [
+        "| split | FedAvg, % | Other, % |", "| --- | ---: | ---: |", "| a | 62.50 ± 3.54 | 75.00 ± 7.07 |"
+    ]  # fmt: skip
+    assert "| a\\|b |" in Table("t", "t", [Column("x", text=True)], [["a|b"]]).markdown()
+
+
+def test_a_page_has_tables_curves_and_runs(tmp_path: Path, make_run: MakeRun) -> None:
+    page = page_of(results(tmp_path, make_run, tables=["split"], paper={"figures": FIGURES, "notes": ["so"]}))
+    assert [table.name for table in page.tables] == ["table-1", "table-2", "runs"]
+    first, _ = page.figures
+    assert first.lines == {
+        "a, FedAvg": [(1.0, pytest.approx(0.3)), (2.0, pytest.approx(0.5)), (3.0, pytest.approx(0.625))],
+        "a, Other": [(1.0, pytest.approx(0.25)), (2.0, pytest.approx(0.6)), (3.0, pytest.approx(0.75))],
+    }  # type: ignore[attr-defined]
+    assert "note: so" in page.html("t") and "contradicts the order: b: " in page.html("t")

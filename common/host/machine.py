@@ -55,6 +55,11 @@ def export_machine(
             metrics.watch(name, (host,), partial(_of_gpus, gpus, read))
 
 
+def available_bytes(proc: Path = Path("/proc")) -> float | None:
+    """Return the memory that new processes can use, None if this platform does not report it."""
+    return next((value for _, value in _memory(proc, "MemAvailable")), None)
+
+
 def _processes(proc: Path) -> Iterator[Path]:
     """Yield the folders of this process and of all its descendants, except those that end meanwhile."""
     left = [proc / "self"]

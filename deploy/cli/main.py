@@ -28,6 +28,7 @@ from deploy.cli.doctor import doctor
 from deploy.cli.export import export
 from deploy.cli.replay import replay
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, check_metrics
+from deploy.cli.sweep import sweep
 from deploy.cli.watch import watch
 from deploy.console import logs
 from deploy.console.connecting import LabOption
@@ -66,6 +67,7 @@ app.command()(lab.provision)
 app.command()(check)
 app.command()(doctor)
 app.command()(plan)
+app.command()(sweep)
 app.command()(watch)
 
 

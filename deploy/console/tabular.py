@@ -1,6 +1,6 @@
-"""Tables, written as aligned text, CSV, LaTeX (booktabs) or HTML.
+"""Tables, written as aligned text, CSV, LaTeX (booktabs), Markdown or HTML.
 
-Text, LaTeX and HTML round numbers; CSV has them in full.
+All but CSV round numbers; CSV has them in full.
 """
 
 from __future__ import annotations
@@ -105,6 +105,13 @@ class Table:
         rows = (" & ".join(cells) + r" \\" for cells in self._shown(r" \pm ", "--", _tex_cell))
         frame = [rf"\begin{{tabular}}{{{''.join('l' if c.text else 'r' for c in self.columns)}}}", r"\toprule"]
         return "\n".join([*frame, heads + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+    def markdown(self) -> str:
+        """Return a table of Markdown."""
+        lines = [[column.head for column in self.columns], *self._shown(" ± ", "-")]
+        cells = [[clean(cell).replace("|", "\\|") for cell in line] for line in lines]
+        rule = ["---" if column.text else "---:" for column in self.columns]
+        return "".join(f"| {' | '.join(line)} |\n" for line in [cells[0], rule, *cells[1:]])
 
     def html(self) -> str:
         """Return a `table` element; the first cell of each row is its header."""

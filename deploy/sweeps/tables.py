@@ -21,16 +21,21 @@ DIFFERENCE = "difference"
 
 def tables_of(results: SweepResults) -> list[Table]:
     """Return the tables: one for each combination of the values of the axes that make tables."""
+    return [table for table, _ in by_table(results)]
+
+
+def by_table(results: SweepResults) -> list[tuple[Table, Sequence[SweepCell]]]:
+    """Return the tables, each with its cells."""
     grid = results.grid
     names = grid.file.tables
-    found: list[Table] = []
+    found: list[tuple[Table, Sequence[SweepCell]]] = []
     for values in product(*(grid.axes[axis] for axis in names)):
         chosen = dict(zip(names, values, strict=True))
         cells = [cell for cell in grid.cells if all(cell.values[axis] == value for axis, value in chosen.items())]
         if cells:
             name = f"table-{len(found) + 1}"
             title = grid.file.title if not values else f"{grid.file.title}: {label_of(values)}"
-            found.append(_table(name, title, cells, results))
+            found.append((_table(name, title, cells, results), cells))
     return found
 
 

@@ -43,6 +43,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "broker": "fedstrata broker --host 0.0.0.0 --insecure",
     "watch": "fedstrata watch --broker 10.0.0.1 --devices",
     "plan": "fedstrata plan demo --one-host",
+    "sweep": "fedstrata sweep study/two --direct --only images=clean",
     "report": "fedstrata report runs/20261120T130301Z-demo-89f8b0",
     "experiments": "fedstrata experiments",
     "export": "fedstrata export 89f8b0 --tensorboard boards --follow",

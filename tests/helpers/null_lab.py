@@ -43,7 +43,7 @@ def simulate(command: str) -> None:
         from tests.helpers.null_roles import NullPool
 
         setattr(device.pool.pool, "Pool", NullPool)  # noqa: B010
-    elif command == "run":
+    elif command in ("run", "sweep"):
         from deploy.local import lab
 
         setattr(lab, "ROLE", COMMAND)  # noqa: B010

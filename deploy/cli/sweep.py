@@ -1,0 +1,227 @@
+"""The command `fedstrata sweep`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import typer
+
+from common.host.files import writing
+from deploy.console import logs
+from deploy.console.connecting import ConnectTimeout
+from deploy.console.login import Login, with_login
+from deploy.console.options import Overrides, Runs
+from deploy.console.reporting import reporting, require
+from deploy.sweeps.shipped import SweepArgument
+
+if TYPE_CHECKING:
+    from deploy.runs.run import Run
+    from deploy.sweeps.folder import MissingRun, SweepFolder
+    from deploy.sweeps.grid import Grid
+    from deploy.sweeps.progress import SweepProgress
+    from deploy.sweeps.slots import Slot
+
+CONNECT_S: Final = 30.0
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="AXIS=VALUE", help="Only cells with this value. Repeat it.", show_default=False),
+]
+Seeds = Annotated[
+    int | None, typer.Option("--seeds", min=1, help="Seeds 1 to this, in place of the file's.", show_default=False)
+]
+SmallForm = Annotated[bool, typer.Option("--small", help="The small form.")]
+
+
+@with_login
+def sweep(
+    file: SweepArgument,
+    overrides: Overrides = None,
+    seeds: Seeds = None,
+    only: Only = None,
+    small: SmallForm = False,
+    dry_run: Annotated[bool, typer.Option(help="List the runs with their digests, and exit.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Print the table of what is finished; run nothing.")] = False,
+    runs: Runs = Path("runs"),
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Runs at once.  [default: with --direct by cores, memory and GPUs; else 1]",
+            show_default=False,
+        ),
+    ] = None,
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Without a network: each run in a worker process of one thread.")
+    ] = False,
+    accelerator: Annotated[
+        str | None,
+        typer.Option(help="With --direct: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False),
+    ] = None,
+    broker: Annotated[
+        str | None,
+        typer.Option(
+            help="Run in a lab of staying nodes on this MQTT broker, as `cloud` does: host[:port].", show_default=False
+        ),
+    ] = None,
+    lab: Annotated[
+        str | None,
+        typer.Option(
+            help="Run in a lab of staying nodes of this name, or of this file lab.toml, which also names its brokers.",
+            show_default=False,
+        ),
+    ] = None,
+    connect_timeout: ConnectTimeout = CONNECT_S,
+    html: Annotated[Path | None, typer.Option(help="Also write a page of HTML.", show_default=False)] = None,
+    output: Annotated[
+        Literal["table", "csv", "latex", "markdown", "json"],
+        typer.Option("--format", help="Format of standard output."),
+    ] = "table",
+    *,
+    login: Login,
+) -> None:
+    """Run a sweep: each combination of its axes' values with each seed; print the table beside the paper's figures.
+
+    Without --direct or a broker each run is a lab on this machine, as `run` starts it. The runs are ordinary ones, in
+    the folder NAME below --runs. Repeated, the command goes on: finished runs are skipped, an interrupted one is
+    resumed, a failed one is tried again. Exit code 1: a run failed.
+    """
+    from deploy.sweeps.folder import SweepFolder
+    from deploy.sweeps.grid import load
+
+    staying = broker is not None or lab is not None
+    if direct and staying:
+        raise typer.BadParameter("--direct uses no network: use it or a lab", param_hint="--direct")
+    if accelerator is not None and not direct:
+        raise typer.BadParameter("valid only with --direct", param_hint="--accelerator")
+    if staying and jobs not in (None, 1):
+        raise typer.BadParameter("a lab has one run at a time", param_hint="--jobs")
+    with reporting():
+        grid = load(file, small=small, overrides=overrides or (), only=only or (), seeds=seeds)
+        folder = SweepFolder(runs / (f"{grid.stem}-small" if small else grid.stem))
+        if dry_run:
+            _list(grid, folder.finished(grid), as_json=output == "json")
+            return
+        if table:
+            _print(grid, folder.finished(grid), output, html)
+            return
+        require("torch")
+        command = _cloud(broker, lab, connect_timeout, login) if staying else ["run", "--metrics", "127.0.0.1:0"]
+        with folder.held():
+            failed = _run(grid, folder, command=None if direct else command, jobs=jobs, accelerator=accelerator)
+        _print(grid, folder.finished(grid), output, html)
+    for label, reason in failed.items():
+        logs.write_line(f"failed: {label}: {reason}", level=logging.ERROR)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _run(
+    grid: Grid, folder: SweepFolder, *, command: Sequence[str] | None, jobs: int | None, accelerator: str | None
+) -> Mapping[str, str]:
+    """Run what a sweep lacks, without a network or by a command; return the reasons of failures by label."""
+    from deploy.sweeps.jobs import accelerators_of, default_jobs
+    from deploy.sweeps.progress import SweepProgress
+    from deploy.sweeps.slots import CommandSlot, DirectSlot
+
+    finished = folder.finished(grid)
+    missing = folder.missing(grid, finished, direct=command is None)
+    logs.write_line(f"{len(finished)} of {len(grid.experiments)} runs are finished, in {folder.path}")
+    if not missing:
+        return {}
+    with tempfile.TemporaryDirectory(prefix="fedstrata-sweep-") as home:
+        slots: list[Slot]
+        if command is None:
+            _warn(grid)
+            there = accelerators_of(accelerator or "cpu")
+            count = min(jobs or default_jobs([job.experiment for job in missing], there), len(missing))
+            slots = [DirectSlot(folder.path, there[i % len(there)]) for i in range(count)]
+        else:
+            count = min(jobs or 1, len(missing))
+            slots = [CommandSlot(command, folder.path, Path(home), i) for i in range(count)]
+        progress = SweepProgress(len(grid.experiments), finished, jobs=count)
+        with progress.shown(missing):
+            asyncio.run(_run_slots(missing, slots, progress))
+    return progress.failed
+
+
+async def _run_slots(missing: Sequence[MissingRun], slots: Sequence[Slot], progress: SweepProgress) -> None:
+    """Run the jobs. SIGINT and SIGTERM end them."""
+    from deploy.sweeps.running import run_jobs
+
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    await run_jobs(missing, slots, progress)
+
+
+def _warn(grid: Grid) -> None:
+    from common.experiment.hardware import HardwareSettings
+    from common.experiment.links import Links
+
+    experiments = grid.experiments.values()
+    if any(each.links != Links() for each in experiments):
+        logs.write_line("--direct: link rates and delays are not enforced", level=logging.WARNING)
+    if any(each.hardware != HardwareSettings() for each in experiments):
+        logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
+
+
+def _cloud(broker: str | None, lab: str | None, connect_timeout_s: float, login: Login) -> list[str]:
+    """Return the command of a run in a lab of staying nodes; it waits while another run has the lab."""
+    words = ["cloud", "--queue", "--connect-timeout", f"{connect_timeout_s:g}"]
+    given = {
+        "--lab": lab,
+        "--broker": broker,
+        "--username": login.username,
+        "--password-file": login.password_file,
+        "--tls-ca": login.tls_ca,
+        "--tls-cert": login.tls_cert,
+        "--tls-key": login.tls_key,
+    }
+    words += [word for option, value in given.items() if value is not None for word in (option, value)]
+    return [*words, "--tls"] if login.tls else words
+
+
+def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
+    """Print the runs of a sweep."""
+    from deploy.console.tabular import Cell, Column, Table
+
+    rows = [
+        (cell, seed, experiment, "finished" if experiment.digest in finished else "missing")
+        for cell in grid.cells
+        for seed, experiment in cell.experiments.items()
+    ]
+    if as_json:
+        for cell, seed, one, state in rows:
+            facts = {"cell": dict(cell.values), "seed": seed, "digest": one.digest, "target": cell.target}
+            typer.echo(json.dumps(facts | {"global_rounds": one.rounds, "state": state}))
+        return
+    columns = [*(Column(axis, text=True) for axis in grid.axes), Column("seed"), Column("global rounds")]
+    columns += [Column("digest", text=True), Column("state", text=True)]
+    cells: list[list[Cell]] = [
+        [*cell.values.values(), seed, one.rounds, one.digest, state] for cell, seed, one, state in rows
+    ]
+    typer.echo(Table("runs", grid.file.title, columns, cells).aligned(), nl=False)
+    rounds = sum(one.rounds for one in grid.experiments.values())
+    left = len(grid.experiments) - len(finished)
+    typer.echo(f"{len(grid.cells)} cells, {len(grid.experiments)} runs, {rounds} global rounds; {left} runs missing")
+
+
+def _print(grid: Grid, finished: Mapping[str, Run], output: str, html: Path | None) -> None:
+    from deploy.sweeps.output import written
+    from deploy.sweeps.results import SweepResults
+
+    results = SweepResults(grid, finished)
+    if html is not None:
+        from deploy.sweeps.page import page_of
+
+        with writing(html):
+            html.write_text(page_of(results).html(grid.file.title), encoding="utf-8")
+    typer.echo(written(results, output), nl=False)

@@ -1,0 +1,105 @@
+"""The folder of a sweep: the folders of its runs, found by the digests of their experiments."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from common.errors import InvalidExperiment
+from common.experiment.schema import Experiment
+from common.host.files import writing
+from deploy.runs.run import Run, State, folders
+from deploy.sweeps.grid import Grid
+
+LOCK: Final = "sweep.lock"
+SETTLE_S: Final = 10.0  # time in which the runs of a killed sweep end
+POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class MissingRun:
+    """A run that a sweep lacks. `resume`: the folder in which it was begun, or None."""
+
+    label: str
+    experiment: Experiment
+    resume: Path | None
+
+
+class SweepFolder:
+    """A sweep's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Create the folder, and keep other sweeps out of it. Raises InvalidExperiment, StorageFailed."""
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                remedy = "Wait for its end, or name another folder."
+                raise InvalidExperiment("--runs", str(self.path), "another sweep uses this folder", remedy) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
+        finally:
+            os.close(file)
+
+    def finished(self, grid: Grid) -> dict[str, Run]:
+        """Return the finished runs of a sweep by the digests of their experiments: of several the oldest."""
+        found: dict[str, Run] = {}
+        for digest, runs in self._runs(grid).items():
+            for run in runs:
+                if run.state is State.FINISHED:
+                    found.setdefault(digest, run)
+        return found
+
+    def missing(self, grid: Grid, finished: Mapping[str, Run], *, direct: bool) -> list[MissingRun]:
+        """Return the runs that are not finished, in order; those begun before are resumed.
+
+        `direct`: whether they are to have no network. Raises InvalidExperiment if the folder has runs of the other
+        kind, whose seconds and bytes are not comparable, and if another process runs one of them.
+        """
+        runs, labels = self._runs(grid), grid.labels()
+        for run in (run for several in runs.values() for run in several):
+            if run.direct is not direct and (run.state is State.FINISHED or run.rounds):
+                problem = f"run {run.id} had {'no network' if run.direct else 'a network'}"
+                remedy = f"{'Add' if run.direct else 'Omit'} --direct, or name another folder."
+                raise InvalidExperiment("--runs", str(self.path), problem, remedy)
+        found = []
+        for digest, experiment in grid.experiments.items():
+            if digest not in finished:
+                begun = [run for run in runs.get(digest, ()) if run.direct is direct]
+                found.append(MissingRun(labels[digest], experiment, self._settled(begun[-1]) if begun else None))
+        return found
+
+    def _runs(self, grid: Grid) -> dict[str, list[Run]]:
+        """Return the sweep's runs by digest, oldest first."""
+        wanted = grid.experiments
+        found: dict[str, list[Run]] = {}
+        for path in folders(self.path) if self.path.is_dir() else ():
+            run = Run(path)
+            digest = str(run.manifest.get("experiment_digest"))
+            if digest in wanted:
+                found.setdefault(digest, []).append(run)
+        return found
+
+    def _settled(self, run: Run) -> Path:
+        """Return the folder of a run that is not finished once no process writes it. Raises InvalidExperiment."""
+        deadline = time.monotonic() + SETTLE_S
+        while Run(run.path).state is State.RUNNING:
+            if time.monotonic() >= deadline:
+                problem = f"another process runs run {run.id}"
+                raise InvalidExperiment("--runs", str(self.path), problem, "Wait for its end, or stop it.")
+            time.sleep(POLL_S)
+        return run.path

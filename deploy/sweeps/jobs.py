@@ -1,0 +1,67 @@
+"""How many runs a sweep has at once: by this host's cores, its memory and its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Final
+
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.host import nvidia
+from common.host.machine import available_bytes
+from device.accelerators import choose
+from device.pool.pool import cores
+
+MEMORY_SHARE: Final = 0.9  # of the memory that is available
+
+
+def accelerators_of(name: str) -> Sequence[str]:
+    """Return the accelerators that `--accelerator` selects, of this machine's. Raises InvalidExperiment."""
+    if name == "cpu":
+        return ("cpu",)
+    gpus = nvidia.find()
+    return choose(name, ["cpu", *(f"cuda:{gpu.index}" for gpu in (gpus.states() if gpus else ()))])
+
+
+def default_jobs(experiments: Iterable[Experiment], accelerators: Sequence[str]) -> int:
+    """Return how many of the experiments run at once without a network: one per GPU, or per core if memory permits."""
+    if accelerators[0] != "cpu":
+        return len(accelerators)
+    most, available = cores(), available_bytes()
+    if most == 1 or available is None:
+        return most
+    return fitting(most, available, max(map(_in_process, _kinds(experiments))))
+
+
+def fitting(cores: int, available: float, each: int) -> int:
+    """Return how many processes of `each` bytes fit into the available memory, at least 1 and at most one per core."""
+    return max(1, min(cores, int(MEMORY_SHARE * available // each)))
+
+
+def _kinds(experiments: Iterable[Experiment]) -> list[Experiment]:
+    """Return an experiment of each kind whose memory may differ: by model, data and nodes."""
+    kinds = {str((one.model, one.data.dataset, one.sizes())): one for one in experiments}
+    return list(kinds.values())
+
+
+def _in_process(experiment: Experiment) -> int:
+    """Return the memory of a run without a network; found in a process of its own, as it loads data and model."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(direct_bytes, experiment.to_json()).result()
+
+
+def direct_bytes(experiment_json: str) -> int:
+    """Return the bytes of a process that has all roles of an experiment, given as JSON."""
+    from deploy.planning import footprint, workload
+    from deploy.planning.prediction import MachineSpeeds
+
+    experiment = parse(experiment_json)
+    work = workload.workload(experiment)
+    nothing = MachineSpeeds(0, 0, 0, 0, 0, 0, 0, 0, cores=1)
+    lab = workload.lab(work, nothing, one_host=True, interface_mbit=1.0)
+    devices = sum(experiment.sizes()[-1])
+    memory = footprint.memory_of(lab, experiment, data_bytes=work.data_bytes, devices=devices)
+    aggregators = sum(map(len, experiment.sizes()[1:]))
+    return memory["device"] + memory["cloud"] + aggregators * memory.get("institution", 0)

@@ -1,0 +1,54 @@
+"""A sweep's results as a page of HTML: its tables, the accuracies by global round, the verdicts, the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Final
+
+from deploy.console.tabular import Cell, Column, Table
+from deploy.report.charts import Axis, Point, curves
+from deploy.report.page import Page
+from deploy.runs.run import Run
+from deploy.sweeps.output import notes
+from deploy.sweeps.results import SweepResults
+from deploy.sweeps.tables import by_table
+
+LINES_MOST: Final = 12  # of a chart
+
+
+def page_of(results: SweepResults) -> Page:
+    """Return the page."""
+    page, grid = Page(), results.grid
+    page.add_heading(1, f"{grid.file.title} (small form)" if grid.small else grid.file.title)
+    for table, cells in by_table(results):
+        page.add_table(table)
+        lines = {cell.label: _mean_curve(list(results.runs_of(cell).values())) for cell in cells}
+        lines = {label: line for label, line in lines.items() if line}
+        if 0 < len(lines) <= LINES_MOST:
+            x, y = Axis("global round"), Axis("test accuracy", "%", 100.0)
+            title = "Test accuracy, %, mean over the seeds"
+            page.add_figures([curves(f"{table.name}-accuracy", title, lines, x=x, y=y)], kind="curves")
+    page.add_heading(2, "Comparison")
+    for line in notes(results):
+        page.add_paragraph(line)
+    page.add_heading(2, "Runs")
+    page.add_table(_runs(results), folded=True)
+    return page
+
+
+def _mean_curve(runs: Sequence[Run]) -> list[Point]:
+    """Return the mean accuracy of the global rounds that all runs have evaluated."""
+    known = [{row.global_round: row.accuracy for row in run.rounds if row.accuracy is not None} for run in runs]
+    shared = [number for number in known[0] if all(number in each for each in known)] if known else []
+    return [(float(number), mean(each[number] for each in known)) for number in shared]
+
+
+def _runs(results: SweepResults) -> Table:
+    rows: list[list[Cell]] = [
+        [cell.label, seed, run.id, run.seconds, str(run.path)]
+        for cell in results.grid.cells
+        for seed, run in results.runs_of(cell).items()
+    ]
+    texts = [Column("cell", text=True), Column("seed"), Column("run", text=True), Column("time", "s")]
+    return Table("runs", "Finished runs", [*texts, Column("folder", text=True)], rows)

@@ -1,0 +1,62 @@
+"""The worker process of a sweep: runs experiments without a network, one after another.
+
+    {"experiment": TEXT, "runs": FOLDER, "accelerator"}, or {"resume": FOLDER, "accelerator"}
+        -> {"event", "global_round", "folder"} ..., then {"ended": true}, or an error
+
+It computes in one thread, so that several share the cores without waiting for each other.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before numpy and torch are imported
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+from pathlib import Path
+from typing import Final
+
+from common.errors import FedstrataError
+from common.host.memory import frozen_imports, keep_large_buffers
+from common.host.subprocess_channel import AgentChannel, Record, error_record
+
+SHOWN: Final = ("run", "global_round", "finished", "failed")  # events that are passed on
+
+
+def main() -> None:
+    """Serve one sweep until it ends."""
+    channel = AgentChannel()
+    keep_large_buffers()
+    with frozen_imports():
+        from cloud.results import RunFolder
+        from common.experiment.reading import parse
+        from deploy.local.direct import run_in_process  # imports torch: seconds
+
+    def run(request: Record) -> None:
+        if "resume" in request:
+            folder = RunFolder.reopen(Path(request["resume"]), direct=True)
+        else:
+            folder = RunFolder.create(Path(request["runs"]), parse(request["experiment"]))
+
+        def observe(event: str, facts: dict[str, object]) -> None:
+            if event in SHOWN:
+                channel.send(event=event, global_round=facts.get("global_round", 0), folder=str(folder.path))
+
+        try:
+            run_in_process(folder, resume="resume" in request, accelerator=request["accelerator"], observe=observe)
+        finally:
+            folder.release()
+
+    while True:
+        request = channel.receive()
+        try:
+            run(request)
+        except FedstrataError as error:
+            channel.send(**error_record(error))
+        else:
+            channel.send(ended=True)
+
+
+if __name__ == "__main__":
+    main()

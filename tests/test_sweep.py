@@ -1,0 +1,220 @@
+"""`fedstrata sweep`: what it runs and does not run again, one or several at once, killed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from common.experiment.tables import write
+from deploy.runs.run import Run, State, folders
+from deploy.sweeps.folder import MissingRun, SweepFolder
+from deploy.sweeps.grid import load
+from deploy.sweeps.jobs import fitting
+from deploy.sweeps.merging import merged
+from deploy.sweeps.progress import SweepProgress
+from deploy.sweeps.running import run_jobs
+from deploy.sweeps.slots import CellFailed, Watch
+from tests.helpers.commands import command, fedstrata, invoke, tensors
+
+TREE: Final[Mapping[str, Any]] = {
+    "title": "Two rules",
+    "seeds": 2,
+    "columns": ["method"],
+    "measure": [{"name": "accuracy", "last": 2}],
+    "experiment": {
+        "rounds": 6,
+        "topology": {"institutions": 0, "devices": 3},
+        "data": {"dataset": "synthetic", "samples": 60, "test_samples": 40, "classes": 3, "image_shape": [1, 8, 8]},
+        "model": {"name": "mlp_digits"},
+        "training": {"epochs": 1, "batch_size": 10},
+    },
+    "axes": {
+        "method": {
+            "FedAvg": {"training": {"epochs": 1}},
+            "FedCross": {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
+        },
+    },
+}
+
+
+def sweep_file(folder: Path, *changes: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "two.toml"
+    file.write_text(write(merged(TREE, *changes)))
+    return file
+
+
+def models(runs: Path) -> dict[str, bytes]:
+    """Return the final models by the digests of their experiments."""
+    return {str(Run(path).manifest["experiment_digest"]): tensors(path) for path in folders(runs)}
+
+
+def test_two_at_once_give_the_same_bits_and_nothing_is_run_again(tmp_path: Path) -> None:
+    file = sweep_file(tmp_path)
+    found = {}
+    for jobs in (1, 2):
+        runs = tmp_path / str(jobs)
+        done = invoke("sweep", file, "--direct", "--jobs", str(jobs), "--runs", runs, "--format", "csv")
+        assert done.exit_code == 0, done.stderr
+        found[jobs] = done.stdout, models(runs / "two")
+        assert len(found[jobs][1]) == 4
+    assert found[1] == found[2]
+    before = {path: os.stat(path / "rounds.csv").st_mtime_ns for path in folders(runs / "two")}
+    again = invoke("sweep", file, "--direct", "--runs", runs, "--format", "csv")
+    assert again.stdout == done.stdout and "4 of 4 runs are finished" in again.stderr
+    assert before == {path: os.stat(path / "rounds.csv").st_mtime_ns for path in folders(runs / "two")}
+    alone = invoke(
+        "run", runs / "two" / folders(runs / "two")[0].name / "experiment.toml", "--direct", "--runs", tmp_path
+    )
+    assert alone.exit_code == 0  # an ordinary run has the same model
+    (other,) = models(tmp_path).items()
+    assert other in found[1][1].items()
+    refused = invoke("sweep", file, "--runs", runs, "--set", "rounds=6")
+    assert refused.exit_code == 4 and "had no network. Add --direct, or name another folder." in refused.stderr
+
+
+def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> None:
+    file = sweep_file(tmp_path, {"axes": {"method": {"FedCross": {"rounds": 60}}}})
+    words = ["sweep", file, "--direct", "--format", "csv"]
+    process = subprocess.Popen(
+        command(*words, "--jobs", "2", "--runs", tmp_path / "killed"), stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    with process, process.stderr as lines:
+        assert any(line.startswith("1/4: ") for line in lines)  # the short one; the long one still runs
+        os.kill(process.pid, signal.SIGKILL)
+    grid, folder = load(file), SweepFolder(tmp_path / "killed" / "two")
+    assert 0 < len(folder.finished(grid)) < 4
+    partial = invoke("sweep", file, "--table", "--runs", tmp_path / "killed")
+    assert partial.exit_code == 0 and "partial: " in partial.stdout
+    went_on = invoke(*words, "--jobs", "1", "--runs", tmp_path / "killed")
+    assert went_on.exit_code == 0, went_on.stderr
+    undisturbed = invoke(*words, "--jobs", "1", "--runs", tmp_path / "undisturbed")
+    assert went_on.stdout == undisturbed.stdout
+    assert models(folder.path) == models(tmp_path / "undisturbed" / "two")
+    assert [Run(path).state for path in folders(folder.path)] == [State.FINISHED] * 4  # none was begun twice
+
+
+def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_go_on(tmp_path: Path) -> None:
+    missing = {"model": {"name": "nowhere:build"}}
+    file = sweep_file(tmp_path, {"seeds": 1, "axes": {"method": {"FedCross": missing}}})
+    for done in ("0 of 2", "1 of 2"):
+        found = invoke("sweep", file, "--direct", "--jobs", "1", "--runs", tmp_path)
+        assert found.exit_code == 1
+        assert f"{done} runs are finished" in found.stderr
+        assert "partial: 1 of 2 runs are finished; 1 of 2 cells lack some" in found.stdout
+        *_, last = found.stderr.strip().splitlines()
+        assert last.startswith("failed: FedCross, seed 1: model.name = 'nowhere:build': ")
+    assert len(folders(tmp_path / "two")) == 2
+
+
+def test_two_sweeps_cannot_share_a_folder(tmp_path: Path) -> None:
+    file = sweep_file(tmp_path)
+    with SweepFolder(tmp_path / "two").held():
+        refused = invoke("sweep", file, "--direct", "--runs", tmp_path)
+    assert refused.exit_code == 4
+    (line,) = refused.stderr.strip().splitlines()
+    assert line.endswith("another sweep uses this folder. Wait for its end, or name another folder.")
+
+
+def test_the_runs_are_listed_without_being_run(tmp_path: Path) -> None:
+    file = sweep_file(tmp_path)
+    listed = invoke("sweep", file, "--dry-run", "--only", "method=FedCross", "--seeds", "3", "--runs", tmp_path)
+    *rows, last = listed.stdout.splitlines()[1:]
+    digests = [one.digest for one in load(file, only=["method=FedCross"], seeds=3).experiments.values()]
+    assert [row.split() for row in rows] == [["FedCross", str(s), "6", d, "missing"] for s, d in enumerate(digests, 1)]
+    assert last == "1 cells, 3 runs, 18 global rounds; 3 runs missing"
+    facts = [json.loads(line) for line in invoke("sweep", file, "--dry-run", "--format", "json").stdout.splitlines()]
+    assert [fact["cell"] for fact in facts] == [{"method": "FedAvg"}] * 2 + [{"method": "FedCross"}] * 2
+    assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize("form", ["table", "csv", "latex", "markdown", "json"])
+def test_each_form_of_a_table_is_there_before_anything_ran(tmp_path: Path, form: str) -> None:
+    found = invoke("sweep", sweep_file(tmp_path), "--table", "--runs", tmp_path, "--format", form)
+    assert found.exit_code == 0 and "FedCross" in found.stdout
+    if form == "json":
+        assert [cell["measures"]["accuracy"]["mean"] for cell in json.loads(found.stdout)["cells"]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--direct", "--broker", "localhost"], "--direct uses no network"),
+        (["--accelerator", "cpu"], "valid only with --direct"),
+        (["--lab", "rack", "--jobs", "2"], "a lab has one run at a time"),
+    ],
+)
+def test_options_that_exclude_each_other(tmp_path: Path, words: list[str], problem: str) -> None:
+    refused = invoke("sweep", sweep_file(tmp_path), *words)
+    assert refused.exit_code == 2 and problem in " ".join(refused.stderr.replace("│", " ").split())
+
+
+def test_labs_on_this_machine_are_runs_of_a_sweep(tmp_path: Path) -> None:
+    file = sweep_file(tmp_path, {"experiment": {"rounds": 2}})
+    words = ["--only", "method=FedAvg", "--seeds", "1", "--runs", tmp_path, "--format", "json"]
+    done = fedstrata("sweep", file, *words, null=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["finished"] == 1
+    assert [Run(path).direct for path in folders(tmp_path / "two")] == [False]
+
+
+@pytest.mark.parametrize(("each", "jobs"), [(1, 8), (200, 4), (500, 1), (2000, 1)])
+def test_as_many_at_once_as_memory_permits(each: int, jobs: int) -> None:
+    assert fitting(8, 1000.0, each) == jobs
+
+
+class ScriptedSlot:
+    """A slot whose runs fail as given, by their label."""
+
+    def __init__(self, failures: Mapping[str, CellFailed]) -> None:
+        self.ran: list[str] = []
+        self._failures = failures
+
+    async def run(self, job: MissingRun, watch: Watch) -> None:
+        self.ran.append(job.label)
+        await asyncio.sleep(0)
+        watch("global_round", {"global_round": 1})
+        if job.label in self._failures:
+            raise self._failures[job.label]
+
+    def close(self) -> None:
+        """End nothing."""
+
+
+def test_an_error_of_the_broker_or_the_disk_ends_the_sweep(tmp_path: Path) -> None:
+    grid = load(sweep_file(tmp_path))
+    jobs = [MissingRun(f"run {i}", one, None) for i, one in enumerate(grid.experiments.values())]
+    failures = {"run 0": CellFailed("no model", 1), "run 1": CellFailed("no broker", 3)}
+    slot, progress = ScriptedSlot(failures), SweepProgress(4, {}, jobs=1)
+    with progress.shown(jobs), pytest.raises(CellFailed, match="no broker"):
+        asyncio.run(run_jobs(jobs, [slot], progress))
+    assert slot.ran == ["run 0", "run 1"] and progress.failed == {"run 0": "no model", "run 1": "no broker"}
+
+
+def test_the_time_left_is_that_of_runs_of_the_same_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("deploy.sweeps.progress.time.monotonic", lambda: now)
+    grid = load(sweep_file(tmp_path))
+    jobs = [MissingRun(label, grid.experiments[digest], None) for digest, label in grid.labels().items()]
+    by_label = {job.label: job for job in jobs}
+    progress = SweepProgress(4, {}, jobs=1)
+    with progress.shown(jobs):
+        assert progress.left_s() is None
+        for label, seconds in (("FedAvg, seed 1", 10.0), ("FedCross, seed 1", 30.0)):
+            progress.begin(by_label[label])
+            now += seconds
+            progress.finish(by_label[label])
+        assert progress.left_s() == pytest.approx(10 + 30)
+        progress.begin(by_label["FedCross, seed 2"])
+        progress.take(by_label["FedCross, seed 2"], "global_round", {"global_round": 3})
+        assert progress.left_s() == pytest.approx(10 + 15)  # half of its rounds are done
+        assert "2/4 runs, about 25 s left  FedCross, seed 2 3/6" in progress.picture().plain
