@@ -69,7 +69,7 @@ bench-links: $(INSTALLED) broker ## measure over links that the kernel keeps, as
 	.venv/bin/python tests/bench/links.py
 
 table1: $(INSTALLED) broker ## measure Tempo's Table 1 in miniature: time to an accuracy against fixed epochs
-	.venv/bin/python deploy/experiments/table1.py
+	.venv/bin/fedstrata sweep study/table1
 
 check: $(INSTALLED) ## lint, format, types, import rules
 	.venv/bin/ruff check

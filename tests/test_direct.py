@@ -27,9 +27,9 @@ from common.runtime.arriving import Arriving
 from common.runtime.round import Dispatch
 from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
-from deploy.experiments.configurations import merged
 from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process
+from deploy.sweeps.merging import merged
 from tests.helpers import commands
 
 PATIENCE_S = 90

@@ -265,7 +265,9 @@ def _label(measure: Measure, *, several: bool) -> str:
         text += f" to {100 * measure.target:g} %" if measure.target is not None else ""
         text += f", {measure.tier}" if measure.tier else ""
         text += f" {measure.direction}" if measure.direction else ""
-    return f"{text}, Δ" if measure.against and not measure.label else text
+    if measure.against and not measure.label:
+        text += ", speed-up" if measure.relation == "speed_up" else ", Δ"
+    return text
 
 
 def _name(stem: str) -> str:

@@ -11,7 +11,7 @@ from deploy.console.tabular import Column
 from deploy.sweeps.schema import SCALES, UNITS, Measure
 
 DIGITS: Final = {"accuracy": 2, "rounds": 0, "steps": 0, "path_steps": 0}  # decimals; else 1
-HIGHER: Final = ("accuracy", "reached")  # measures of which more is better
+SPEED_UP_DIGITS: Final = 2
 PERCENT: Final = 100.0
 
 
@@ -48,6 +48,8 @@ def reached(rows: Sequence[GlobalRoundRecord], target: float | None) -> int | No
 
 def unit_of(measure: Measure) -> str:
     """Return the unit of a measure's values."""
+    if measure.relation == "speed_up":
+        return ""
     if measure.name == "accuracy":
         return "%" if not measure.against else "points"
     return measure.unit or UNITS.get(measure.name, ("",))[0]
@@ -55,8 +57,14 @@ def unit_of(measure: Measure) -> str:
 
 def column_of(measure: Measure, head: str = "") -> Column:
     """Return the column of a measure; `head`: its title, if not the measure's label."""
-    digits = DIGITS.get(measure.name, 1) if measure.digits is None else measure.digits
+    usual = SPEED_UP_DIGITS if measure.relation == "speed_up" else DIGITS.get(measure.name, 1)
+    digits = usual if measure.digits is None else measure.digits
     return Column(head or measure.label, unit_of(measure), digits, text=measure.name == "reached")
+
+
+def more_is_better(measure: Measure) -> bool:
+    """Return whether a larger value of a measure is the better one."""
+    return measure.name in ("accuracy", "reached") or measure.relation == "speed_up"
 
 
 def _accuracy(rows: Sequence[GlobalRoundRecord], measure: Measure, rounds: int) -> float | None:

@@ -33,9 +33,12 @@ class SweepResults:
         if not measure.against:
             return mine
         axis = axis_of(self.grid.file, measure.against)
-        other = self._cells.get(tuple({**cell.values, axis: measure.against}.values()))
-        theirs = self._values(other, measure) if other is not None else {}
-        return {seed: value - theirs[seed] for seed, value in mine.items() if seed in theirs}
+        reference = self._cells.get(tuple({**cell.values, axis: measure.against}.values()))
+        theirs = self._values(reference, measure) if reference is not None else {}
+        pairs = {seed: (value, theirs[seed]) for seed, value in mine.items() if seed in theirs}
+        if measure.relation == "speed_up":
+            return {seed: other / value for seed, (value, other) in pairs.items() if value}
+        return {seed: value - other for seed, (value, other) in pairs.items()}
 
     def spread(self, cell: SweepCell, measure: Measure) -> Spread | None:
         """Return the mean and the deviation over the seeds, None without a value."""

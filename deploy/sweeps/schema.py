@@ -65,7 +65,9 @@ class Measure(SettingsTable):
     until: Literal["target", "end"] = "target"  # costs: until the target is reached, or of the whole run
     tier: str = ""  # bytes: of this tier only
     direction: Literal["", "up", "down"] = ""  # bytes: in this direction only
-    against: str = ""  # the difference to the cell with this value of its axis, seed by seed
+    against: str = ""  # compared with the cell that has this value of its axis, seed by seed
+    # With `against`: this value minus the other, or, for costs, how many times as large the other is.
+    relation: Literal["difference", "speed_up"] = "difference"
     unit: Literal["", "s", "min", "h", "kB", "MB", "GB"] = ""  # of seconds and bytes
     digits: Annotated[int, Field(ge=0, le=6)] | None = None  # decimals
     shown: bool = True  # false: not in the table, but compared with the paper's figures
@@ -83,6 +85,9 @@ class Measure(SettingsTable):
         if self.unit and self.unit not in UNITS.get(self.name, ()):
             remedy = f"Use {' or '.join(UNITS[self.name])}." if self.name in UNITS else "Remove unit."
             raise InvalidExperiment("measure.unit", self.unit, f"no unit of {self.name}", remedy)
+        if self.relation == "speed_up" and (self.name in ("accuracy", "reached") or not self.against):
+            problem, remedy = "it compares costs", "Give the name of a cost, and against."
+            raise InvalidExperiment("measure.relation", self.relation, problem, remedy)
         if self.until == "end" and (self.target is not None or self.name in ("accuracy", "reached")):
             problem = "costs of the whole run have no target" if self.target else f"not for {self.name}"
             raise InvalidExperiment("measure.until", self.until, problem, "Remove until.")

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from deploy.console.tabular import Spread, show
 from deploy.sweeps.grid import SweepCell, label_of
-from deploy.sweeps.measuring import HIGHER, column_of, unit_of
+from deploy.sweeps.measuring import column_of, more_is_better, unit_of
 from deploy.sweeps.results import SweepResults
 from deploy.sweeps.schema import Measure
 from deploy.sweeps.tables import difference
@@ -139,7 +139,7 @@ class Verdicts:
                 yield cell, measure
 
     def _ranking(self, where: str, measure: Measure, cells: Mapping[str, SweepCell]) -> Ranking:
-        sign = 1.0 if measure.name in HIGHER else -1.0
+        sign = 1.0 if more_is_better(measure) else -1.0
         ours, papers = {}, {}
         for value, cell in cells.items():
             mine, theirs = self._results.spread(cell, measure), self._results.figure(cell, measure)
