@@ -28,7 +28,9 @@ def chosen_experiment(path: Path | None, overrides: list[str] | None, resume: Pa
 
 def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None) -> dict[str, Any]:
     """Return the same as a tree that is not validated. Raises InvalidExperiment."""
+    from common.errors import InvalidExperiment
     from common.experiment.reading import read
+    from deploy.sweeps.grid import is_sweep
 
     if resume is not None:
         if path is not None or overrides:
@@ -36,7 +38,10 @@ def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None)
         path = resume / "experiment.toml"
     elif path is None:
         raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
-    return read(path, overrides or ())
+    tree = read(path, overrides or ())
+    if is_sweep(tree):
+        raise InvalidExperiment("experiment", str(path), "a sweep of several runs", "Use `fedstrata sweep`.")
+    return tree
 
 
 @contextmanager

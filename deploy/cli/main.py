@@ -26,6 +26,7 @@ from deploy.cli.check import check
 from deploy.cli.chosen import Resume, already_finished, chosen_experiment, kept_once_begun
 from deploy.cli.doctor import doctor
 from deploy.cli.export import export
+from deploy.cli.plan import plan
 from deploy.cli.replay import replay
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, check_metrics
 from deploy.cli.sweep import sweep
@@ -37,7 +38,7 @@ from deploy.console.reporting import reporting
 from deploy.console.shipped import OptionalExperimentFile
 from deploy.console.stages import stages
 from deploy.console.usage import Commands
-from deploy.planning.command import STAGES, plan, predict
+from deploy.planning.command import STAGES, predict
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment

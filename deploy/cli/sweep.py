@@ -19,7 +19,7 @@ from deploy.console.connecting import ConnectTimeout
 from deploy.console.login import Login, with_login
 from deploy.console.options import Overrides, Runs
 from deploy.console.reporting import reporting, require
-from deploy.sweeps.shipped import SweepArgument
+from deploy.console.shipped import SweepArgument
 
 if TYPE_CHECKING:
     from deploy.runs.run import Run

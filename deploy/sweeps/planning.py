@@ -1,0 +1,144 @@
+"""The plan of a sweep: hours, bytes and memory of all its runs. Runs of equal cost are predicted once.
+
+Runs have equal costs if they differ in the seed, in the number of global rounds, or in how data are distributed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from common.experiment.schema import Experiment
+from deploy.console.tabular import Cell, Column, Table, size
+from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice
+from deploy.sweeps.grid import Grid
+from deploy.sweeps.jobs import direct_bytes
+
+WITHOUT_COST: Final = ("seed", "name", "rounds", "target_accuracy")
+OF_THE_SPLIT: Final = (  # keys of data
+    "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "noise",
+)  # fmt: skip
+DIRECT_S: Final = 0.7e-3  # of a device in a round without a network, beside its training (docs/operations.md)
+Predict: TypeAlias = Callable[[Experiment], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRuns:
+    """Runs of equal cost: the label of the first, their global rounds, and seconds and bytes of one global round."""
+
+    label: str
+    rounds: Sequence[int]
+    global_round_s: float
+    tiers: Mapping[str, float]
+    memory: Mapping[str, int]
+    assumed: Sequence[str]
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all runs, one after another."""
+        return sum(self.rounds) * self.global_round_s
+
+    @property
+    def longest_s(self) -> float:
+        """The seconds of the longest run."""
+        return max(self.rounds) * self.global_round_s
+
+
+def plan_of(grid: Grid, predict: Predict) -> list[PlannedRuns]:
+    """Return the runs of a sweep, grouped by costs; `predict` gives the content of prediction.json."""
+    groups: dict[str, list[tuple[str, Experiment]]] = {}
+    labels = grid.labels()
+    for digest, experiment in grid.experiments.items():
+        groups.setdefault(_cost(experiment), []).append((labels[digest], experiment))
+    planned = []
+    for runs in groups.values():
+        label, first = runs[0]
+        found = predict(first)
+        rounds = [experiment.rounds for _, experiment in runs]
+        parts = (found[key] for key in ("global_round_s", "tiers", "memory", "assumed"))
+        planned.append(PlannedRuns(label, rounds, *parts))
+    return planned
+
+
+def without_network(experiment: Experiment, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a prediction of one host as that of a run without a network, in one thread."""
+    from deploy.planning import workload
+
+    work = workload.workload(experiment)
+    work.epochs = found["epochs"]
+    speeds = MachineSpeeds(**found["speeds"])
+    lab = workload.lab(work, speeds, one_host=True, interface_mbit=1.0)
+    seconds = computing_s(lab.children, lab.sizes.row * speeds.mix_byte_s) + speeds.record_s
+    seconds += speeds.evaluation_s / experiment.cloud.evaluate_every
+    memory = {"worker": direct_bytes(experiment.to_json())}
+    return {**found, "global_round_s": seconds, "memory": memory}
+
+
+def computing_s(kinds: Sequence[Branch | PlannedDevice], mixing_s: float) -> float:
+    """Return the seconds of one core for a round of these children; `mixing_s`: of mixing one upload."""
+    total = 0.0
+    for kind in kinds:
+        own = kind.train_s + DIRECT_S if isinstance(kind, PlannedDevice) else 0.0
+        if isinstance(kind, Branch):
+            own = kind.rounds * computing_s(kind.children, mixing_s)
+        total += kind.count * (own + mixing_s)
+    return total
+
+
+def to_json(grid: Grid, planned: Sequence[PlannedRuns], *, jobs: int) -> dict[str, Any]:
+    """Return the plan: sums over all runs, the memory of the largest run by process, and the groups."""
+    total_s = sum(group.seconds for group in planned)
+    bytes_: dict[str, float] = {}
+    memory: dict[str, int] = {}
+    for group in planned:
+        for tier, count in group.tiers.items():
+            bytes_[tier] = bytes_.get(tier, 0.0) + sum(group.rounds) * count
+        for role, count in group.memory.items():
+            memory[role] = max(memory.get(role, 0), count)
+    return {
+        "title": grid.file.title,
+        "runs": len(grid.experiments),
+        "jobs": jobs,
+        "total_s": max(total_s / jobs, *(group.longest_s for group in planned)),
+        "run_s": total_s,
+        "bytes": bytes_,
+        "memory": memory,
+        "groups": [
+            {
+                "first": group.label,
+                "runs": len(group.rounds),
+                "global_rounds": sum(group.rounds),
+                "global_round_s": group.global_round_s,
+                "seconds": group.seconds,
+            }
+            for group in planned
+        ],
+        "assumed": list(dict.fromkeys(text for group in planned for text in group.assumed)),
+    }
+
+
+def written(plan: Mapping[str, Any], form: str) -> str:
+    """Return the plan as JSON or as text."""
+    if form == "json":
+        return json.dumps(plan) + "\n"
+    columns = [Column("runs like", text=True), Column("runs"), Column("global rounds"),
+               Column("global round", "s", 3), Column("time", "h", 2)]  # fmt: skip
+    rows: list[list[Cell]] = [
+        [each["first"], each["runs"], each["global_rounds"], each["global_round_s"], each["seconds"] / 3600]
+        for each in plan["groups"]
+    ]
+    jobs = f", {plan['jobs']} at once" if plan["jobs"] > 1 else ""
+    lines = [f"{plan['runs']} runs{jobs}   {plan['total_s'] / 3600:.2f} h", "bytes of all runs"]
+    lines += [f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in plan["bytes"].items()]
+    lines.append("memory of a process, the largest run")
+    lines += [f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in plan["memory"].items()]
+    lines += [f"assumed: {text}" for text in plan["assumed"]]
+    return Table("plan", plan["title"], columns, rows).aligned() + "\n".join(lines) + "\n"
+
+
+def _cost(experiment: Experiment) -> str:
+    tree = experiment.model_dump(mode="json")
+    data = {key: value for key, value in tree["data"].items() if key not in OF_THE_SPLIT}
+    return str({key: value for key, value in tree.items() if key not in WITHOUT_COST} | {"data": data})
