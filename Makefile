@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-hostile bench-kills bench-kits bench-links bench-matrix bench-payloads bench-plan bench-slow bench-tls bench-vmapped bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-hostile bench-kills bench-kits bench-links bench-matrix bench-payloads bench-plan bench-slow bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -58,6 +58,9 @@ bench-tls: $(INSTALLED) broker ## measure rounds with mutual TLS beside rounds w
 
 bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 	.venv/bin/python tests/bench/slow.py
+
+bench-sweeps: $(INSTALLED) ## measure a sweep's runs per hour, one at a time and one per core
+	.venv/bin/python tests/bench/sweeps.py
 
 bench-vmapped: $(INSTALLED) ## measure vmapped training, on a GPU if there is one
 	.venv/bin/python tests/bench/vmapped.py

@@ -31,7 +31,7 @@ settings.load_profile(PROFILE)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of the other test process
 
-LONG: Final = ("faults", "staying", "seeds", "lab", "prometheus", "report", "scenarios", "direct", "pool")
+LONG: Final = ("faults", "staying", "seeds", "lab", "prometheus", "report", "scenarios", "direct", "pool", "sweep")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

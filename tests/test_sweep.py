@@ -82,7 +82,7 @@ def test_two_at_once_give_the_same_bits_and_nothing_is_run_again(tmp_path: Path)
 
 
 def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> None:
-    file = sweep_file(tmp_path, {"axes": {"method": {"FedCross": {"rounds": 60}}}})
+    file = sweep_file(tmp_path, {"axes": {"method": {"FedCross": {"rounds": 40}}}})
     words = ["sweep", file, "--direct", "--format", "csv"]
     process = subprocess.Popen(
         command(*words, "--jobs", "2", "--runs", tmp_path / "killed"), stderr=subprocess.PIPE, text=True

@@ -146,8 +146,12 @@ def _run(
             count = min(jobs or 1, len(missing))
             slots = [CommandSlot(command, folder.path, Path(home), i) for i in range(count)]
         progress = SweepProgress(len(grid.experiments), finished, jobs=count)
-        with progress.shown(missing):
-            asyncio.run(_run_slots(missing, slots, progress))
+        try:
+            with progress.shown(missing):
+                asyncio.run(_run_slots(missing, slots, progress))
+        except asyncio.CancelledError:
+            logs.write_line("\nrepeat the command to go on")
+            raise
     return progress.failed
 
 

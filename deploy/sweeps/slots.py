@@ -24,11 +24,11 @@ Watch: TypeAlias = Callable[[str, Mapping[str, Any]], None]
 
 
 class CellFailed(RunFailed):
-    """A run of a sweep failed. `code`: the exit code that its own command has."""
+    """A run of a sweep failed; `exit_code` is that of its own command."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
-        self.code = code
+        self.exit_code = code
 
 
 class Slot(Protocol):
@@ -123,4 +123,4 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 def of_the_place(error: CellFailed) -> bool:
     """Return whether an error would be that of each other run, too: of the disk, or of the broker."""
-    return error.code in (ConnectionFailed.exit_code, StorageFailed.exit_code)
+    return error.exit_code in (ConnectionFailed.exit_code, StorageFailed.exit_code)
