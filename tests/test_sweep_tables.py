@@ -91,16 +91,21 @@ def test_a_table_has_means_and_deviations_over_the_seeds(tmp_path: Path, make_ru
 
 
 def test_differences_are_paired_by_seed_and_costs_are_of_those_that_reached(tmp_path: Path, make_run: MakeRun) -> None:
-    measures = [{"last": 1, "against": "FedAvg"}, {"name": "reached"}, {"name": "rounds"}, {"name": "steps"}]
+    speed_up = {"name": "rounds", "against": "FedAvg", "relation": "speed_up"}
+    measures = [{"last": 1, "against": "FedAvg"}, {"name": "reached"}, {"name": "rounds"}, {"name": "steps"}, speed_up]
     found = results(tmp_path, make_run, measure=measures, columns=[])
     (table,) = tables_of(found)
     assert [column.head for column in table.columns] == [
-        "split", "method", "accuracy, Δ, points", "reached", "global rounds", "steps"
+        "split", "method", "accuracy, Δ, points", "reached", "global rounds", "steps", "global rounds, speed-up"
     ]  # fmt: skip
     for row in table.rows:
         mine, base = (np.array(ACCURACIES[row[0], method]) for method in (row[1], "FedAvg"))  # type: ignore[index]
         apart = 100 * (mine[:, -1] - base[:, -1])
         assert row[2].mean == pytest.approx(apart.mean()) and row[2].deviation == pytest.approx(apart.std(ddof=1))  # type: ignore[union-attr]
+        both = [(b, m) for b, m in zip(base, mine, strict=True) if (b >= 0.6).any() and (m >= 0.6).any()]
+        if both:
+            ratios = [(np.argmax(b >= 0.6) + 1) / (np.argmax(m >= 0.6) + 1) for b, m in both]
+            assert row[6].mean == pytest.approx(np.mean(ratios))  # type: ignore[union-attr]
         there = [int(np.argmax(each >= 0.6)) + 1 for each in mine if (each >= 0.6).any()]
         assert row[3] == f"{len(there)}/2"
         if there:
@@ -163,6 +168,16 @@ def test_a_cost_is_better_if_it_is_smaller(tmp_path: Path, make_run: MakeRun) ->
         results(tmp_path, make_run, measure={"name": "rounds", "target": 0.5}, paper={"figures": figures})
     )
     assert [ranking.best for ranking in verdicts.rankings] == [("Other", "Other")]
+    assert verdicts.to_json() == [
+        {
+            "where": "a",
+            "measure": "global rounds to 50 %",
+            "ours": {"FedAvg": 2.5, "Other": 2.0},
+            "paper": {"FedAvg": 2.0, "Other": 1.0},
+            "best": "Other",
+            "paper_best": "Other",
+        }
+    ]
 
 
 def test_figures_that_no_table_shows_have_lines(tmp_path: Path, make_run: MakeRun) -> None:

@@ -62,9 +62,9 @@ def column_of(measure: Measure, head: str = "") -> Column:
     return Column(head or measure.label, unit_of(measure), digits, text=measure.name == "reached")
 
 
-def more_is_better(measure: Measure) -> bool:
-    """Return whether a larger value of a measure is the better one."""
-    return measure.name in ("accuracy", "reached") or measure.relation == "speed_up"
+def sign_of(measure: Measure) -> float:
+    """Return 1 if a larger value of a measure is the better one, -1 if a smaller one is."""
+    return 1.0 if measure.name in ("accuracy", "reached") or measure.relation == "speed_up" else -1.0
 
 
 def _accuracy(rows: Sequence[GlobalRoundRecord], measure: Measure, rounds: int) -> float | None:

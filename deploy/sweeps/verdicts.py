@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from deploy.console.tabular import Spread, show
 from deploy.sweeps.grid import SweepCell, label_of
-from deploy.sweeps.measuring import column_of, more_is_better, unit_of
+from deploy.sweeps.measuring import column_of, sign_of, unit_of
 from deploy.sweeps.results import SweepResults
 from deploy.sweeps.schema import Measure
 from deploy.sweeps.tables import difference
@@ -21,7 +21,7 @@ DEVIATIONS: Final = 2.0  # over the seeds, within which a figure agrees
 class Ranking:
     """The cells that differ in the ranked axis alone, those of which both we and the paper have a value of a measure.
 
-    `ours` and `papers`: means by value of the axis, the larger the better.
+    `ours` and `papers`: means by value of the axis, of costs the negative ones: the larger the better.
     """
 
     where: str
@@ -121,17 +121,23 @@ class Verdicts:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the rankings: means by value of the ranked axis, and the best."""
-        return [
-            {
-                "where": ranking.where,
-                "measure": ranking.measure.label,
-                "ours": dict(ranking.ours),
-                "paper": dict(ranking.papers),
-                "best": ranking.best[0],
-                "paper_best": ranking.best[1],
-            }
-            for ranking in self.rankings
-        ]
+        found = []
+        for ranking in self.rankings:
+            sign = sign_of(ranking.measure)
+            ours, papers = ({value: sign * mean for value, mean in each.items()}
+                            for each in (ranking.ours, ranking.papers))  # fmt: skip
+            best, papers_best = ranking.best
+            found.append(
+                {
+                    "where": ranking.where,
+                    "measure": ranking.measure.label,
+                    "ours": ours,
+                    "paper": papers,
+                    "best": best,
+                    "paper_best": papers_best,
+                }
+            )
+        return found
 
     def _compared(self) -> Iterator[tuple[SweepCell, Measure]]:
         for measure in self._results.compared:
@@ -139,8 +145,7 @@ class Verdicts:
                 yield cell, measure
 
     def _ranking(self, where: str, measure: Measure, cells: Mapping[str, SweepCell]) -> Ranking:
-        sign = 1.0 if more_is_better(measure) else -1.0
-        ours, papers = {}, {}
+        sign, ours, papers = sign_of(measure), {}, {}
         for value, cell in cells.items():
             mine, theirs = self._results.spread(cell, measure), self._results.figure(cell, measure)
             if mine is not None and theirs is not None:
