@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from common.experiment.reading import read
 from deploy.cli.sweep import Only, Seeds, SmallForm
 from deploy.console.reporting import reporting
 from deploy.planning import command
@@ -61,6 +60,7 @@ plan.__annotations__ = {name: each.annotation for name, each in plan.__signature
 
 
 def _is_sweep(path: Path) -> bool:
+    from common.experiment.reading import read
     from deploy.sweeps.grid import is_sweep
 
     return is_sweep(read(path))
