@@ -31,6 +31,7 @@ from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.roll import Answer, Resources, RollEntry, call_rolls
 from common.runtime.world import World
 from deploy.brokers import broker
+from deploy.runs.run import Run, folders
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import command, fedstrata, null_model
 from tests.helpers.nodes import LAB, PARENT, layout_of, living, parent_of
@@ -423,6 +424,20 @@ def test_a_lab_has_one_run_at_a_time_and_a_cloud_that_dies_leaves_it_free(lab: L
     ends(queued, 0)
     assert model_digest(lab.runs(3)) == alone(3)
     assert all(process.poll() is None for process in lab.nodes.values())
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_sweep_follow_each_other_in_the_lab(lab: Lab) -> None:
+    (lab.home / "small.toml").write_text(SMALL.format(seed=1))
+    file = lab.home / "twice.toml"
+    file.write_text('title = "t"\nbase = "small.toml"\nseeds = [3]\naxes = { "training.epochs" = [1] }\n')
+    words = ["sweep", file, "--broker", lab.address, "--runs", lab.home]
+    done = fedstrata(*words, null=True)
+    assert done.returncode == 0 and "1/1: 1, seed 3" in done.stderr, done.stderr
+    assert model_digest(lab.home / "twice") == alone(3)
+    more = fedstrata(*words, "--seeds", "1", null=True)
+    assert more.returncode == 0 and "0 of 1 runs are finished" in more.stderr, more.stderr
+    assert [Run(path).seed for path in folders(lab.home / "twice")] == [3, 1]
 
 
 def test_a_node_that_waits_ends_on_sigterm(lab: Lab) -> None:

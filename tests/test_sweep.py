@@ -218,3 +218,18 @@ def test_the_time_left_is_that_of_runs_of_the_same_kind(tmp_path: Path, monkeypa
         progress.take(by_label["FedCross, seed 2"], "global_round", {"global_round": 3})
         assert progress.left_s() == pytest.approx(10 + 15)  # half of its rounds are done
         assert "2/4 runs, about 25 s left  FedCross, seed 2 3/6" in progress.picture().plain
+
+
+def test_what_a_lab_waits_for_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (first, *_) = load(sweep_file(tmp_path)).experiments.values()
+    run, progress = MissingRun("FedAvg, seed 1", first, None), SweepProgress(4, {}, jobs=1)
+    with progress.shown([run]):
+        progress.begin(run)
+        for reason in ("device-0", "device-0", "device-1"):
+            progress.take(run, "waiting", {"for": reason})
+            progress.remind()
+        progress.take(run, "global_round", {"global_round": 1})
+        progress.remind()
+    assert capsys.readouterr().err.splitlines() == [
+        "FedAvg, seed 1 waits for device-0", "FedAvg, seed 1 waits for device-1"
+    ]  # fmt: skip

@@ -33,6 +33,8 @@ class SweepProgress:
         self._begun: dict[str, float] = {}  # start of the running ones, by label
         self._resumed: set[str] = set()
         self._rounds: dict[str, int] = {}
+        self._waits: dict[str, str] = {}  # what a lab waits for, by label
+        self._reminded: dict[str, str] = {}
         self._seconds: dict[str, list[float]] = {}  # of the finished ones, by kind
         for run in finished.values():
             self._seconds.setdefault(_kind(run.tree), []).append(run.seconds)
@@ -59,8 +61,19 @@ class SweepProgress:
 
     def take(self, job: MissingRun, event: str, facts: Mapping[str, Any]) -> None:
         """Take an event of a run."""
-        if event in ("run", "global_round"):
+        if event == "waiting":
+            self._waits[job.label] = str(facts["for"])
+        elif event in ("run", "global_round"):
             self._rounds[job.label] = int(facts.get("global_round", facts.get("done", 0)))
+            if event == "global_round":
+                self._waits.pop(job.label, None)
+
+    def remind(self) -> None:
+        """Write what labs wait for, once for each reason."""
+        for label, reason in self._waits.items():
+            if self._reminded.get(label) != reason:
+                self._reminded[label] = reason
+                self._write(f"{label} waits for {reason}")
 
     def finish(self, job: MissingRun) -> None:
         """Take the end of a run."""
@@ -114,6 +127,7 @@ class SweepProgress:
     def _end(self, job: MissingRun) -> float:
         del self._pending[job.label]
         self._rounds.pop(job.label, None)
+        self._waits.pop(job.label, None)
         return time.monotonic() - self._begun.pop(job.label)
 
     def _write(self, line: str) -> None:

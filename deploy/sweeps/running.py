@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from deploy.sweeps.folder import MissingRun
 from deploy.sweeps.progress import SweepProgress
 from deploy.sweeps.slots import CellFailed, Slot, of_the_place
+
+REMIND_S: Final = 20.0  # between looks at what labs wait for
 
 
 async def run_jobs(jobs: Sequence[MissingRun], slots: Sequence[Slot], progress: SweepProgress) -> None:
@@ -34,11 +37,18 @@ async def run_jobs(jobs: Sequence[MissingRun], slots: Sequence[Slot], progress: 
             else:
                 progress.finish(job)
 
+    async def remind() -> None:
+        while True:
+            await asyncio.sleep(REMIND_S)
+            progress.remind()
+
+    reminder = asyncio.create_task(remind())
     try:
         async with asyncio.TaskGroup() as group:
             for slot in slots:
                 group.create_task(fill(slot))
     finally:
+        reminder.cancel()
         for slot in slots:
             slot.close()
     if common:

@@ -53,5 +53,7 @@ if __name__ == "__main__":
     with frozen_imports():
         from deploy.cli.main import main
 
-        simulate(next((word for word in sys.argv[1:] if word in ("run", "cloud", "institution", "device")), ""))
+        simulate(
+            next((word for word in sys.argv[1:] if word in ("run", "sweep", "cloud", "institution", "device")), "")
+        )
     main()
