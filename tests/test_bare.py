@@ -64,6 +64,12 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "check": [("mine:Mean", 0, ""), ("mine:Focal", 4, "Install torch wherever it runs.")],
     "doctor": [("--broker localhost:1 --accelerator cpu", 3, "")],
     "plan": [("demo", *TORCH)],
+    "sweep": [
+        ("study/table1 --dry-run", 0, ""),
+        ("study/table1 --table", 0, ""),
+        ("study/table1 --direct", *TORCH),
+        ("study/table1", *TORCH),
+    ],
     "watch": [(f"{NOWHERE} --once --timeout 0.2", 3, "Is it running there, and are the login and --broker right?")],
     "data check": [("mnist", *TORCH), ("", 4, "data.root = 'data': contains no data set.")],
     "data partition": [("demo", *TORCH)],

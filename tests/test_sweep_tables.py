@@ -234,7 +234,7 @@ def test_a_page_has_tables_curves_and_runs(tmp_path: Path, make_run: MakeRun) ->
     page = page_of(results(tmp_path, make_run, tables=["split"], paper={"figures": FIGURES, "notes": ["so"]}))
     assert [table.name for table in page.tables] == ["table-1", "table-2", "runs"]
     first, _ = page.figures
-    assert first.lines == {
+    assert {label: line.points for label, line in first.lines.items()} == {
         "a, FedAvg": [(1.0, pytest.approx(0.3)), (2.0, pytest.approx(0.5)), (3.0, pytest.approx(0.625))],
         "a, Other": [(1.0, pytest.approx(0.25)), (2.0, pytest.approx(0.6)), (3.0, pytest.approx(0.75))],
     }  # type: ignore[attr-defined]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import mean
 from typing import Final
 
+from common.experiment.score import Score
 from deploy.console.tabular import Cell, Column, Table
-from deploy.report.charts import Axis, Point, curves
+from deploy.report.charts import Point, curves
+from deploy.report.curves import GLOBAL_ROUND, mean_curve, score_axis
 from deploy.report.page import Page
 from deploy.runs.run import Run
 from deploy.sweeps.output import notes
@@ -23,12 +23,12 @@ def page_of(results: SweepResults) -> Page:
     page.add_heading(1, f"{grid.file.title} (small form)" if grid.small else grid.file.title)
     for table, cells in by_table(results):
         page.add_table(table)
-        lines = {cell.label: _mean_curve(list(results.runs_of(cell).values())) for cell in cells}
-        lines = {label: line for label, line in lines.items() if line}
+        lines = {cell.label: mean_curve([*map(_points, results.runs_of(cell).values())]) for cell in cells}
+        lines = {label: line for label, line in lines.items() if line.points}
         if 0 < len(lines) <= LINES_MOST:
-            x, y = Axis("global round"), Axis("test accuracy", "%", 100.0)
-            title = "Test accuracy, %, mean over the seeds"
-            page.add_figures([curves(f"{table.name}-accuracy", title, lines, x=x, y=y)], kind="curves")
+            title = "Test accuracy, %, mean and standard deviation over the seeds"
+            name, y = f"{table.name}-accuracy", score_axis(Score())
+            page.add_figures([curves(name, title, lines, x=GLOBAL_ROUND, y=y)], kind="curves")
     page.add_heading(2, "Comparison")
     for line in notes(results):
         page.add_paragraph(line)
@@ -37,11 +37,9 @@ def page_of(results: SweepResults) -> Page:
     return page
 
 
-def _mean_curve(runs: Sequence[Run]) -> list[Point]:
-    """Return the mean accuracy of the global rounds that all runs have evaluated."""
-    known = [{row.global_round: row.accuracy for row in run.rounds if row.accuracy is not None} for run in runs]
-    shared = [number for number in known[0] if all(number in each for each in known)] if known else []
-    return [(float(number), mean(each[number] for each in known)) for number in shared]
+def _points(run: Run) -> dict[int, Point]:
+    """Return a run's accuracies by global round."""
+    return {row.global_round: (float(row.global_round), row.accuracy) for row in run.rounds if row.accuracy is not None}
 
 
 def _runs(results: SweepResults) -> Table:
