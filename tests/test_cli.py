@@ -51,13 +51,6 @@ def test_dry_run_prints_json_too() -> None:
     assert parse(done.stdout) == load(DEMO)
 
 
-def test_the_paper_setting_is_the_papers() -> None:
-    experiment = load(EXPERIMENTS / "tempo-fashionmnist.toml")
-    children = experiment.topology.homes()
-    assert [len(devices) for devices in children.values()] == [40] * 5
-    assert (experiment.institution.rounds, experiment.training.epochs, experiment.data.partition_size) == (4, 6, 600)
-
-
 @pytest.mark.parametrize(
     ("pairs", "words"),
     [
@@ -102,7 +95,9 @@ def test_wrong_usage_ends_with_2(arguments: list[str | Path]) -> None:
 def test_an_experiment_of_fedstratas_own_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     listed = [json.loads(line) for line in invoke("experiments", "--format", "json").stdout.splitlines()]
-    assert {Path(row["file"]) for row in listed} == set(EXPERIMENTS.glob("*.toml"))
+    assert {Path(row["file"]) for row in listed} == {*EXPERIMENTS.glob("*.toml"), *EXPERIMENTS.glob("*/*.toml")}
+    table3 = next(row for row in listed if row["name"] == "papers/fedcross-table3")
+    assert (table3["cells"], table3["runs"]) == (18, 54)
     demo = next(row for row in listed if row["name"] == "demo")
     assert (demo["aggregation"], demo["nodes"]) == ("fedavg + fedavg", "3 institutions, 12 devices")
     assert "demo  " in invoke("experiments").stdout

@@ -67,6 +67,15 @@ def test_what_is_damaged_or_missing_ends_with_4_and_the_rest_is_described(tmp_pa
     assert "not read from a root" in invoke("data", "check", "digits", "--root", tmp_path).stderr
 
 
+def test_the_data_sets_of_a_sweep_are_checked_by_its_name(tmp_path: Path) -> None:
+    mnist(tmp_path)
+    done = invoke("data", "check", "papers/tempo-table1", "--root", tmp_path)
+    assert done.exit_code == 4 and "mnist\t20" in done.stdout
+    assert "FashionMNIST/raw" in done.stderr and "cifar-10-batches-py/test_batch" in done.stderr
+    missing = invoke("data", "check", "papers/tempo-table7", "--root", tmp_path)
+    assert missing.exit_code == 4 and "papers/tempo-table7" in missing.stderr
+
+
 def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None:
     file, out = tmp_path / "lab.toml", tmp_path / "out"
     file.write_text(EXPERIMENT)

@@ -225,6 +225,11 @@ def found_in(root: Path) -> list[str]:
     return [name for name, folder in FOLDERS.items() if (root / folder).is_dir()]
 
 
+def is_there(data: Data) -> bool:
+    """Return whether the data set has its folder below the root, or needs none."""
+    return data.dataset not in FOLDERS or (Path(data.root) / FOLDERS[data.dataset]).is_dir()
+
+
 def examine_data(root: Path, *, needed: bool) -> Finding:
     """Return whether a folder of data sets has any. `digits` and `synthetic` need none."""
     found = found_in(root)

@@ -31,7 +31,7 @@ app = typer.Typer(help="Check data sets, and show how they are split.", no_args_
 def check(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Names of data sets, or experiments (FILE.toml); without names, all that have a folder."),
+        typer.Argument(help="Names of data sets or sweeps, or experiments (FILE.toml); else all that have a folder."),
     ] = None,
     node: Annotated[str, typer.Option(help="Of an experiment with private data: the node whose data to read.")] = CLOUD,
     root: Annotated[Path, typer.Option(help="The folder of data sets, data.root.")] = Path("data"),
@@ -39,13 +39,14 @@ def check(
 ) -> None:
     """Read whole data sets, as a run does, and describe them. Exit code 4 if one is missing or damaged.
 
-    An experiment's file stands for its data set, which may also be a folder, a table or a function of your own.
+    An experiment's file stands for its data set, which may also be a folder, a table or a function of your own. A sweep
+    stands for all data sets of its cells that have files.
     """
     from common.experiment.reading import load, parse
     from common.experiment.tables import proposal
 
-    wanted = names or found_in(root)
     with reporting():
+        wanted = list(dict.fromkeys(one for name in names for one in _needed(name))) if names else found_in(root)
         if not wanted:
             known = ", ".join(f"{folder} ({name})" for name, folder in FOLDERS.items())
             raise InvalidExperiment("data.root", str(root), "contains no data set", f"Known folders: {known}.")
@@ -74,6 +75,18 @@ def check(
             typer.echo(json.dumps(facts) if output == "json" else "\t".join(str(facts[key]) for key in COLUMNS))
         if failed is not None:
             raise failed
+
+
+def _needed(name: str) -> list[str]:
+    """Return the data sets that a sweep needs from a folder, of a name or a file; else the name as it is."""
+    from common.experiment.reading import read
+    from deploy.console.shipped import shipped_sweeps
+    from deploy.sweeps.grid import is_sweep, load
+
+    file = shipped_sweeps().get(name, Path(name))
+    if name in FOLDERS or not file.is_file() or not is_sweep(read(file)):
+        return [name]
+    return [one.data.dataset for one in load(file).experiments.values() if one.data.dataset in FOLDERS]
 
 
 @app.command()

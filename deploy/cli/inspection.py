@@ -122,10 +122,11 @@ def compare(
 
 
 def experiments(output: Output = "table") -> None:
-    """List the experiments that fedstrata brings along: `fedstrata run demo` runs one of them."""
+    """List the experiments and sweeps that fedstrata brings along, for `fedstrata run demo` and `fedstrata sweep`."""
     from common.experiment.reading import load
-    from deploy.console.shipped import shipped
+    from deploy.console.shipped import shipped, shipped_sweeps
     from deploy.console.tabular import Column, Table
+    from deploy.sweeps import grid
 
     with reporting():
         rows = []
@@ -139,8 +140,17 @@ def experiments(output: Output = "table") -> None:
                 typer.echo(json.dumps(dict(zip(keys, rows[-1], strict=True)) | {"file": str(path)}))
         names = ("name", "aggregation, from the cloud down", "model", "data", "nodes")
         columns = [*(Column(name, text=True) for name in names), Column("global rounds")]
+        sweeps = []
+        for name, path in shipped_sweeps().items():
+            cells = grid.load(path)
+            sweeps.append((name, cells.file.title, len(cells.cells), len(cells.experiments)))
+            if output == "json":
+                facts = dict(zip(("name", "title", "cells", "runs"), sweeps[-1], strict=True))
+                typer.echo(json.dumps(facts | {"file": str(path)}))
         if output == "table":
-            typer.echo(Table("experiments", "Experiments", columns, rows).aligned(), nl=False)
+            typer.echo(Table("experiments", "Experiments", columns, rows).aligned())
+            columns = [Column("sweep", text=True), Column("title", text=True), Column("cells"), Column("runs")]
+            typer.echo(Table("sweeps", "Sweeps", columns, sweeps).aligned(), nl=False)
 
 
 @app.command("list")

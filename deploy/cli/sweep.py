@@ -7,7 +7,7 @@ import json
 import logging
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -22,6 +22,7 @@ from deploy.console.reporting import reporting, require
 from deploy.console.shipped import SweepArgument
 
 if TYPE_CHECKING:
+    from common.experiment.schema import Experiment
     from deploy.runs.run import Run
     from deploy.sweeps.folder import MissingRun, SweepFolder
     from deploy.sweeps.grid import Grid
@@ -195,12 +196,14 @@ def _cloud(broker: str | None, lab: str | None, connect_timeout_s: float, login:
 
 def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     """Print the runs of a sweep."""
+    from common.experiment.data import is_there
     from deploy.console.tabular import Cell, Column, Table
 
+    lacking = {one.data.dataset for one in grid.experiments.values() if not is_there(one.data)}
     rows = [
-        (cell, seed, experiment, "finished" if experiment.digest in finished else "missing")
+        (cell, seed, one, _state(one, finished, lacking))
         for cell in grid.cells
-        for seed, experiment in cell.experiments.items()
+        for seed, one in cell.experiments.items()
     ]
     if as_json:
         for cell, seed, one, state in rows:
@@ -216,6 +219,15 @@ def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     rounds = sum(one.rounds for one in grid.experiments.values())
     left = len(grid.experiments) - len(finished)
     typer.echo(f"{len(grid.cells)} cells, {len(grid.experiments)} runs, {rounds} global rounds; {left} runs missing")
+    if lacking:
+        names = " ".join(sorted(lacking))
+        typer.echo(f"no data on this host for {names}; `fedstrata data check {names}` lists the files")
+
+
+def _state(experiment: Experiment, finished: Mapping[str, Run], lacking: Collection[str]) -> str:
+    if experiment.digest in finished:
+        return "finished"
+    return "no data" if experiment.data.dataset in lacking else "missing"
 
 
 def _print(grid: Grid, finished: Mapping[str, Run], output: str, html: Path | None) -> None:

@@ -1,0 +1,255 @@
+"""The sweeps of the papers: their settings against the papers' texts, their figures, and a cell of each small form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from cloud.results import RunFolder
+from common.experiment.lint import warnings
+from common.experiment.reading import load as load_experiment
+from common.experiment.reading import override, parse
+from common.experiment.schema import Experiment
+from deploy.local.direct import run_in_process
+from deploy.sweeps.figures import figures_of
+from deploy.sweeps.grid import Grid, SweepCell, load
+from docs.tools import reproduction
+from tests.helpers.commands import EXPERIMENTS, invoke, table
+
+PAGE: Final = Path(__file__).parents[1] / "docs" / "reproduction.md"
+# By file: cells and seeds, those of the small form, and how many figures the paper prints.
+SIZES: Final = {
+    "fedcda-figure2a": (12, 2, 12, 5, 0),
+    "fedcda-figure2b": (4, 2, 4, 5, 0),
+    "fedcda-figure2cd": (6, 2, 6, 5, 0),
+    "fedcda-figure3": (7, 2, 7, 5, 0),
+    "fedcda-figure4": (5, 2, 5, 5, 0),
+    "fedcda-table1": (180, 2, 60, 5, 180),
+    "fedcda-table2": (30, 2, 30, 5, 30),
+    "fedcross-figure6": (30, 3, 30, 3, 0),
+    "fedcross-figure7": (30, 3, 18, 3, 0),
+    "fedcross-figure9": (20, 3, 10, 5, 0),
+    "fedcross-table2": (174, 3, 24, 5, 174),
+    "fedcross-table3": (18, 3, 18, 5, 18),
+    "fedmr-figure4": (3, 3, 3, 5, 0),
+    "fedmr-figure5": (4, 3, 4, 5, 0),
+    "fedmr-table1": (189, 3, 28, 5, 2),
+    "tempo-figure2": (4, 3, 4, 3, 1),
+    "tempo-table1": (36, 3, 12, 3, 9),
+}
+# The papers' words. devices, how many of them train in a round of their parent, epochs, batch, learning rate, momentum,
+# weight decay, global rounds; None: depends on the cell, or the paper does not state it.
+TRAINING: Final = {
+    "fedcross-table2": (None, None, 5, 50, 0.01, 0.5, 0.0, None),
+    "fedcross-table3": (100, 10, 5, 50, 0.01, 0.5, 0.0, 2000),
+    "fedcross-figure6": (100, None, 5, 50, 0.01, 0.5, 0.0, 2000),
+    "fedcross-figure7": (None, None, 5, 50, 0.01, 0.5, 0.0, 2000),
+    "fedcross-figure9": (100, 10, 5, 50, 0.01, 0.5, 0.0, 1000),
+    "fedmr-table1": (None, None, 5, 50, 0.01, None, 0.0, None),
+    "fedmr-figure4": (100, 10, 5, 50, 0.01, None, 0.0, None),
+    "fedmr-figure5": (100, 10, 5, 50, 0.01, None, 0.0, None),
+    "fedcda-table1": (20, 4, 20, 64, 0.001, 0.0001, 0.00001, 200),
+    "fedcda-table2": (100, 10, 5, None, 0.1, 0.0, 0.001, None),
+    "fedcda-figure2a": (None, 10, 20, 64, 0.001, 0.0001, 0.00001, 200),
+    "fedcda-figure2b": (20, 4, 20, 64, 0.001, 0.0001, 0.00001, 200),
+    "fedcda-figure2cd": (20, 4, None, 64, 0.001, 0.0001, 0.00001, 200),
+    "fedcda-figure3": (50, 10, 20, 64, 0.001, 0.0001, 0.00001, 200),
+    "fedcda-figure4": (20, 4, 20, 64, 0.001, 0.0001, 0.00001, 200),
+    "tempo-table1": (200, 40, None, 10, 0.01, None, 0.0, None),
+    "tempo-figure2": (200, 40, None, 10, 0.01, None, 0.0, None),
+}
+# Of cells with these values, in the order of the axes: how many devices, how many of them train, global rounds.
+SCALES: Final = {
+    "fedcross-table2": {
+        "CNN, CIFAR-10": (100, 10, 2000), "CNN, CIFAR-100": (100, 10, 2000), "CNN, FEMNIST": (180, 18, 2000),
+        "ResNet-20, CIFAR-10": (100, 10, 2000), "ResNet-20, CIFAR-100": (100, 10, 2000),
+        "ResNet-20, FEMNIST": (180, 18, 2000), "VGG-16, CIFAR-10": (100, 10, 1000),
+        "VGG-16, CIFAR-100": (100, 10, 1000), "VGG-16, FEMNIST": (180, 18, 1000),
+        "LSTM, Shakespeare": (128, 12, 1000), "LSTM, Sent140": (803, 80, 3000),
+    },
+    "fedcross-figure6": {
+        "5": (100, 5, 2000), "10": (100, 10, 2000), "20": (100, 20, 2000), "50": (100, 50, 2000),
+        "100": (100, 100, 2000),
+    },
+    "fedcross-figure7": {
+        "50": (50, 5, 2000), "100": (100, 10, 2000), "200": (200, 20, 2000), "500": (500, 50, 2000),
+        "1000": (1000, 100, 2000),
+    },
+}  # fmt: skip
+# A paper's figures, read once more: file, cell, mean and deviation.
+FIGURES: Final = [
+    ("fedcross-table2", "CNN, CIFAR-10, beta 0.1, FedAvg", 46.12, 2.35),
+    ("fedcross-table2", "CNN, CIFAR-100, beta 0.5, SCAFFOLD", 33.49, 0.73),
+    ("fedcross-table2", "CNN, FEMNIST, natural, CluSamp", 80.80, 0.40),
+    ("fedcross-table2", "ResNet-20, CIFAR-10, IID, FedCross", 75.01, 0.09),
+    ("fedcross-table2", "ResNet-20, CIFAR-100, beta 0.1, FedGen", 32.40, 1.45),
+    ("fedcross-table2", "VGG-16, CIFAR-10, beta 0.5, FedGen", 78.90, 0.39),
+    ("fedcross-table2", "VGG-16, CIFAR-100, IID, FedCross", 70.81, 0.07),
+    ("fedcross-table2", "LSTM, Shakespeare, natural, SCAFFOLD", 48.94, 0.18),
+    ("fedcross-table2", "LSTM, Sent140, natural, FedCross", 71.33, 0.12),
+    ("fedcross-table3", "0.9, highest", 46.91, 0.97),
+    ("fedcross-table3", "0.99, lowest", 62.16, 0.42),
+    ("fedcross-table3", "0.999, in-order", 40.85, 1.82),
+    ("fedmr-table1", "ResNet-20, CIFAR-10, beta 0.1, SCAFFOLD", 50.46, None),
+    ("fedmr-table1", "ResNet-20, CIFAR-10, beta 0.1, FedMR", 62.09, None),
+    ("fedcda-table1", "FashionMNIST, 2 shards, FedAvg", 64.69, 5.62),
+    ("fedcda-table1", "FashionMNIST, Dir 0.1, FedDF", 80.03, 1.04),
+    ("fedcda-table1", "CIFAR-10, 4 shards, FedLAW", 46.81, 3.61),
+    ("fedcda-table1", "CIFAR-10, Dir 0.1, FedCDA", 62.46, 0.22),
+    ("fedcda-table1", "CIFAR-10, Dir 0.1, FedExP", 60.63, 4.32),
+    ("fedcda-table1", "CIFAR-100, 8 shards, GAMF", 24.15, 0.49),
+    ("fedcda-table1", "CIFAR-100, Dir 0.5, FedBE", 40.81, 0.17),
+    ("fedcda-table2", "Dir 0.1, FedCDA", 47.38, 0.23),
+    ("fedcda-table2", "Dir 0.3, FedSAM", 20.53, 0.25),
+    ("tempo-table1", "MNIST, IID, Tempo", 4.87, None),
+    ("tempo-table1", "FashionMNIST, Dir 0.1, Tempo", 8.82, None),
+    ("tempo-table1", "CIFAR-10, Dir 1, Tempo", 22.62, None),
+    ("tempo-figure2", "Tempo", 85.37, None),
+]
+# Rounds of the short runs: those after which all parts of a rule have been in use.
+SHORT: Final = {"warmup_rounds": 1, "first_stage_rounds": 1, "propeller_rounds": 1, "dynamic_alpha_rounds": 1}
+
+
+@lru_cache
+def grid_of(name: str, *, small: bool = False) -> Grid:
+    return load(EXPERIMENTS / "papers" / f"{name}.toml", small=small)
+
+
+def training_of(experiment: Experiment) -> tuple[float, ...]:
+    training, (children, *_) = experiment.training, experiment.sizes()[-1]
+    drawn = int(experiment.every_tier[len(experiment.sizes()) - 1].participation * children + 1e-9)
+    return (
+        sum(experiment.sizes()[-1]), drawn, training.epochs, training.batch_size, training.learning_rate,
+        training.momentum, training.weight_decay, experiment.rounds,
+    )  # fmt: skip
+
+
+def experiments_of(grid: Grid) -> list[tuple[SweepCell, Experiment]]:
+    return [(cell, cell.experiments[grid.seeds[0]]) for cell in grid.cells]
+
+
+def test_every_table_and_figure_has_its_file() -> None:
+    files = {path.stem for path in (EXPERIMENTS / "papers").glob("*.toml")}
+    assert files == set(SIZES) == set(TRAINING)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_sweep_has_its_cells_and_the_papers_figures(name: str) -> None:
+    large, small = grid_of(name), grid_of(name, small=True)
+    figures = figures_of(large.file, [measure.label for measure in large.measures])
+    cells = {tuple(cell.values.values()) for cell in large.cells}
+    assert {values for values, _ in figures} <= cells, "each figure belongs to a cell that is not skipped"
+    counted = (len(large.cells), len(large.seeds), len(small.cells), len(small.seeds), len(figures))
+    assert counted == SIZES[name]
+    assert large.file.paper.cite and large.file.paper.table and large.file.paper.notes
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_page_has_the_sizes_of_each_sweep(name: str) -> None:
+    begin = " | ".join([f"| `{name}`", *reproduction.sizes(grid_of(name))])
+    assert f"\n{begin} | " in PAGE.read_text(), "print the table anew: python -m docs.tools.reproduction"
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_settings_are_the_papers(name: str) -> None:
+    for cell, experiment in experiments_of(grid_of(name)):
+        for stated, ours in zip(TRAINING[name], training_of(experiment), strict=True):
+            assert stated is None or stated == ours, cell.label
+        layers = [5, 200] if name.startswith("tempo") else [sum(experiment.sizes()[-1])]
+        assert [sum(sizes) for sizes in experiment.sizes()] == layers
+        scales = [scale for values, scale in SCALES.get(name, {}).items() if cell.label.startswith(f"{values}, ")]
+        assert len(scales) == (name in SCALES)
+        for scale in scales:
+            facts = training_of(experiment)
+            assert (*facts[:2], facts[-1]) == scale, cell.label
+
+
+def test_tempo_has_the_papers_epochs_samples_and_targets() -> None:
+    targets = {
+        ("MNIST", "IID"): 0.982, ("MNIST", "Dir 1"): 0.965, ("MNIST", "Dir 0.1"): 0.925,
+        ("FashionMNIST", "IID"): 0.859, ("FashionMNIST", "Dir 1"): 0.855, ("FashionMNIST", "Dir 0.1"): 0.85,
+        ("CIFAR-10", "IID"): 0.791, ("CIFAR-10", "Dir 1"): 0.673, ("CIFAR-10", "Dir 0.1"): 0.552,
+    }  # fmt: skip
+    epochs = {"FedAdp 4": 4, "FedAdp 6": 6, "FedAdp 8": 8, "Tempo": 6}
+    for cell, experiment in experiments_of(grid_of("tempo-table1")):
+        method, rules = cell.values["method"], [tier.aggregation.name for tier in experiment.every_tier]
+        assert cell.target == targets[cell.values["data"], cell.values["distribution"]]
+        assert experiment.training.epochs == epochs[method] and experiment.institution.rounds == 4
+        assert experiment.data.partition_size == 600
+        assert [len(devices) for devices in experiment.topology.homes().values()] == [40] * 5
+        control = experiment.cloud.epoch_control.name
+        assert (control, rules) == (("tempo", ["fedavg"] * 2) if method == "Tempo" else ("fixed", ["fedadp"] * 2))
+
+
+def test_the_dry_run_names_the_data_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "cifar-10-batches-py").mkdir(parents=True)
+    words = ["sweep", "papers/fedcross-table2", "--dry-run", "--seeds", "1", "--only", "method=FedCross"]
+    *rows, total, lacking = invoke(*words).stdout.splitlines()[1:]
+    assert total.startswith("29 cells, 29 runs, ")
+    assert lacking.startswith("no data on this host for cifar100 femnist sent140 shakespeare;")
+    assert all(row.endswith("missing" if "CIFAR-10 " in row else "no data") for row in rows)
+    assert "no data" not in invoke(*words, "--small").stdout
+
+
+def test_tempos_lab_is_a_cell_of_its_table() -> None:
+    values = {"data": "FashionMNIST", "distribution": "Dir 0.1", "method": "Tempo"}
+    cell = next(cell for cell in grid_of("tempo-table1").cells if cell.values == values)
+    lab = load_experiment(EXPERIMENTS / "tempo-fashionmnist.toml")
+    assert lab.model_copy(update={"name": "tempo-table1"}) == cell.experiments[1]
+
+
+def test_fedprox_fedcross_and_fedcda_have_the_papers_parameters() -> None:
+    mu = {"CIFAR-10": 0.01, "CIFAR-100": 0.001, "FEMNIST": 0.1}
+    for name in ("fedcross-table2", "fedmr-table1"):
+        for cell, experiment in experiments_of(grid_of(name)):
+            rule, objective = experiment.cloud.aggregation.model_dump(), experiment.training.objective.model_dump()
+            if cell.values["method"] == "FedProx" and cell.values["data"] in mu:
+                assert objective == {"name": "fedprox", "mu": mu[cell.values["data"]]}
+            if cell.values["method"] == "FedCross":
+                assert (rule["name"], rule["alpha"], rule["strategy"]) == ("fedcross", 0.99, "lowest")
+            if cell.values["method"] == "FedMR":
+                first = 0 if cell.values["model"] == "CNN" else 100
+                assert (rule["name"], rule["granularity"], rule["first_stage_rounds"]) == ("fedmr", "module", first)
+    for name in ("fedcda-table1", "fedcda-table2"):
+        for cell, experiment in experiments_of(grid_of(name)):
+            if cell.values["method"] == "FedCDA":
+                rule = experiment.cloud.aggregation.model_dump()
+                found = tuple(rule[key] for key in ("name", "depth", "groups", "warmup_rounds", "smoothness"))
+                assert found == ("fedcda", 3, 3, 50, 1.0)
+
+
+@pytest.mark.parametrize(("name", "cell", "mean", "deviation"), FIGURES)
+def test_figures_are_the_papers(name: str, cell: str, mean: float, deviation: float | None) -> None:
+    grid = grid_of(name)
+    figures = figures_of(grid.file, [measure.label for measure in grid.measures])
+    found = next(figure for (values, _), figure in figures.items() if ", ".join(values) == cell)
+    assert (found.mean, found.deviation) == (mean, deviation)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_nothing_is_advised_against(name: str) -> None:
+    # The papers chose batch norm; FedCDA's Figure 4 has FedAvg as a warm-up of all rounds.
+    own = ("model.name", "cloud.aggregation.warmup_rounds = 200")
+    for cell, experiment in experiments_of(grid_of(name)):
+        assert [reason for reason in warnings(experiment) if not reason.startswith(own)] == [], cell.label
+
+
+QUICK: Final = ("fedcross-table3", "fedmr-figure5", "fedcda-table2", "fedcda-figure4")
+RUNS: Final = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZES]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> None:
+    grid = grid_of(name, small=True)
+    tree = grid.cells[-1].experiments[grid.seeds[0]].model_dump(mode="json")
+    rule = tree["cloud"]["aggregation"]
+    for change in ("rounds=2", "training.epochs=1"):
+        override(tree, change)
+    rule.update({key: min(rule[key], most) for key, most in SHORT.items() if key in rule})
+    folder = RunFolder.create(tmp_path, parse(tree))
+    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    assert len(table(folder.path / "rounds.csv")) == 2
