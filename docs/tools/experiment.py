@@ -35,9 +35,8 @@ fedstrata run my.toml --dry-run                                                 
 - An unknown key, a wrong value and an impossible lab end the command with exit code 4 and one line: the key, the value,
   the problem and the remedy.
 - The cloud alone gets the file. The other nodes receive the experiment through the broker.
-- In `deploy/experiments/` are the demo (`demo.toml`), the papers' settings (`tempo-fashionmnist.toml`, `fedcross.toml`,
-  `fedmr.toml`, `fedcda.toml`: they need their data sets under `data/`), and the last three in small with digits
-  (`fedcross-digits.toml` and so on).
+- In `deploy/experiments/` are the demo (`demo.toml`), a lab of four layers (`regions.toml`), and Tempo's lab
+  (`tempo-fashionmnist.toml`). The papers' tables and figures are [sweeps](reproduction.md).
 """
 SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "data": "[Data and models](data.md) describes the data sets and the partitions.",
