@@ -26,6 +26,7 @@ from common.experiment.training import TrainingSettings
 from common.learning import datasets, models
 from common.model.layout import Row
 from deploy.planning import calibration as planning
+from device.training.captured import CapturedGradients
 from device.training.objectives import table
 from device.training.objectives.objective import Minibatch, Objective
 from device.training.objectives.table import objective_of
@@ -305,14 +306,14 @@ def test_a_larger_mu_stays_nearer_to_the_received_model() -> None:
 def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds of a step, from which plans and emulated hardware follow, include the objective's."""
     passes = 0
-    losses_of = Objective.losses
+    backward = CapturedGradients.backward
 
     def counted(*batch: Any) -> Tensor:
         nonlocal passes
         passes += 1
-        return losses_of(*batch)
+        return backward(*batch)
 
-    monkeypatch.setattr(Objective, "losses", counted)
+    monkeypatch.setattr(CapturedGradients, "backward", counted)
     steps = []
     for objective in (None, {"name": "fedsam"}):
         passes = 0

@@ -13,8 +13,11 @@ from torch.nn import functional
 from torch.optim.sgd import sgd
 
 from common.errors import InvalidExperiment
+from common.experiment.own import is_own
+from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.learning.head import classifier_of, with_features
+from device.training.captured import CapturedGradients
 from device.training.objectives.objective import Minibatch, Objective, norms, scale
 from device.training.objectives.table import objective_of
 
@@ -22,6 +25,7 @@ Forward = Callable[[Tensor], Tensor]
 FeaturesAt = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Tensor]]
 
 NO_VECTORS: Final[Mapping[str, Sequence[Tensor]]] = MappingProxyType({})
+CAPTURED_PARAMETERS: Final = 2_000_000  # of the largest model whose gradients are captured
 SMALL_BATCH_SAMPLES = 16  # up to which linear layers compute in fp32 on a CPU
 
 
@@ -61,6 +65,30 @@ def features_of(module: nn.Module, training: TrainingSettings, *, device: torch.
     return features
 
 
+def captured_of(
+    module: nn.Module, forward: Forward, experiment: Experiment, *, device: torch.device
+) -> CapturedGradients | None:
+    """Return the captured gradients of the objective's losses, or None where they cannot be, or do not pay.
+
+    They are for fedstrata's own small models and losses in fp32 on a CPU. In large models, and with batch norm, nearly
+    all the time is the kernels', and a pass that is recorded takes more memory.
+    """
+    training, objective = experiment.training, objective_of(experiment.training)
+    if is_own(experiment.model.name) or type(objective).losses is not Objective.losses:
+        return None
+    if device.type != "cpu" or training.compile or training.precision != "fp32":
+        return None
+    weights = list(module.parameters())
+    if any(True for _ in module.buffers()) or sum(weight.numel() for weight in weights) > CAPTURED_PARAMETERS:
+        return None
+
+    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = forward(inputs)
+        return objective.losses(Minibatch(lambda: logits, labels, weights, ()), logits)
+
+    return CapturedGradients(loss, weights)
+
+
 def keep_linear_fp32(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> None:
     """Make linear layers compute in fp32 in a CPU's bf16 training with small batches.
 
@@ -91,25 +119,29 @@ def run_sgd(
     buffers: Sequence[Tensor] = (),
     vectors: Mapping[str, Sequence[Tensor]] = NO_VECTORS,
     features: FeaturesAt | None = None,
+    captured: CapturedGradients | None = None,
     uniform: Callable[[int], Tensor] | None = None,
     head: Sequence[int] = (),
 ) -> tuple[Tensor, int]:
     """Take one step of SGD for each batch (epoch, inputs, labels), with a fresh momentum.
 
     `watch(steps_done)` is called before each step; an exception that it raises ends the loop. `buffers` are those that
-    `forward` updates. `vectors`, `features`, `uniform(samples)` and `head` are what the objective reads (Minibatch).
+    `forward` updates. `vectors`, `features`, `uniform(samples)` and `head` are what the objective reads (Minibatch),
+    `captured` are the gradients of its losses.
     Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps.
     """
     objective = objective_of(training)
     received = [weight.detach().clone() for weight in weights] if objective.uses_received else []
     momenta = [torch.zeros_like(weight) if training.momentum else None for weight in weights]
     losses = torch.zeros((), dtype=torch.float64, device=weights[0].device)
-    steps, passes = 0, _Passes(forward, features, buffers)
+    steps, passes = 0, _Passes(forward, features, captured, buffers)
     for epoch, inputs, labels in batches:
         watch(steps)
         batch = Minibatch(partial(passes.logits, inputs), labels, weights, received, vectors=vectors, head=head)
         if features is not None:
             batch.features = partial(passes.features, inputs)
+        if captured is not None:
+            batch.captured = partial(passes.gradients, inputs, labels)
         if uniform is not None:
             batch.uniform = uniform(len(labels))
         loss = step(batch, momenta, objective=objective, training=training, learning_rate=learning_rate)
@@ -123,9 +155,16 @@ def run_sgd(
 class _Passes:
     """The forward passes of a step in-process, of which the first one alone updates the buffers."""
 
-    def __init__(self, forward: Forward, features: FeaturesAt | None, buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        features: FeaturesAt | None,
+        captured: CapturedGradients | None,
+        buffers: Sequence[Tensor],
+    ) -> None:
         self._forward = forward
         self._features = features
+        self._captured = captured
         self._buffers = buffers
         self._taken = 0
         self._after_first: list[Tensor] = []
@@ -140,6 +179,12 @@ class _Passes:
         assert self._features is not None
         self._begin()
         return self._features(inputs, at)
+
+    def gradients(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Write the gradients of the losses; return the loss."""
+        assert self._captured is not None
+        self._begin()
+        return self._captured.backward(inputs, labels)
 
     def _begin(self) -> None:
         if self._taken == 1:

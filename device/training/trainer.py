@@ -26,9 +26,19 @@ from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, load_local_dataset, uniform_numbers
+from device.training.captured import CapturedGradients
 from device.training.computing import first_line, out_of_memory, resolve_accelerator, set_up, set_up_thread
 from device.training.objectives.table import objective_of
-from device.training.sgd import FeaturesAt, Forward, check_features, features_of, forward_of, keep_linear_fp32, run_sgd
+from device.training.sgd import (
+    FeaturesAt,
+    Forward,
+    captured_of,
+    check_features,
+    features_of,
+    forward_of,
+    keep_linear_fp32,
+    run_sgd,
+)
 from device.training.updates import finish, vectors_of
 from device.vectors import TaskVectors
 
@@ -42,6 +52,7 @@ class _Prepared:
     module: nn.Module
     forward: Forward
     features: FeaturesAt | None
+    captured: CapturedGradients | None
     vectors: TaskVectors
     local: LocalDataset
     draws: int
@@ -88,7 +99,8 @@ class Trainer:
         vectors = vectors_of(experiment, self._node, layout)
         draws = objective.draws(vectors.shapes, local.inputs.classes)
         head = head_places(module, layout) if objective.uses_head else ()
-        self._made = _Prepared(module, forward, features, vectors, local, draws, head)
+        captured = captured_of(module, forward, experiment, device=accelerator)
+        self._made = _Prepared(module, forward, features, captured, vectors, local, draws, head)
         if experiment.training.compile:
             self._compile()
 
@@ -194,6 +206,7 @@ class Trainer:
             buffers=list(made.module.buffers()),
             vectors={name: self._tensors(name, vector) for name, vector in vectors.items()},
             features=made.features,
+            captured=made.captured,
             uniform=uniform_numbers(
                 experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
             ),

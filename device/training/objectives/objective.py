@@ -38,6 +38,8 @@ class Minibatch:
     of the model's last linear layer; at other parameters, which are like `weights`, unless `at` is None.
     `uniform` are random numbers from 0 to 1, float32 [W, draws]. `head`: the places of the last linear layer's weight
     and bias in `weights`.
+    `captured()` writes the gradients of `Objective.losses` to `.grad` and returns the loss, without autograd; None if
+    there is no such function. It is a pass as `forward`.
     """
 
     forward: Callable[[], Tensor]
@@ -49,6 +51,7 @@ class Minibatch:
     features: Features = _no_features
     uniform: Tensor | None = None
     head: Sequence[int] = ()
+    captured: Callable[[], Tensor] | None = None
 
     def classify(self, features: Tensor) -> Tensor:
         """Return the logits [W, classes] of features [W, F], of the model's last linear layer at the present weights.
@@ -115,6 +118,8 @@ class Objective:
 
         A weight that the logits do not depend on keeps None. Weights are the same before and after.
         """
+        if batch.captured is not None:
+            return batch.captured()
         losses = self.losses(batch, batch.forward())
         torch.autograd.backward(losses.sum() if losses.dim() else losses)  # each depends on its own model's weights
         return losses.detach()

@@ -1,0 +1,232 @@
+"""Gradients without autograd: the operations of one forward and backward pass, captured and replayed.
+
+With small models on a CPU, autograd takes as long as the kernels. For each shape of a batch, the operations that torch
+dispatches below autograd are recorded once and written as a Python function of the batch; from then on it is called
+instead. The same kernels run in the same order, so the gradients are those of autograd bit for bit. The first replay of
+each shape is compared with autograd; where they differ, and where a pass cannot be replayed, autograd goes on.
+
+Correct only if the operations do not depend on the values of a batch, which is known of fedstrata's models and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Replay = Callable[[Tensor, Tensor], Sequence[Tensor]]
+
+_DETACH: Final = torch.ops.aten.detach.default
+_NEW: Final = torch.ops.aten.new_empty_strided.default
+_COPY: Final = torch.ops.aten.copy_.default
+
+
+class NotReplayable(Exception):
+    """The operations of a pass are not a function of the batch alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """A dispatched operation."""
+
+    call: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    result: Any
+
+    @property
+    def read(self) -> Iterator[Tensor]:
+        """The tensors among the arguments."""
+        return chain(_tensors(self.args), _tensors(tuple(self.kwargs.values())))
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations while it is entered. It keeps their tensors, so that each has an id of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else torch imports its compiler when the mode is first entered, 150 MB and seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and record it."""
+        result = func(*args, **(kwargs or {}))
+        self.operations.append(Operation(func, args, kwargs or {}, result))
+        return result
+
+
+class CapturedGradients:
+    """The gradients of a loss [] at `weights`, which are leaves and keep their memory.
+
+    The loss is a function of inputs [b, ...] and labels [b], and updates nothing.
+    """
+
+    def __init__(self, loss: Loss, weights: Sequence[Tensor]) -> None:
+        self._loss = loss
+        self._weights = weights
+        self._replays: dict[object, Replay | None] = {}
+        self._compared: set[object] = set()
+
+    def backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Write each weight's gradient to `.grad`, None before; return the loss [], detached."""
+        shape = inputs.shape, inputs.stride()
+        if shape not in self._replays:
+            return self._record(shape, inputs, labels)
+        replay = self._replays[shape]
+        if replay is None:
+            return self._by_autograd(inputs, labels)
+        if shape not in self._compared:
+            return self._compare(shape, replay, inputs, labels)
+        with torch.no_grad():
+            loss, *gradients = replay(inputs, labels)
+        for weight, gradient in zip(self._weights, gradients, strict=True):
+            weight.grad = gradient
+        return loss
+
+    def replays(self) -> bool:
+        """Return whether the shapes of batches so far are all replayed."""
+        return bool(self._replays) and all(self._replays.values())
+
+    def _by_autograd(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        loss = self._loss(inputs, labels)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def _record(self, shape: object, inputs: Tensor, labels: Tensor) -> Tensor:
+        with Recorder() as recorder:
+            loss = self._by_autograd(inputs, labels)
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        self._replays[shape] = None
+        if len(gradients) == len(self._weights):
+            with suppress(NotReplayable):
+                self._replays[shape] = function_of(recorder.operations, (inputs, labels), (loss, *gradients))
+        return loss
+
+    def _compare(self, shape: object, replay: Replay, inputs: Tensor, labels: Tensor) -> Tensor:
+        replayed: Sequence[Tensor] = ()
+        with torch.no_grad(), suppress(RuntimeError):  # of an operation that makes less without gradients: LSTM's
+            replayed = replay(inputs, labels)
+        loss = self._by_autograd(inputs, labels)
+        expected = [loss, *(weight.grad for weight in self._weights)]
+        if len(replayed) == len(expected) and all(map(_same, replayed, expected)):
+            self._compared.add(shape)
+        else:
+            self._replays[shape] = None
+        return loss
+
+
+def function_of(operations: Sequence[Operation], inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Replay:
+    """Return a function of `inputs` that runs the operations and returns `results`. Raises NotReplayable.
+
+    All other tensors that the operations read and did not make are constants, such as weights: they are read anew in
+    each call. Results have the strides that they had.
+    """
+    for operation in operations:
+        tags = operation.call.tags
+        if torch.Tag.nondeterministic_seeded in tags or torch.Tag.data_dependent_output in tags:
+            raise NotReplayable
+    writer = _Writer({id(tensor): f"i{place}" for place, tensor in enumerate(inputs)})
+    last_read = {id(tensor): place for place, operation in enumerate(operations) for tensor in operation.read}
+    following = iter(enumerate(operations))
+    for place, operation in following:
+        if operation.call is _DETACH:
+            writer.names[id(operation.result)] = writer.text(operation.args[0])
+        elif _is_copy(operations[place : place + 2]) and last_read[id(operations[place + 1].args[1])] == place + 1:
+            # A gradient that autograd would have taken over as it is, had the recorder not kept it, too.
+            writer.names[id(operation.result)] = writer.text(operations[place + 1].args[1])
+            next(following)
+        else:
+            writer.write(operation)
+    return writer.function(len(inputs), results)
+
+
+def _is_copy(pair: Sequence[Operation]) -> bool:
+    """Return whether two operations make a copy of a tensor with its own strides."""
+    if [operation.call for operation in pair] != [_NEW, _COPY]:
+        return False
+    made, source = pair[1].args[:2]
+    return made is pair[0].result and isinstance(source, Tensor) and source.stride() == made.stride()
+
+
+@dataclass(slots=True)
+class _Writer:
+    """The lines of a function, the names of its tensors by id, and the values of its constants."""
+
+    names: dict[int, str]
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    used: dict[str, int] = field(default_factory=dict)  # a temporary's last line
+
+    def write(self, operation: Operation) -> None:
+        """Write the call of an operation."""
+        arguments = [self.text(value) for value in operation.args]
+        arguments += [f"{key}={self.text(value)}" for key, value in operation.kwargs.items()]
+        call = f"{self._constant(operation.call)}({', '.join(arguments)})"
+        self.lines.append(f"{self._target(operation.result)} = {call}")
+
+    def text(self, value: Any) -> str:
+        """Return the text of an argument."""
+        if isinstance(value, Tensor):
+            if id(value) not in self.names:
+                self.names[id(value)] = self._constant(value)
+            name = self.names[id(value)]
+            if name in self.used:
+                self.used[name] = len(self.lines)
+            return name
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self.text, value))}]"
+        return repr(value) if value is None or isinstance(value, (bool, int)) else self._constant(value)
+
+    def function(self, inputs: int, results: Sequence[Tensor]) -> Replay:
+        """Return the function. Temporaries are dropped after their last use."""
+        returned = [self.text(tensor) for tensor in results]
+        ends: dict[int, list[str]] = {}
+        for name, place in self.used.items():
+            ends.setdefault(place, []).append(name)
+        parameters = ", ".join(f"i{place}" for place in range(inputs))
+        text = [f"def replay({parameters}):"]
+        for place, line in enumerate(self.lines):
+            text.append(f"    {line}")
+            text += [f"    del {', '.join(ends[place])}"] if place in ends else []
+        text.append(f"    return {', '.join(returned)}")
+        exec("\n".join(text), self.values)  # its text has names that were made here, and whole numbers
+        made: Replay = self.values["replay"]
+        return made
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self.values)}"
+        self.values[name] = value
+        return name
+
+    def _target(self, result: Any) -> str:
+        """Return the left side of an assignment; an operation in place returns a tensor that has its name."""
+        if isinstance(result, (list, tuple)) and result:
+            return "".join(f"{self._target(item)}, " for item in result)
+        if not isinstance(result, Tensor) or id(result) in self.names:
+            return "_"
+        name = self.names[id(result)] = f"t{len(self.names)}"
+        self.used[name] = len(self.lines)
+        return name
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.stride() == other.stride() and torch.equal(one, other)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
