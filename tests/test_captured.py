@@ -17,7 +17,7 @@ from torch.nn import functional
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.learning import datasets, models
-from device.training import trainer as training
+from device.training import network
 from device.training.captured import CapturedGradients
 from device.training.trainer import Trainer
 
@@ -61,7 +61,7 @@ def trained(lab: Experiment) -> tuple[CapturedGradients | None, bytes, float]:
         )
         row = row.copy()
         row[: trainer.layout.row_bytes] = out[: trainer.layout.row_bytes]
-    return trainer._prepared.captured, bytes(out), result.loss
+    return trainer._prepared.network.captured, bytes(out), result.loss
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_training_is_that_of_autograd_bit_for_bit(
     lab = lab_of(model, objective, **keys)
     captured, replayed, loss = trained(lab)
     assert captured is not None and captured.replays()
-    monkeypatch.setattr(training, "captured_of", lambda *_, **__: None)
+    monkeypatch.setattr(network, "captured_of", lambda *_, **__: None)
     assert trained(lab) == (None, replayed, loss)
 
 
@@ -95,7 +95,7 @@ def test_large_models_and_bf16_are_not_captured(model: str, shape: list[int], ke
     lab = parse({"data": data, "model": {"name": model}, "training": {**keys}})
     trainer = Trainer(lab, node="device-0", accelerator="cpu")
     trainer.prepare()
-    assert trainer._prepared.captured is None
+    assert trainer._prepared.network.captured is None
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:

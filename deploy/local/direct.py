@@ -28,6 +28,7 @@ from common.host.files import writing
 from common.host.processes import interruptible
 from common.learning import splits
 from common.learning.evaluation import ModelTester
+from common.learning.inputs import Inputs
 from common.learning.refiner import NodeRefiner
 from common.metrics import Metrics
 from common.model.layout import Row
@@ -40,6 +41,7 @@ from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.decisions import Decisions
 from device.memory import DeviceMemory
+from device.training.network import Network
 from device.training.trainer import Trainer
 from device.training.work import LocalWork
 from institution.rounds import LocalRounds
@@ -87,7 +89,10 @@ async def _run(
     calls = partial(Calls, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
     tree = experiment.tree
-    trainers = {device: _trainer(experiment, device, accelerator, partition=partition) for device in tree.devices}
+    networks: dict[Inputs, Network] = {}
+    trainers = {
+        device: _trainer(experiment, device, accelerator, networks, partition=partition) for device in tree.devices
+    }
     work = {device: _device(folder, device, trainer) for device, trainer in trainers.items()}
     samples = {device: trainer.samples for device, trainer in trainers.items()}
 
@@ -176,8 +181,10 @@ def _refiner(experiment: Experiment, node: str, *, partition: str) -> NodeRefine
     return NodeRefiner(experiment, node, partition=partition) if needed else None
 
 
-def _trainer(experiment: Experiment, name: str, accelerator: str, *, partition: str) -> Trainer:
-    trainer = Trainer(experiment, node=name, accelerator=accelerator)
+def _trainer(
+    experiment: Experiment, name: str, accelerator: str, networks: dict[Inputs, Network], *, partition: str
+) -> Trainer:
+    trainer = Trainer(experiment, node=name, accelerator=accelerator, networks=networks)
     trainer.prepare()
     check_alike(experiment.data, name, partition=trainer.partition, clouds=partition)
     return trainer

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
 
 from common.errors import FedstrataError
+from common.learning.inputs import Inputs
 from device.jobs import Cancelled, HostedDevice, Prepared
 from device.training.computing import resolve_accelerator
+from device.training.network import Network
 from device.training.trainer import Trainer
 from device.vmapped.gathering import most_together, vmapped_mode
 from device.vmapped.trainer import Done, VmappedTrainer, Work
 
-KEPT_BYTES: Final = 256 << 20
-
 
 class Trainers:
-    """Creates a device's trainer on first use, and again if larger models of other devices replaced it."""
+    """Creates a device's trainer on first use. The devices of an experiment share its model."""
 
     def __init__(self) -> None:
-        self._made: OrderedDict[tuple[str, str, str], Trainer] = OrderedDict()
+        self._made: dict[tuple[str, str, str], Trainer] = {}
+        self._networks: dict[tuple[str, str], dict[Inputs, Network]] = {}
         self._vmapped_trainers: dict[str, VmappedTrainer] = {}
 
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
@@ -55,8 +54,8 @@ class Trainers:
 
     def forget(self, digest: str) -> None:
         """Drop an experiment's trainers."""
-        for key in [key for key in self._made if key[0] == digest]:
-            del self._made[key]
+        self._made = {key: made for key, made in self._made.items() if key[0] != digest}
+        self._networks = {key: made for key, made in self._networks.items() if key[0] != digest}
         self._vmapped_trainers.clear()  # what they have learned of an accelerator is soon learned again
 
     def _vmapped_trainer(self, accelerator: str) -> VmappedTrainer:
@@ -66,13 +65,9 @@ class Trainers:
 
     def _trainer(self, device: HostedDevice, accelerator: str) -> Trainer:
         key = device.digest, device.node, accelerator
-        trainer = self._made.get(key)
-        if trainer is None:
-            trainer = Trainer(device.experiment, node=device.node, accelerator=accelerator)
+        if key not in self._made:
+            networks = self._networks.setdefault((device.digest, accelerator), {})
+            trainer = Trainer(device.experiment, node=device.node, accelerator=accelerator, networks=networks)
             trainer.prepare()
             self._made[key] = trainer
-        self._made.move_to_end(key)
-        # Creating a module takes about as long as two training steps, so large ones need not all be kept.
-        while len(self._made) > 1 and sum(made.layout.row_bytes for made in self._made.values()) > KEPT_BYTES:
-            self._made.popitem(last=False)
-        return trainer
+        return self._made[key]

@@ -74,7 +74,7 @@ def captured_of(
     all the time is the kernels', and a pass that is recorded takes more memory.
     """
     training, objective = experiment.training, objective_of(experiment.training)
-    if is_own(experiment.model.name) or type(objective).losses is not Objective.losses:
+    if is_own(experiment.model.name) or is_own(training.loss) or type(objective).losses is not Objective.losses:
         return None
     if device.type != "cpu" or training.compile or training.precision != "fp32":
         return None

@@ -8,37 +8,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.aggregation.mixing import Floats
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import schema
 from common.experiment.objectives import CrossEntropy
 from common.learning import models
-from common.learning.head import head_places
-from common.learning.losses import try_loss
+from common.learning.inputs import Inputs
 from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, load_local_dataset, uniform_numbers
-from device.training.captured import CapturedGradients
 from device.training.computing import first_line, out_of_memory, resolve_accelerator, set_up, set_up_thread
+from device.training.network import Network, network_of
 from device.training.objectives.table import objective_of
-from device.training.sgd import (
-    FeaturesAt,
-    Forward,
-    captured_of,
-    check_features,
-    features_of,
-    forward_of,
-    keep_linear_fp32,
-    run_sgd,
-)
+from device.training.sgd import run_sgd
 from device.training.updates import finish, vectors_of
 from device.vectors import TaskVectors
 
@@ -49,25 +39,27 @@ PROGRESS_S = 0.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    module: nn.Module
-    forward: Forward
-    features: FeaturesAt | None
-    captured: CapturedGradients | None
+    network: Network
     vectors: TaskVectors
     local: LocalDataset
     draws: int
-    head: Sequence[int]
-
-    @property
-    def layout(self) -> ModelLayout:
-        return self.vectors.layout
 
 
 class Trainer:
     """Trains one device's model; call `prepare` first, then `train` any number of times, one at a time."""
 
-    def __init__(self, experiment: schema.Experiment, *, node: str, accelerator: str) -> None:
-        """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment."""
+    def __init__(
+        self,
+        experiment: schema.Experiment,
+        *,
+        node: str,
+        accelerator: str,
+        networks: MutableMapping[Inputs, Network] | None = None,
+    ) -> None:
+        """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment.
+
+        `networks` are shared by trainers of one experiment and accelerator that train one after another.
+        """
         names = experiment.tree.devices
         if node not in names:
             raise InvalidExperiment(
@@ -76,6 +68,7 @@ class Trainer:
         self._experiment = experiment
         self._node = node
         self._accelerator = resolve_accelerator(accelerator)
+        self._networks = {} if networks is None else networks
         self._made: _Prepared | None = None
 
     def prepare(self) -> None:
@@ -84,30 +77,18 @@ class Trainer:
         set_up(accelerator, experiment.training)
         objective = objective_of(experiment.training)  # one's own that cannot be built ends here
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
-        try_loss(experiment.training.loss, local.inputs)
-        module = models.of(experiment, inputs=local.inputs)
-        layout = models.layout_of(module)
-        if accelerator.type == "cpu":
-            # torch's types know no such overload before 2.15.
-            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, unused-ignore]
-        keep_linear_fp32(module, experiment.training, device=accelerator)
-        forward = forward_of(module, experiment.training, device=accelerator)
-        features = None
-        if objective.uses_features:
-            check_features(module, experiment.training)
-            features = features_of(module, experiment.training, device=accelerator)
-        vectors = vectors_of(experiment, self._node, layout)
-        draws = objective.draws(vectors.shapes, local.inputs.classes)
-        head = head_places(module, layout) if objective.uses_head else ()
-        captured = captured_of(module, forward, experiment, device=accelerator)
-        self._made = _Prepared(module, forward, features, captured, vectors, local, draws, head)
+        if local.inputs not in self._networks:
+            self._networks[local.inputs] = network_of(experiment, local.inputs, accelerator=accelerator)
+        network = self._networks[local.inputs]
+        vectors = vectors_of(experiment, self._node, network.layout)
+        self._made = _Prepared(network, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
         if experiment.training.compile:
             self._compile()
 
     @property
     def layout(self) -> ModelLayout:
         """The model's layout, once prepared."""
-        return self._prepared.layout
+        return self._prepared.network.layout
 
     @property
     def vectors(self) -> TaskVectors:
@@ -135,19 +116,20 @@ class Trainer:
         deterministic and cannot be. The trainer can be used again after any of these.
         """
         made = self._prepared
+        module, layout = made.network.module, made.network.layout
         exhausted = False
         set_up_thread(self._accelerator)
         start = time.monotonic()
         try:
-            models.read_row(made.module, made.layout, row)
+            models.read_row(module, layout, row)
             self._move_to(self._accelerator)
-            reseed(made.module, self._dropout_seed(local_round), self._accelerator)
+            reseed(module, self._dropout_seed(local_round), self._accelerator)
             vectors = made.vectors.read(row)
             loss, steps = self._run_sgd(
                 vectors, epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled
             )
             self._move_to("cpu")
-            models.write_row(made.module, made.layout, out)
+            models.write_row(module, layout, out)
             finish(self._experiment, made.vectors, made.local, row, out, steps=steps, local_round=local_round)
         except RuntimeError as error:
             if self._experiment.training.deterministic and "deterministic" in str(error):
@@ -181,7 +163,7 @@ class Trainer:
         cancelled: threading.Event,
     ) -> tuple[float, int]:
         """Return the last epoch's mean loss and the number of steps."""
-        made, experiment = self._prepared, self._experiment
+        made, network, experiment = self._prepared, self._prepared.network, self._experiment
         total = epochs * -(-self.samples // experiment.training.batch_size)
         reported = time.monotonic()
 
@@ -196,21 +178,21 @@ class Trainer:
                 raise Cancelled
 
         losses, steps = run_sgd(
-            made.forward,
-            list(made.module.train().parameters()),
+            network.forward,
+            list(network.module.train().parameters()),
             batches(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round),
             training=experiment.training,
             learning_rate=experiment.learning_rate_in(local_round),
             last_epoch=epochs - 1,
             watch=watch,
-            buffers=list(made.module.buffers()),
+            buffers=list(network.module.buffers()),
             vectors={name: self._tensors(name, vector) for name, vector in vectors.items()},
-            features=made.features,
-            captured=made.captured,
+            features=network.features,
+            captured=network.captured,
             uniform=uniform_numbers(
                 experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
             ),
-            head=made.head,
+            head=network.head,
         )
         loss = float(losses) / self.samples
         progress(steps, total)
@@ -222,7 +204,7 @@ class Trainer:
         if name in parts:
             return [torch.from_numpy(vector.copy()).to(self._accelerator)]
         found = []
-        for parameter, weight in self._prepared.module.named_parameters():
+        for parameter, weight in self._prepared.network.module.named_parameters():
             part = torch.from_numpy(parts[parameter].copy())
             found.append(torch.empty_like(weight, requires_grad=False).copy_(part))
         return found
@@ -237,21 +219,21 @@ class Trainer:
         training = self._experiment.training.model_copy(update={"objective": CrossEntropy()})
         try:
             self._move_to(self._accelerator)
-            reseed(made.module, 0, self._accelerator)
+            reseed(made.network.module, 0, self._accelerator)
             sizes: list[tuple[int, Tensor, Tensor]] = []
             for count in {min(size, self.samples), self.samples % size or size}:
                 some = made.local.samples[:count]
                 inputs = made.local.normalise(made.local.images.index_select(0, some))
                 sizes.append((0, inputs, made.local.labels.index_select(0, some)))
             run_sgd(
-                made.forward,
-                list(made.module.parameters()),
+                made.network.forward,
+                list(made.network.module.parameters()),
                 sizes,
                 training=training,
                 learning_rate=training.learning_rate,
                 last_epoch=0,
                 watch=lambda _: None,
-                buffers=list(made.module.buffers()),
+                buffers=list(made.network.module.buffers()),
             )
         except RuntimeError as error:  # base of the compiler's errors
             if out_of_memory(error):
@@ -275,11 +257,11 @@ class Trainer:
 
     def _move_to(self, where: torch.device | str) -> None:
         if self._accelerator.type != "cpu":  # torch would check every tensor of the module
-            self._prepared.module.to(where)
+            self._prepared.network.module.to(where)
 
     def _release(self) -> None:
         """Drop gradients and release the accelerator's memory, because other processes may train on it too."""
-        for weight in self._prepared.module.parameters():
+        for weight in self._prepared.network.module.parameters():
             weight.grad = None
         self._move_to("cpu")
         if self._accelerator.type == "cuda":
