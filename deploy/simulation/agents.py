@@ -14,7 +14,7 @@ from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.runtime.children import Observe
-from deploy.simulation.hardware import SimulatedEvaluator, SimulatedHardware, SimulatedPool
+from deploy.simulation.hardware import SimulatedEvaluator, SimulatedHardware
 from deploy.simulation.world import SimulatedWorld
 from device.agent import DeviceAgent
 from institution.agent import InstitutionAgent
@@ -90,7 +90,7 @@ class AgentFactory:
         parent = parent or self.experiment.tree.parent(node)
         if node in self.experiment.tree.children:
             return InstitutionAgent(node, parent=parent, broker=above, child_broker=below, **common)
-        pool, states = SimulatedPool(self.hardware), common.get("spool")
+        pool, states = self.hardware.pool(node), common.get("spool")
         return DeviceAgent(node, parent=parent, broker=above, pool=pool, states=states, **common)
 
     def _own_broker(self, parent: str) -> str:

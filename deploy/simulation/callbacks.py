@@ -10,6 +10,7 @@ from typing import Any, Protocol
 class CallbackOwner(Protocol):
     """A simulated process, as the event loop sees it."""
 
+    name: str
     tasks: set[asyncio.Task[Any]]
     killed: bool
     stopped: bool

@@ -25,6 +25,7 @@ from deploy.simulation.agents import BROKER, AgentFactory, ignore
 from deploy.simulation.broker import SimulatedBroker
 from deploy.simulation.hardware import Durations, SimulatedHardware
 from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
+from deploy.simulation.machines import Machines, Placement
 from deploy.simulation.network import LinkConditions, SimulatedLink, SimulatedNetwork
 from deploy.simulation.outcome import OK, LabOutcome, TraceDigest, collected_warnings, model_digest, round_rows
 from deploy.simulation.process import SimulatedProcess
@@ -41,6 +42,7 @@ class SimulatedLab:
 
     workload: models and training, by default a `NullWorkload` of `model_bytes`
     conditions: of every link, until the scenario changes them
+    placement: the machines of processes and brokers, None: only training and evaluation take time
     broker_each: each institution's children have their own broker, named like the institution
     autostart: the nodes that start at once, by default all    spool: whether nodes keep files for a restart
     time_limit_s: virtual seconds until the lab is aborted
@@ -58,6 +60,7 @@ class SimulatedLab:
         model_bytes: int = 10_000,
         durations: Durations | None = None,
         conditions: LinkConditions | None = None,
+        placement: Placement | None = None,
         broker_each: bool = False,
         autostart: Collection[str] | None = None,
         spool: bool = True,
@@ -74,10 +77,12 @@ class SimulatedLab:
         self.names = (CLOUD, *self.institutions, *self.homes)
         self.processes: dict[str, SimulatedProcess] = {}
         self.ended: dict[str, str] = {}
-        self.hardware = SimulatedHardware(workload or NullWorkload(model_bytes), durations or Durations(), seed)
         self.loop = VirtualLoop(seed, executor_delay_s=executor_delay_s)
+        machines = None if placement is None else Machines(self.loop, placement)
+        workload = workload or NullWorkload(model_bytes)
+        self.hardware = SimulatedHardware(workload, durations or Durations(), seed, machines)
         self.loop.time_limit = START_S + time_limit_s
-        self.network = SimulatedNetwork(self.loop, seed, conditions or LinkConditions())
+        self.network = SimulatedNetwork(self.loop, seed, conditions or LinkConditions(), machines=machines)
         for name in (BROKER, *(self.institutions if broker_each else ())):
             self.network.add_broker(name)
         path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))

@@ -46,8 +46,10 @@ class VirtualLoop(CountingLoop):
     """An event loop in virtual time. `errors` has the contexts passed to its exception handler.
 
     Work for executors runs in the caller's thread. To simulate races with threads, it randomly starts or ends up to
-    `executor_delay_s` late. `crept_s`: the time added after many turns at one instant, because comparisons of times may
-    differ in their last bit for ever.
+    `executor_delay_s` late; or `work` is called with the function, and with what to call at its end.
+
+    `crept_s`: the time added after many turns at one instant, because comparisons of times may differ in their last bit
+    for ever.
     """
 
     _ready: deque[asyncio.Handle]
@@ -60,6 +62,7 @@ class VirtualLoop(CountingLoop):
         self.time_limit = math.inf
         self.crept_s = 0.0
         self.executor_delay_s = executor_delay_s
+        self.work: Callable[[Callable[[], None], Callable[[], None]], None] | None = None
         self.errors: list[dict[str, Any]] = []
         super().__init__()
         self._selector = _Selector(self)
@@ -125,7 +128,9 @@ class VirtualLoop(CountingLoop):
             begin()
             end()
 
-        if not self.executor_delay_s:
+        if self.work is not None:
+            self.work(begin, end)
+        elif not self.executor_delay_s:
             begin_late()
         elif self._random.random() < 0.5:
             self.call_later(self._random.random() * self.executor_delay_s, begin_late)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from deploy.simulation.broker import Routed, SimulatedBroker
 from deploy.simulation.loop import VirtualLoop
+from deploy.simulation.machines import ClientPath, Machines
 from deploy.simulation.packets import Packet, PacketKind, RateQueue
 
 
@@ -42,10 +43,16 @@ class LinkEnd(Protocol):
 
 
 class SimulatedLink:
-    """One process's link to one broker, shared by its connections; it survives restarts of both."""
+    """One process's link to one broker, shared by its connections; it survives restarts of both.
 
-    def __init__(self, loop: VirtualLoop, *, conditions: LinkConditions, rng: random.Random) -> None:
+    `path`: the machines at its ends, None: they take no time.
+    """
+
+    def __init__(
+        self, loop: VirtualLoop, *, conditions: LinkConditions, rng: random.Random, path: ClientPath | None = None
+    ) -> None:
         self.conditions = conditions
+        self.path = path
         self.connections: dict[LinkEnd, None] = {}
         self.rng = rng
         self.up = RateQueue(loop, self._depart)
@@ -100,6 +107,7 @@ class SimulatedNetwork:
     A broker may have several names, as a server has addresses: then a process has a link to each.
 
     filters: called with each message; False drops it    hooks: called with each routed message
+    machines: where processes and brokers run, None: they take no time
     """
 
     loop: VirtualLoop
@@ -109,6 +117,7 @@ class SimulatedNetwork:
     links: dict[tuple[str, str], SimulatedLink] = field(default_factory=dict)
     filters: list[Callable[[Routed], bool]] = field(default_factory=list)
     hooks: list[Callable[[Routed], None]] = field(default_factory=list)
+    machines: Machines | None = None
 
     def add_broker(self, name: str) -> SimulatedBroker:
         """Start a broker."""
@@ -121,7 +130,9 @@ class SimulatedNetwork:
         found = self.links.get((process, broker))
         if found is None:
             rng = random.Random(f"{self.seed} link {process} {broker}")
-            found = self.links[process, broker] = SimulatedLink(self.loop, conditions=self.conditions, rng=rng)
+            path = None if self.machines is None else ClientPath(self.machines, process, broker)
+            found = SimulatedLink(self.loop, conditions=self.conditions, rng=rng, path=path)
+            self.links[process, broker] = found
         return found
 
     def _accepts(self, message: Routed) -> bool:

@@ -26,7 +26,10 @@ class PacketKind(Enum):
 
 @dataclass(slots=True, eq=False)
 class Packet:
-    """One MQTT packet of `size` bytes. `content` depends on the kind; `left` is called when the packet was sent."""
+    """One MQTT packet of `size` bytes. `content` depends on the kind; `left` is called when the packet was sent.
+
+    `link`: where it goes from a host's network interface, if that has a limit.
+    """
 
     kind: PacketKind
     size: int
@@ -37,6 +40,7 @@ class Packet:
     retain: bool = False
     content: Any = None
     left: Callable[[Packet], None] | None = None
+    link: RateQueue | None = None
 
 
 class RateQueue:

@@ -34,6 +34,7 @@ class ClientStream:
     def __init__(self, connection: SimulatedConnection, *, loop: asyncio.AbstractEventLoop) -> None:
         self._connection = connection
         self._link, self._broker = connection.link, connection.broker
+        self._path = connection.link.path
         self._loop = cast(VirtualLoop, loop)
         self._up = Flight(self._loop, self._at_broker, context=Context())
         self._down = Flight(self._loop, self._at_client, context=connection.context)
@@ -57,7 +58,10 @@ class ClientStream:
     def put(self, packet: Packet) -> None:
         """Send a packet to the broker."""
         self._sent += packet.size
-        self._link.up.put(packet)
+        if self._path is None:
+            self._link.up.put(packet)
+        else:
+            self._path.send(packet, self._link.up)
 
     def send(self, kind: PacketKind, size: int, **fields: Any) -> None:
         """Send a packet to the broker."""
@@ -113,7 +117,7 @@ class ClientStream:
     def deliver(self, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
         """Send a message to the client."""
         size = packet_bytes(topic, len(body), qos=qos)
-        self._link.down.put(Packet(PacketKind.PUBLISH, size, self._down, topic, body, qos, retain))
+        self._put_down(Packet(PacketKind.PUBLISH, size, self._down, topic, body, qos, retain))
 
     def closed_by_broker(self) -> None:
         """Close the connection; the client notices when the FIN arrives."""
@@ -123,6 +127,12 @@ class ClientStream:
         self._forget()
 
     def _at_broker(self, packet: Packet) -> None:
+        if self._path is None:
+            self._process_at_broker(packet)
+        else:
+            self._path.at_broker(packet, self._process_at_broker)
+
+    def _process_at_broker(self, packet: Packet) -> None:
         broker, session = self._broker, self._session
         if not session.alive:
             return
@@ -142,14 +152,26 @@ class ClientStream:
 
     def _acknowledge(self, packet: Packet, codes: list[int]) -> None:
         size = ACKNOWLEDGEMENT_BYTES + len(codes)
-        self._link.down.put(
-            Packet(PacketKind.ACKNOWLEDGEMENT, size, self._down, body=codes, qos=1, content=packet.content)
-        )
+        self._put_down(Packet(PacketKind.ACKNOWLEDGEMENT, size, self._down, body=codes, qos=1, content=packet.content))
+
+    def _put_down(self, packet: Packet) -> None:
+        if self._path is None:
+            self._link.down.put(packet)
+        else:
+            self._path.send_down(packet, self._link.down)
 
     def _at_client(self, packet: Packet) -> None:
         if not self._open:
             return
         self._got += packet.size
+        if self._path is None:
+            self._process_at_client(packet)
+        else:
+            self._path.at_agent(packet, self._process_at_client, self._connection.context)
+
+    def _process_at_client(self, packet: Packet) -> None:
+        if not self._open:
+            return
         if packet.kind is PacketKind.CLOSED:
             self._break("Disconnected by the broker")
             return

@@ -1,0 +1,240 @@
+"""Machines of a simulated lab: hosts whose cores are shared, and processes that are busy while they handle messages."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextvars import Context
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+from deploy.simulation.callbacks import OWNER
+from deploy.simulation.loop import VirtualLoop
+from deploy.simulation.packets import Packet, RateQueue
+
+TRANSIT: Final = Context()  # of the work of hosts and interfaces, which belongs to no process
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCosts:
+    """Seconds of one core per packet, and per byte of it, where an agent or a broker sends or receives it."""
+
+    agent_s: float = 0.0
+    agent_byte_s: float = 0.0
+    broker_s: float = 0.0
+    broker_byte_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What runs where.
+
+    hosts: the host of each node, by name    brokers: the host of each broker
+    processes: the process of each device, with its number of concurrent trainings; others have one of their own
+    interface: rate of each host's network interface in each direction, bytes per second; None = unlimited
+    work_s: calls a function that runs beside a process's event loop, and returns its seconds of one core
+    """
+
+    cores: int
+    hosts: Mapping[str, str]
+    brokers: Mapping[str, str]
+    processes: Mapping[str, tuple[str, int]]
+    costs: MessageCosts
+    interface: float | None
+    work_s: Callable[[Callable[[], None]], float]
+
+
+class SimulatedHost:
+    """A host whose computations share its cores equally: n of them progress at min(1, cores / n) each."""
+
+    def __init__(self, loop: VirtualLoop, cores: int) -> None:
+        self._loop, self._cores = loop, cores
+        self._running: list[tuple[float, int, Callable[[], object]]] = []  # by the work at which they end
+        self._numbers = count()
+        self._work = 0.0  # seconds of one core that each computation would have had so far
+        self._since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def compute(self, seconds: float, done: Callable[[], object]) -> None:
+        """Call `done` after so many seconds of one core."""
+        self._advance()
+        heapq.heappush(self._running, (self._work + seconds, next(self._numbers), done))
+        self._plan()
+
+    async def use(self, seconds: float) -> None:
+        """Compute for so many seconds of one core."""
+        ended: asyncio.Future[None] = self._loop.create_future()
+        self.compute(seconds, partial(_end, ended))
+        await ended
+
+    def _speed(self) -> float:
+        return min(1.0, self._cores / len(self._running))
+
+    def _advance(self) -> None:
+        now = self._loop.time()
+        if self._running:
+            self._work += (now - self._since) * self._speed()
+        self._since = now
+
+    def _plan(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running:
+            left = max(0.0, self._running[0][0] - self._work)
+            self._timer = self._loop.call_at(self._since + left / self._speed(), self._finish, context=TRANSIT)
+
+    def _finish(self) -> None:
+        self._timer = None
+        self._advance()
+        self._work = max(self._work, self._running[0][0])  # the timer may be a bit early
+        ended = []
+        while self._running and self._running[0][0] <= self._work:
+            ended.append(heapq.heappop(self._running)[2])
+        for done in ended:
+            done()
+        self._plan()
+
+
+class ProcessThread:
+    """The event loop's thread of a process: it handles one message after another."""
+
+    def __init__(self, loop: VirtualLoop, host: SimulatedHost) -> None:
+        self.host = host
+        self._loop = loop
+        self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
+
+    def handle(self, seconds: float, function: Callable[..., object], *args: Any, context: Context) -> None:
+        """Call a function in a context after so many seconds of one core, and after everything before it."""
+        self._waiting.append((seconds, partial(self._loop.call_soon, function, *args, context=context)))
+        if len(self._waiting) == 1:
+            self.host.compute(seconds, self._handled)
+
+    def _handled(self) -> None:
+        self._waiting.popleft()[1]()
+        if self._waiting:
+            self.host.compute(self._waiting[0][0], self._handled)
+
+
+class ClientPath:
+    """The machines between one process and one broker: each end is busy with a packet, and the interface passes it."""
+
+    def __init__(self, machines: Machines, node: str, broker: str) -> None:
+        costs = machines.costs
+        self._agent, self._agent_costs = machines.thread(node), (costs.agent_s, costs.agent_byte_s)
+        self._broker, self._broker_costs = machines.broker_thread(broker), (costs.broker_s, costs.broker_byte_s)
+        self._up, self._down = (machines.interface(node, broker, up=up) for up in (True, False))
+
+    def send(self, packet: Packet, link: RateQueue) -> None:
+        """Send an agent's packet to its link."""
+        _handle(self._agent, self._agent_costs, packet, partial(_cross, self._up, link), TRANSIT)
+
+    def at_broker(self, packet: Packet, arrived: Callable[[Packet], None]) -> None:
+        """Let the broker process a packet."""
+        _handle(self._broker, self._broker_costs, packet, arrived, TRANSIT)
+
+    def send_down(self, packet: Packet, link: RateQueue) -> None:
+        """Send a broker's packet to the link of its client."""
+        _handle(self._broker, self._broker_costs, packet, partial(_cross, self._down, link), TRANSIT)
+
+    def at_agent(self, packet: Packet, arrived: Callable[[Packet], None], context: Context) -> None:
+        """Let the agent process a packet."""
+        _handle(self._agent, self._agent_costs, packet, arrived, context)
+
+
+class Machines:
+    """The hosts and processes of a placement."""
+
+    def __init__(self, loop: VirtualLoop, placement: Placement) -> None:
+        self.costs = placement.costs
+        self._loop, self._placement = loop, placement
+        names = {*placement.hosts.values(), *placement.brokers.values()}
+        self._hosts = {name: SimulatedHost(loop, placement.cores) for name in sorted(names)}
+        self._threads: dict[str, ProcessThread] = {}
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._interfaces: dict[tuple[str, bool], RateQueue] = {}
+        loop.work = self._beside
+
+    def host(self, node: str) -> SimulatedHost:
+        """Return a node's host."""
+        return self._hosts[self._placement.hosts[node]]
+
+    def process(self, node: str) -> str:
+        """Return the name of a node's process."""
+        return self._placement.processes.get(node, (node, 1))[0]
+
+    def thread(self, node: str) -> ProcessThread:
+        """Return the thread of a node's process."""
+        return self._thread(self.process(node), self.host(node))
+
+    def broker_thread(self, broker: str) -> ProcessThread:
+        """Return a broker's thread."""
+        return self._thread(f"broker {broker}", self._hosts[self._placement.brokers[broker]])
+
+    def slots(self, node: str) -> asyncio.Semaphore:
+        """Return the concurrent trainings of a device's process."""
+        name, count_ = self._placement.processes.get(node, (node, 1))
+        if name not in self._slots:
+            self._slots[name] = asyncio.Semaphore(count_)
+        return self._slots[name]
+
+    def interface(self, node: str, broker: str, *, up: bool) -> RateQueue | None:
+        """Return the interface of a broker's host towards a node, None if both are on one host, or it has no limit.
+
+        Packets leave it for the node's link.
+        """
+        placement = self._placement
+        host = placement.brokers[broker]
+        if placement.interface is None or placement.hosts[node] == host:
+            return None
+        if (host, up) not in self._interfaces:
+            queue = self._interfaces[host, up] = RateQueue(self._loop, _leave_interface)
+            queue.change(rate=placement.interface, paused=False)
+        return self._interfaces[host, up]
+
+    def _thread(self, name: str, host: SimulatedHost) -> ProcessThread:
+        if name not in self._threads:
+            self._threads[name] = ProcessThread(self._loop, host)
+        return self._threads[name]
+
+    def _beside(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        """Run a function for a process's executor: it occupies a core of its host."""
+        owner = OWNER.get()
+        assert owner is not None
+        self.host(owner.name).compute(self._placement.work_s(begin), end)
+
+
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def cpu_seconds(begin: Callable[[], None]) -> float:
+    """Call a function and return the CPU seconds of this thread that it took."""
+    started = time.thread_time()
+    begin()
+    return time.thread_time() - started
+
+
+def _handle(
+    thread: ProcessThread, costs: tuple[float, float], packet: Packet, then: Callable[[Packet], None], context: Context
+) -> None:
+    thread.handle(costs[0] + packet.size * costs[1], then, packet, context=context)
+
+
+def _cross(interface: RateQueue | None, link: RateQueue, packet: Packet) -> None:
+    if interface is None:
+        link.put(packet)
+    else:
+        packet.link = link
+        interface.put(packet)
+
+
+def _leave_interface(packet: Packet) -> None:
+    assert packet.link is not None
+    packet.link.put(packet)
