@@ -38,7 +38,7 @@ bench-fedbuff: $(INSTALLED) broker ## measure FedBuff beside synchronous rounds 
 bench-payloads: $(INSTALLED) broker ## measure the bytes of each method on its links
 	.venv/bin/python tests/bench/payloads.py
 
-bench-plan: $(INSTALLED) broker ## compare what `fedstrata plan` foretells with what is measured
+bench-plan: $(INSTALLED) broker ## compare what `fedstrata plan` predicts with what is measured
 	.venv/bin/python tests/bench/plan.py
 
 bench-training: $(INSTALLED) ## measure a device's training against a plain PyTorch loop, one core

@@ -220,6 +220,11 @@ def test_a_plan_trains_with_the_rule_that_the_objective_needs(name: str) -> None
     assert calibration.train(work.single.to_json(), 0.01).step_s > 0
 
 
+def test_a_plan_leaves_out_what_single_devices_emulate() -> None:
+    tree = {"topology": {"devices": 4}, "hardware": {"of": {"device-3": {"slowdown": 4}}}}
+    assert workload.workload(parse(tree)).single.hardware.of == {}
+
+
 def test_links_add_up_to_their_tiers() -> None:
     tree = {"topology": {"institutions": 2, "devices": 7}, "institution": {"rounds": 3, "participation": 0.5}}
     work = workload.workload(parse(tree))

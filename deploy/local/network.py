@@ -59,6 +59,12 @@ def environment_of(guard: Guard) -> dict[str, str]:
     return OWN_LOGIN | dict(zip(("FEDSTRATA_USERNAME", "FEDSTRATA_PASSWORD"), guard.login or (), strict=False))
 
 
+def device_groups(devices: Sequence[str], cores: int) -> dict[str, Sequence[str]]:
+    """Return the devices of each device process of a lab on a host."""
+    processes = min(-(-len(devices) // DEVICES_MOST), cores)
+    return {f"devices-{index}": devices[index::processes] for index in range(processes)}
+
+
 @contextmanager
 def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
     """Open the network of a lab with one broker on this machine; logs go into `home`.
@@ -70,8 +76,6 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
             "links.enforce", "kernel", "without --netns there are no links that the kernel could shape", "Use --netns."
         )
     tree = experiment.tree
-    devices = tree.layers[-1]
-    processes = min(-(-len(devices) // DEVICES_MOST), cores())
     guard = one_login()
     with broker.start(directory=home, guard=guard) as served, local_login.kept(served.port, guard.login or ("", "")):
         address = f"{served.host}:{served.port}"
@@ -81,5 +85,5 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
             downward=dict.fromkeys(tree.aggregators, address),
             environment=environment_of(guard),
             watched=BrokerAddress(served.host, served.port, *(guard.login or ())),
-            groups={f"devices-{index}": devices[index::processes] for index in range(processes)},
+            groups=device_groups(tree.layers[-1], cores()),
         )

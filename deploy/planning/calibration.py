@@ -1,8 +1,8 @@
 """Measurement of this machine's speed of training, evaluation, mixing and message handling, in a few seconds.
 
-Training and evaluation use the experiment's own model and data. The other costs of a round were measured once on a
-reference machine (`REFERENCE`); two small loops, packing messages and copying and hashing a model, scale them to this
-machine.
+Training and evaluation use the experiment's own model and data. The other costs of a round were measured by
+`fedstrata plan --calibrate` on this machine, or once on a reference machine (`REFERENCE`). Two small loops, packing
+messages and copying and hashing a model, scale the latter to this machine.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from common.experiment.schema import Experiment
 from common.protocol import serialization
 from common.protocol.manifest import chunk_digest
 from common.protocol.messages import Key, Manifest, Task
+from deploy.planning.constants import FittedCosts
 from deploy.planning.prediction import MachineSpeeds
 
 TRAINING_S: Final = 2.0
@@ -65,23 +66,30 @@ class TrainingSpeed:
     share: float = 1.0
 
 
-def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: int) -> MachineSpeeds:
+def measure(
+    experiment: Experiment, *, cores: int, together: bool, row_bytes: int, fitted: FittedCosts | None = None
+) -> MachineSpeeds:
     """Measure this machine with an experiment of one device whose data are available.
 
-    `together`: all cores train at the same time, as in a lab on this host.
+    `together`: all cores train at the same time, as in a lab on this host. `fitted`: the costs of messages.
     """
     jobs, text = cores if together else 1, experiment.to_json()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         found = [job.result() for job in [pool.submit(train, text, TRAINING_S) for _ in range(jobs)]]
-    copy_s, speed = _best(_copying()) / NOISE_BYTES, _best(_packing) / REFERENCE.packing_s
+    copy_s, speed = copy_seconds(), _best(_packing) / REFERENCE.packing_s
+    if fitted is None:
+        message_s, round_s = REFERENCE.message_s * speed, REFERENCE.round_s * speed
+        byte_s = REFERENCE.byte_s * copy_s / REFERENCE.copying_s
+    else:
+        message_s, round_s, byte_s = fitted.message_s, fitted.round_s, fitted.byte_s
     return MachineSpeeds(
         step_s=mean(one.step_s for one in found),
         training_s=mean(one.training_s for one in found),
         evaluation_s=mean(one.evaluation_s for one in found),
-        message_s=REFERENCE.message_s * speed,
-        round_s=REFERENCE.round_s * speed,
-        byte_s=REFERENCE.byte_s * copy_s / REFERENCE.copying_s,
-        mix_byte_s=MIXED * copy_s,
+        message_s=message_s,
+        round_s=round_s,
+        byte_s=byte_s,
+        mix_byte_s=mixing_s(copy_s),
         record_s=_writing(row_bytes),
         cores=cores,
         share=min(one.share for one in found),
@@ -128,6 +136,16 @@ def train(experiment_json: str, training_s: float) -> TrainingSpeed:
     evaluate(module, images, labels=labels, normalise=data.normaliser())
     evaluation_s = (time.monotonic() - start) * len(data.test_labels) / max(1, len(labels))
     return TrainingSpeed(spent_s / steps, min(overhead), evaluation_s, min(1.0, cpu_s / spent_s))
+
+
+def copy_seconds() -> float:
+    """Return the seconds of copying and hashing a byte of a model."""
+    return _best(_copying()) / NOISE_BYTES
+
+
+def mixing_s(copy_s: float) -> float:
+    """Return the seconds of mixing a byte of the uploads."""
+    return MIXED * copy_s
 
 
 def _best(loop: Callable[[], None]) -> float:

@@ -11,7 +11,7 @@ import typer
 
 from deploy.console.options import Overrides
 from deploy.console.reporting import reporting
-from deploy.console.shipped import ExperimentFile
+from deploy.console.shipped import OptionalExperimentFile
 from deploy.console.stages import stages
 from deploy.console.tabular import size
 
@@ -26,7 +26,7 @@ OTHERS_MOST: Final = 0.1  # share of all cores that others may use
 
 
 def plan(
-    experiment: ExperimentFile,
+    experiment: OptionalExperimentFile = None,
     overrides: Overrides = None,
     one_host: Annotated[
         bool, typer.Option("--one-host", help="Predict a lab on this machine, as started by `fedstrata run`.")
@@ -34,6 +34,26 @@ def plan(
     interface: Annotated[
         float, typer.Option(min=0.001, help="Rate of each host's network interface, Mbit/s.")
     ] = INTERFACE_MBIT,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run the agents themselves in virtual time, up to some 10,000 devices.")
+    ] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --simulate: global rounds to simulate. [default: those of the experiment, at most 5]",
+            show_default=False,
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="First measure what messages cost on this machine, and keep it.")
+    ] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of --calibrate. [default: $XDG_CACHE_HOME/fedstrata/calibration.json]", show_default=False
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write the prediction to this file, as JSON.", show_default=False)
     ] = None,
@@ -44,14 +64,26 @@ def plan(
     """Predict seconds, bytes and memory of a run from its experiment and from this machine's measured speed.
 
     The prediction has the load of this machine during the measurement: on a busy one it is for a busy one. Without
-    --one-host each node is assumed to have its own machine, as fast as this one.
+    --one-host each node is assumed to have its own machine, as fast as this one. --simulate runs the real agents in
+    virtual time: with quorums, deadlines and selection. --calibrate measures what messages cost here.
     """
     from common.errors import InvalidExperiment
     from common.experiment.reading import load
 
     with reporting():
+        if rounds is not None and not simulate:
+            raise InvalidExperiment("--rounds", rounds, "only a simulated run has rounds", "Add --simulate.")
+        if calibrate:
+            _calibrate(calibration)
+        if experiment is None:
+            if calibrate:
+                return
+            raise InvalidExperiment("EXPERIMENT", "", "no file to plan", "Name a TOML file, or add --calibrate.")
         with stages(STAGES) as begin:
-            found = predict(load(experiment, overrides or ()), one_host=one_host, interface_mbit=interface, begin=begin)
+            found = predict(
+                load(experiment, overrides or ()), one_host=one_host, interface_mbit=interface, simulate=simulate,
+                rounds=rounds, calibration=calibration, begin=begin,
+            )  # fmt: skip
         if out is not None:
             try:
                 out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -65,54 +97,88 @@ def predict(
     *,
     one_host: bool,
     interface_mbit: float = INTERFACE_MBIT,
+    simulate: bool = False,
+    rounds: int | None = None,
+    calibration: Path | None = None,
     begin: Callable[[str], object] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Return the content of prediction.json. `begin` is called with each of STAGES. Raises InvalidExperiment.
+    """Return the content of prediction.json. Raises InvalidExperiment, and RunFailed if a simulated run fails.
 
     For one global round: `seconds` by phase, `bytes` of MQTT by link (`FROM TO`), and `tiers`, MQTT bytes by tier.
     Also `memory`, bytes by role; `assumed`, the assumptions as text; `speeds`, the measured speeds of this machine, and
-    `load`, that of other processes meanwhile.
+    `load`, that of other processes meanwhile. `begin` is called with each of STAGES.
+    `simulate`: run the agents in virtual time, for `rounds` global rounds; then `simulated_rounds` has the seconds of
+    each. `calibration`: file of `--calibrate`, by default this machine's if it has one.
     """
     import os
     from dataclasses import asdict
 
     from common.host.load import LoadMeter
     from deploy.local.beforehand import check_code
-    from deploy.planning import footprint, prediction, workload
+    from deploy.planning import constants, footprint, prediction, workload
     from deploy.planning.calibration import measure
 
     check_code(experiment)
+    fitted = constants.read(calibration)
     begin(f"reads and splits {experiment.data.dataset}")
     work = workload.workload(experiment)
     cores = len(os.sched_getaffinity(0))
     processes = f"{cores} processes, as many as cores" if one_host and cores > 1 else "one process"
     begin(f"measures training and evaluation of {experiment.model.name}, {processes}")
     meter = LoadMeter()
-    speeds = measure(work.single, cores=cores, together=one_host, row_bytes=work.sizes.row)
+    speeds = measure(work.single, cores=cores, together=one_host, row_bytes=work.sizes.row, fitted=fitted)
     load = meter.read()
     begin("finds the epochs of each institution")
     workload.rehearse(work, speeds)
     begin("simulates a global round")
     lab = workload.lab(work, speeds, one_host=one_host, interface_mbit=interface_mbit)
-    seconds = prediction.seconds(lab, speeds)
-    global_round_s = sum(seconds.values())
+    if simulate:
+        from deploy.planning import simulated
+
+        run = simulated.simulate(work, speeds, one_host=one_host, interface_mbit=interface_mbit, rounds=rounds)
+        found = simulated.prediction_of(work, run)
+    else:
+        seconds = prediction.seconds(lab, speeds)
+        found = {
+            "global_round_s": sum(seconds.values()),
+            "total_s": sum(seconds.values()) * experiment.rounds,
+            "seconds": seconds,
+            "bytes": footprint.links_of(experiment, work.sizes) if work.listed else {},
+            "tiers": footprint.tiers_of(lab),
+        }
     devices = max(experiment.sizes()[-1]) if one_host else 1
+    costs = "scaled from a reference machine" if fitted is None else fitted.described()
     return {
         "experiment": experiment.name,
         "experiment_digest": experiment.digest,
         "one_host": one_host,
         "global_rounds": experiment.rounds,
-        "global_round_s": global_round_s,
-        "total_s": global_round_s * experiment.rounds,
-        "seconds": seconds,
-        "bytes": footprint.links_of(experiment, work.sizes) if work.listed else {},
-        "tiers": footprint.tiers_of(lab),
+        **found,
         "memory": footprint.memory_of(lab, experiment, data_bytes=work.data_bytes, devices=devices),
         "epochs": dict(work.epochs),
-        "assumed": [*work.assumed, *([] if one_host else [f"each host has a {interface_mbit:g} Mbit/s interface"])],
+        "assumed": [
+            *work.assumed,
+            *([] if one_host else [f"each host has a {interface_mbit:g} Mbit/s interface"]),
+            f"the costs of messages: {costs}",
+        ],
         "speeds": asdict(speeds),
         "load": asdict(load) | {"busy": _busy(load, speeds.share)},
+        "calibration": None if fitted is None else asdict(fitted),
     }
+
+
+def _calibrate(path: Path | None) -> None:
+    """Measure what messages cost on this machine, and keep it for later plans."""
+    from deploy.console.logs import write_line
+    from deploy.planning import constants
+    from deploy.planning.fitting import measure_costs
+
+    costs = measure_costs()
+    file = constants.write(costs, path)
+    write_line(
+        f"a round: {costs.round_s * 1e3:.2f} ms, and {costs.message_s * 1e3:.2f} ms for each child; a byte: "
+        f"{costs.byte_s * 1e9:.2f} ns; {costs.described()}: {file}"
+    )
 
 
 def _table(found: dict[str, Any]) -> str:

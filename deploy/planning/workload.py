@@ -66,13 +66,16 @@ KNOWN: Final = MappingProxyType(
 class PlannedWorkload:
     """The work of an experiment.
 
-    single: the same experiment with one device, for calibration    samples: by device, or one number for all devices
+    single: the same experiment with one device, for calibration    layout, first: of its models, and the first one
+    samples: by device, or one number for all devices
     here: whether the data set is available    epochs: by child of the cloud    assumed: the assumptions, as text
     """
 
     experiment: Experiment
     single: Experiment
     sizes: Sizes
+    layout: ModelLayout
+    first: Row
     samples: int | Mapping[str, int]
     data_bytes: int
     here: bool
@@ -118,12 +121,22 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     last = experiment.every_tier[-1].aggregation  # its devices' objective may need it
     rule = last.model_dump(mode="json") if last.objective or last.sends or last.returns else {}
     alone: dict[str, object] = {"topology": {"institutions": 0, "devices": 1}, "tiers": [], "institution": {}}
-    alone |= {"cloud": {"aggregation": rule}, "links": {}}
+    alone |= {"cloud": {"aggregation": rule}, "links": {}, "hardware": {}}
     alone |= {"transfer": experiment.transfer.model_dump(mode="json") | {"wan": {}, "lan": {}}}
     single = parse(here.model_dump(mode="json") | alone)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
     sizes = _sizes(experiment, tester.layout, tester.first)
-    return PlannedWorkload(experiment, single, sizes, samples, nbytes, here=here is experiment, assumed=assumed)
+    return PlannedWorkload(
+        experiment,
+        single,
+        sizes,
+        tester.layout,
+        tester.first,
+        samples,
+        nbytes,
+        here=here is experiment,
+        assumed=assumed,
+    )
 
 
 def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
