@@ -135,24 +135,25 @@ class _Watched:
     """Values that other objects hold, read at each scrape, so that counting has no overhead."""
 
     def __init__(self) -> None:
-        self._reads: dict[str, list[tuple[tuple[str, ...], Callable[[], Reading]]]] = {}
+        self._reads: dict[
+            str, dict[tuple[str, ...], list[tuple[tuple[str, ...], Callable[[], Reading]]]]
+        ] = {}  # by node
         self._ended: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(int))
         self._lock = Lock()  # the server's thread must not count a run twice that ends
 
     def add(self, name: str, node: tuple[str, ...], read: Callable[[], Reading]) -> None:
         with self._lock:
-            self._reads.setdefault(name, []).append((node, read))
+            self._reads.setdefault(name, {}).setdefault(node[: len(NODE)], []).append((node, read))
 
     def end(self, node: tuple[str, ...]) -> None:
         """Keep the counts of a node whose run is over, and no object of the run."""
         with self._lock:
             for name, reads in self._reads.items():
-                over = [(of, read) for of, read in reads if of[: len(node)] == node]
+                over = reads.pop(node, [])
                 if FAMILIES[name].kind == "counter":
                     for of, read in over:
                         for labels, value in read():
                             self._ended[name][*of, *labels] += value
-                self._reads[name] = [entry for entry in reads if entry not in over]
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
@@ -167,9 +168,10 @@ class _Watched:
 
     def _sums(self, name: str) -> dict[tuple[str, ...], float]:
         sums: dict[tuple[str, ...], float] = defaultdict(int, self._ended.get(name, {}))
-        for node, read in self._reads[name]:
-            for labels, value in read():
-                sums[*node, *labels] += value
+        for reads in self._reads[name].values():
+            for node, read in reads:
+                for labels, value in read():
+                    sums[*node, *labels] += value
         return sums
 
 

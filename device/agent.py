@@ -12,7 +12,7 @@ from common.aggregation.extras import link_layouts
 from common.errors import InvalidExperiment
 from common.experiment.data import Data, check_alike, examine_data, found_in, root_below
 from common.experiment.own import permit
-from common.experiment.reading import parse
+from common.experiment.reading import announced
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.host.examination import examine_host
@@ -125,7 +125,7 @@ class DeviceAgent:
 
     async def _serve(self, found: Found) -> None:
         run = found.run
-        experiment = parse(found.announcement.experiment)
+        experiment = announced(found.announcement.experiment)
         root = self._data or root_below(experiment.data, self._name, allowed=self._data_root)
         experiment = experiment.with_data_root(root)
         tree = experiment.tree

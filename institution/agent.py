@@ -10,7 +10,7 @@ from pathlib import Path
 from common.aggregation.extras import link_layouts
 from common.experiment.data import root_below
 from common.experiment.own import permit
-from common.experiment.reading import parse
+from common.experiment.reading import announced
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
@@ -109,7 +109,7 @@ class InstitutionAgent:
 
     async def _serve(self, found: Found) -> None:
         run, announcement = found.run, found.announcement
-        experiment = parse(announcement.experiment)
+        experiment = announced(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="institution", among=tree.aggregators)

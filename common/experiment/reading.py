@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,6 +67,14 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
         return Experiment.model_validate(tree)
     except ValidationError as error:
         raise explain(error, Experiment) from None
+
+
+@lru_cache(maxsize=2)
+def announced(text: str) -> Experiment:
+    """Return the experiment of an announcement, as `parse` does. The nodes of one process share it, and its tree."""
+    experiment = parse(text)
+    _ = experiment.tree  # before copies with another data root are made: they keep it
+    return experiment
 
 
 def to_toml(experiment: Experiment) -> str:

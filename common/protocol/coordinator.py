@@ -10,21 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from math import inf
 from typing import Final
 
 from common.experiment.rounds import Closing
-from common.protocol.closing import Standing, Verdict, judge
-from common.protocol.messages import (
-    Acknowledgement,
-    Key,
-    NodeState,
-    Phase,
-    Presence,
-    Progress,
-    Result,
-    Task,
-)
+from common.protocol.attendance import Lacking
+from common.protocol.closing import Verdict, judge
+from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.round_state import (
     ACKNOWLEDGE_S,
     LIVING,
@@ -34,12 +27,13 @@ from common.protocol.round_state import (
     ChildCause,
     ChildInRound,
     ChildState,
-    Closed,
     CoordinatorEvent,
     Restarted,
     ResultAnnounced,
     Stalled,
     blame,
+    closed_of,
+    standing_of,
 )
 from common.protocol.timeline import Timeline
 
@@ -58,6 +52,7 @@ class Coordinator:
         self._judged = self._collected = -inf
         self._quiet_until = -inf  # no deadline before; most calls find nothing to do
         self._received_at = -inf  # time of the last message of a child
+        self._at_work = self._without_model = self._without_result = Lacking[ChildInRound]()
         self._events: deque[CoordinatorEvent] = deque()
         self._acknowledgements: deque[tuple[str, Acknowledgement]] = deque()
         self.timeline = Timeline(0.0)
@@ -97,6 +92,8 @@ class Coordinator:
             child.moved = now - self._idle_s if child.presence is NodeState.FAILED else now
             child.state = ChildState.IDLE if child.assignment is None else ChildState.ASSIGNED
             self._send_task(child, now)
+        self._at_work = Lacking()
+        self._without_model, self._without_result = Lacking(self._taking_part()), Lacking(self._taking_part())
         return self._key
 
     def receive(self, name: str, message: Progress | Result, *, now: float) -> str:
@@ -125,7 +122,7 @@ class Coordinator:
             child.seconds = now - child.assigned
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
-            if all(c.result for c in self._taking_part()):
+            if not self._without_result.any(lambda c: c.result is None):
                 self.timeline.last_result = now
             self._events.append(ResultAnnounced(name, message))
         elif child.state is ChildState.ACCEPTED:
@@ -226,7 +223,6 @@ class Coordinator:
     def retry(self, name: str, key: Key, *, now: float) -> None:
         """Wait for that result again: the child no longer holds the model that it announced."""
         if self.is_announced(name, key) and self._children[name].go(ChildCause.RETRY):
-            self._children[name].result = None
             self._send_task_again(self._children[name], now)
 
     def tick(self, now: float) -> None:
@@ -317,6 +313,8 @@ class Coordinator:
         self._quiet_until = -inf
 
     def _send_task_again(self, child: ChildInRound, now: float) -> None:
+        child.result = None
+        self._without_result.add(child)
         self._send_task(child, self._again_at(child, now))
 
     @staticmethod
@@ -331,14 +329,18 @@ class Coordinator:
             self._events.append(Restarted(name))
         child.session, child.moved, child.mark, child.prepared = session, now, None, -1
         if (self._open or child.carried) and child.go(ChildCause.RESTART):
-            child.result = None
             self._send_task_again(child, now)
 
     def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
         self._children[name].acknowledged = key, reason
         self._acknowledgements.append((name, Acknowledgement(key, reason)))
-        if self._open:
+        # Before its deadline a round stays open after one more accepted result if another child is at work.
+        at_work = self._at_work.any(lambda c: self._is_at_work(c, now)) and now < self._deadline_at()
+        if self._open and (reason or not at_work):
             self._judge(now)
+
+    def _is_at_work(self, child: ChildInRound, now: float) -> bool:
+        return child.state in UNFINISHED and not child.absent and now < self._idle_at(child)
 
     def _acknowledge_again(self, name: str, acknowledgement: Acknowledgement, now: float) -> None:
         child = self._children[name]
@@ -356,7 +358,7 @@ class Coordinator:
 
     def _received_model(self, child: ChildInRound, now: float) -> None:
         child.has_model, child.absent = True, False  # it is working, regardless of its presence
-        if self.timeline.dispatched is None and all(c.has_model for c in self._taking_part()):
+        if self.timeline.dispatched is None and not self._without_model.any(lambda c: not c.has_model):
             self.timeline.dispatched = now
 
     @staticmethod
@@ -367,12 +369,8 @@ class Coordinator:
         self._judged = now
         part = [(n, c) for n, c in self._children.items() if c.assignment is not None]
         idle = [n for n, c in part if c.state in UNFINISHED and now >= self._idle_at(c)]
-        absent = sum(c.absent and c.state in UNFINISHED and n not in idle for n, c in part)
-        accepted = sum(c.state is ChildState.ACCEPTED for _, c in part)
-        refused = sum(c.state is ChildState.REFUSED for _, c in part)
-        waiting = len(part) - accepted - refused - len(idle) - absent
-        standing = Standing(accepted, refused, len(idle), waiting, absent)
-        verdict = judge(self._closing, standing, overdue=now >= self._deadline_at())
+        verdict = judge(self._closing, standing_of(part, idle), overdue=now >= self._deadline_at())
+        self._at_work = Lacking(c for _, c in part if self._is_at_work(c, now))
         if verdict is Verdict.CLOSE and self._key is not None:
             self._close(self._key, now)
         elif verdict is Verdict.IMPOSSIBLE:
@@ -384,17 +382,12 @@ class Coordinator:
     def _close(self, key: Key, now: float) -> None:
         self._open = False
         self.timeline.closed = now
-        results = {
-            n: c.result for n, c in self._children.items()
-            if c.assignment is not None and c.state is ChildState.ACCEPTED and c.result is not None
-        }  # fmt: skip
-        refused = {n: c.refusal for n, c in self._children.items() if c.assignment and c.refusal}
-        missing = tuple(n for n, c in self._children.items() if c.assignment and n not in results and n not in refused)
-        self.timeline.seconds = {name: self._children[name].seconds for name in results}
+        closed = closed_of(key, self._children)
+        self.timeline.seconds = {name: self._children[name].seconds for name in closed.results}
         if self._buffered:
-            missing = ()
+            carried, closed = set(closed.missing), replace(closed, missing=())
             for name, child in self._children.items():
-                child.carried = child.assignment is not None and name not in results and name not in refused
+                child.carried = name in carried
                 if not child.carried:
                     child.assignment, child.refusal, child.state = None, "", ChildState.IDLE
-        self._events.append(Closed(key, results, missing, refused))
+        self._events.append(closed)

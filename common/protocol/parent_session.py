@@ -22,6 +22,7 @@ from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol import topics
+from common.protocol.attendance import Attendance
 from common.protocol.coordinator import Coordinator
 from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.identity import Identity
@@ -57,7 +58,7 @@ from common.protocol.reports import check_report
 from common.protocol.round_state import LIVING, Assignment, Restarted, ResultAnnounced
 from common.protocol.session import Session
 from common.protocol.session_events import ByteMeter, ProbeReceived
-from common.protocol.targets import STAYING, Targets
+from common.protocol.targets import Targets
 
 QUIET_S: Final = 5.0  # without a report of a child that prepares; it reports every two seconds
 RATED_CHUNKS: Final = 8  # smaller models do not show the rate of their link
@@ -110,6 +111,7 @@ class ParentSession(Session):
         self._pending: dict[tuple[str, str], Result] = {}
         self._assignments: Mapping[str, Assignment] = {}
         self._last: dict[str, Presence | None] = {}
+        self._attendance = Attendance()
         self._waits_for: dict[str, str] = {}
         self._prepared_at: dict[str, float] = {}
 
@@ -210,6 +212,11 @@ class ParentSession(Session):
                 missing[name] = "never came" if name not in self._last else "was lost, or left"
         return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
 
+    @property
+    def complete(self) -> bool:
+        """Whether all children can take part now."""
+        return len(self._attendance.ready) == len(self.peers)
+
     def ask_quiet(self, now: float) -> None:
         """Ask children that stopped reporting their preparation: the message that they are ready may be lost."""
         preparing = [name for name, last in self._last.items() if last is not None and last.state is NodeState.INIT]
@@ -222,9 +229,10 @@ class ParentSession(Session):
         """Return the children that are present."""
         return [name for name, last in self._last.items() if last is not None and last.state in LIVING]
 
-    def staying(self) -> set[str]:
-        """Return the children that are present or have just finished."""
-        return {name for name, last in self._last.items() if last is not None and last.state in STAYING}
+    @property
+    def owes_farewells(self) -> bool:
+        """Whether a child that is present or has just finished has not sent its farewell."""
+        return bool(self._attendance.owing)
 
     # Implementation of Side
 
@@ -265,6 +273,7 @@ class ParentSession(Session):
             self._enter_reports(sender, session, message.children)
         elif isinstance(message, Farewell):
             self.farewells.add(sender)
+            self._attendance.owing.discard(sender)
             if self._budget.take(sender, now):
                 self.outbox.send(sender, Goodbye(), now)
             self._events.append(GoodbyeReceived(sender))
@@ -299,6 +308,7 @@ class ParentSession(Session):
             else:  # a device's are the same all the time
                 self.samples[peer], self._counted[peer] = presence.samples, session
         self._last[peer] = presence
+        self._attendance.note(peer, presence, counted=peer in self.samples, farewell=peer in self.farewells)
         if presence is None or before is None or (before.state, before.reason) != (presence.state, presence.reason):
             state, reason = ("left", "") if presence is None else (str(presence.state), presence.reason)
             self._events.append(PeerChanged(peer, state, reason))

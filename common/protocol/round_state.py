@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
+from common.protocol.closing import Standing
 from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Progress, Result
 
 REPEAT_S: Final = 1.0
@@ -201,6 +202,22 @@ class ChildInRound:
         if after is not None:
             self.state = after
         return after is not None
+
+
+def standing_of(part: Sequence[tuple[str, ChildInRound]], idle: Collection[str]) -> Standing:
+    """Return the counts of the children that take part; `idle`: those of them that have made no progress."""
+    absent = sum(c.absent and c.state in UNFINISHED and n not in idle for n, c in part)
+    accepted = sum(c.state is ChildState.ACCEPTED for _, c in part)
+    refused = sum(c.state is ChildState.REFUSED for _, c in part)
+    return Standing(accepted, refused, len(idle), len(part) - accepted - refused - len(idle) - absent, absent)
+
+
+def closed_of(key: Key, children: Mapping[str, ChildInRound]) -> Closed:
+    """Return the closed round of these children."""
+    part = [(n, c) for n, c in children.items() if c.assignment is not None]
+    results = {n: c.result for n, c in part if c.state is ChildState.ACCEPTED and c.result is not None}
+    refused = {n: c.refusal for n, c in part if c.refusal}
+    return Closed(key, results, tuple(n for n, _ in part if n not in results and n not in refused), refused)
 
 
 def blame(children: Mapping[str, ChildInRound], idle: Iterable[str], *, idle_s: float) -> str:

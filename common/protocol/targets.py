@@ -37,23 +37,24 @@ class Targets:
 
         An absent child may return, and the nodes below wait for it: until then its last report on them remains valid.
         """
+        before = self._own.get(child, ""), self._reports.get(child, {})
+        own, report = "", before[1]
         if presence is not None and presence.state in STAYING:
             below = self._below.get(child, ())
-            self._own[child] = presence.metrics
-            self._reports[child] = {target.name: target.metrics for target in presence.targets if target.name in below}
-        else:
-            self._own.pop(child, None)
-            if presence is None or presence.state not in AWAITED:
-                self._reports.pop(child, None)
-        if self.due == inf and self.addresses() != self._reported:
-            self.due = now + REPORT_S
+            own = presence.metrics
+            report = {target.name: target.metrics for target in presence.targets if target.name in below}
+        elif presence is None or presence.state not in AWAITED:
+            report = {}
+        if (own, report) != before:
+            self._own[child], self._reports[child] = own, report
+            self.due = min(self.due, now + REPORT_S)
 
     def changed(self, now: float) -> tuple[Target, ...] | None:
-        """Return all addresses if a report is due, at most once per REPORT_S."""
+        """Return all addresses if they have changed and a report is due, at most once per REPORT_S."""
         if now < self.due:
             return None
-        self.due, self._reported = inf, self.addresses()
-        return self._reported
+        before, self.due, self._reported = self._reported, inf, self.addresses()
+        return None if self._reported == before else self._reported
 
     def addresses(self) -> tuple[Target, ...]:
         """Return the address of each node below that has one. May be called from another thread."""

@@ -49,6 +49,7 @@ log = logging.getLogger("fedstrata.parent")
 REMIND_FIRST_S: Final = 5.0  # before the first log line about missing children before the run
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
+LOOK_AGAIN_S: Final = 0.2
 REPEAT_END_S: Final = 2.0  # before the end of the run is sent again to children that have not sent their farewell
 
 
@@ -201,11 +202,9 @@ class ParentEndpoint(Endpoint):
         remind_at = begun + REMIND_FIRST_S
         failed: frozenset[str] = frozenset()
         observed: Mapping[str, str] = {}
-        while True:
+        while not self.session.complete:
             now = self.now()
             found = self.session.readiness(now)
-            if len(found.ready) == len(self.peers):
-                return
             if len(found.ready) >= need and now >= begun + (closing.deadline_s or 0.0):
                 break
             if len(self.peers) - len(found.hanging) < need:
@@ -221,6 +220,10 @@ class ParentEndpoint(Endpoint):
             self.session.ask_quiet(now)
             self.wake()
             await self._changed_within(LOOK_S)
+            while not self.session.complete and self.now() < now + LOOK_AGAIN_S:  # each look is at all children
+                await self._changed_within(now + LOOK_AGAIN_S - self.now())
+        else:
+            return
         log.warning("%s begins without: %.2000s", self.identity.name, found.text)
 
     async def measure(self, links: Links) -> None:
@@ -235,7 +238,7 @@ class ParentEndpoint(Endpoint):
         """Wait until the present children have sent their farewells, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.session.farewells >= self.session.staying():
+                while self.session.owes_farewells:
                     if not await self._changed_within(REPEAT_END_S):
                         self.session.own.repeat()
                         self.wake()

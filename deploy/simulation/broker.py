@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from common.accounting.counters import packet_bytes
-from deploy.simulation.subscriptions import SubscriptionTree, matches
+from deploy.simulation.subscriptions import SubscriptionTree, TopicTree, matches
 
 QUEUE_MOST = 1_000_000  # as `deploy.brokers.broker` configures mosquitto, whose default is 1000
 REFUSED = 0x80
@@ -97,6 +97,7 @@ class SimulatedBroker:
         self.sessions: dict[str, BrokerSession] = {}
         self.retained: dict[str, RetainedMessage] = {}
         self._tree: SubscriptionTree[BrokerSession] = SubscriptionTree()
+        self._topics = TopicTree()  # those of `retained`
         self._accepts = accepts
         self._routed = routed
 
@@ -131,7 +132,7 @@ class SimulatedBroker:
             codes.append(qos)
             session.filters[topic_filter] = qos
             self._tree.add(topic_filter, session, qos)
-            for topic in self._retained_under(topic_filter):
+            for topic in self._topics.matching(topic_filter):
                 message = self.retained[topic]
                 self._send(session, topic, message.body, qos=min(qos, message.qos), retain=True)
         return codes
@@ -162,9 +163,11 @@ class SimulatedBroker:
         self.messages += 1
         if retain:
             if body:
+                if topic not in self.retained:
+                    self._topics.add(topic)
                 self.retained[topic] = RetainedMessage(body, qos)
-            else:
-                self.retained.pop(topic, None)
+            elif self.retained.pop(topic, None) is not None:
+                self._topics.remove(topic)
         for session, most in self._tree.subscribers(topic).items():
             self._send(session, topic, body, qos=min(qos, most), retain=False)
         self._routed(message)
@@ -192,6 +195,7 @@ class SimulatedBroker:
             self.retained = dict(store)
         elif store == "empty":
             self.retained = {}
+        self._topics = TopicTree(self.retained)
         self.up = True
 
     def _end(self, session: BrokerSession) -> None:
@@ -215,11 +219,6 @@ class SimulatedBroker:
             self.dropped += 1
             return
         session.subscriber.deliver(topic, body, qos=qos, retain=retain)
-
-    def _retained_under(self, topic_filter: str) -> list[str]:
-        if "+" not in topic_filter and "#" not in topic_filter:
-            return [topic_filter] if topic_filter in self.retained else []
-        return [topic for topic in self.retained if matches(topic_filter, topic)]
 
     def _is_denied(self, topic: str) -> bool:
         return bool(self.denied) and any(matches(pattern, topic) for pattern in self.denied)

@@ -1,8 +1,10 @@
-"""The topic filters of an MQTT broker as a tree of topic levels: a lookup takes one step per level."""
+"""The topic filters and the retained topics of an MQTT broker as trees of topic levels: a step per level and lookup."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Generic, TypeVar
 
 _S = TypeVar("_S")
@@ -59,6 +61,59 @@ class SubscriptionTree(Generic[_S]):
             if (rest := level.below.get("#")) is not None:
                 _merge(found, rest.subscribers)
         return found
+
+
+@dataclass(slots=True)
+class _Names:
+    number: int | None = None  # of the topic that ends here
+    below: dict[str, _Names] = field(default_factory=dict)
+
+
+class TopicTree:
+    """Topics, found by a filter in the order in which they were added."""
+
+    def __init__(self, topics: Iterable[str] = ()) -> None:
+        self._root = _Names()
+        self._numbers = count()
+        for topic in topics:
+            self.add(topic)
+
+    def add(self, topic: str) -> None:
+        """Add a topic that is not there."""
+        level = self._root
+        for part in topic.split("/"):
+            level = level.below.setdefault(part, _Names())
+        level.number = next(self._numbers)
+
+    def remove(self, topic: str) -> None:
+        """Remove an existing topic."""
+        passed: list[tuple[_Names, str]] = []
+        level = self._root
+        for part in topic.split("/"):
+            passed.append((level, part))
+            level = level.below[part]
+        level.number = None
+        for above, part in reversed(passed):
+            if above.below[part].below or above.below[part].number is not None:
+                break
+            del above.below[part]
+
+    def matching(self, topic_filter: str) -> list[str]:
+        """Return the topics that a filter covers, as `matches`."""
+        found: list[tuple[int, str]] = []
+        self._find(self._root, topic_filter.split("/"), (), found)
+        return [topic for _, topic in sorted(found)]
+
+    def _find(self, level: _Names, parts: list[str], path: tuple[str, ...], found: list[tuple[int, str]]) -> None:
+        if (not parts or parts == ["#"]) and level.number is not None and path:
+            found.append((level.number, "/".join(path)))
+        if not parts:
+            return
+        part, rest = parts[0], parts if parts[0] == "#" else parts[1:]
+        names = level.below if part in ("+", "#") else (part,)
+        for name in names:
+            if name in level.below and (path or part == name or not name.startswith("$")):
+                self._find(level.below[name], rest, (*path, name), found)
 
 
 def matches(topic_filter: str, topic: str) -> bool:
