@@ -133,11 +133,12 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
             for key in (keys(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}"})
         }
 
+    trace = {"seconds": [0], "up_mbit": [1], "down_mbit": [1], "repeat_s": 9}
     given_ = {
         "target_accuracy": 0.5,
         "data": {"dataset": "synthetic", "classes": 2},
         "training": {"clip_norm": 1, "schedule": {"every": 1, "factor": 0.5}},
-        "links": {tier: {"profile": "lte"} for tier in ("wan", "lan")},
+        "links": {tier: {"profile": "lte", "trace": trace} for tier in ("wan", "lan")},
         "hardware": {"default": "raspberry-pi-5"},
         "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},
         "institution": {"closing": {"quorum": 1, "deadline_s": 1}},

@@ -17,14 +17,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from common.experiment.tables import Name, Positive, SettingsTable, named
+from common.experiment.traces import LinkTrace, RateTrace
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDirection:
-    """One direction of a link: rate in bytes per second, None = unlimited, and delay of each message in seconds."""
+    """One direction of a link: rate in bytes per second, None = unlimited, and delay of each message in seconds.
+
+    `trace`: of the run; the rate, and the delay before it, are those that chunks, windows and calibration go by.
+    """
 
     rate: float | None = None
     delay_s: float = 0.0
+    trace: RateTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,25 @@ class LinkSettings(Profile):
     """The link between a node and its parent. The name of a profile stands for a table that has only `profile`."""
 
     profile: Name | None = None  # it gives the keys that the table leaves out
+    # Rates and delays over time, or the name of its CSV file. The rates above decide the sizes of chunks, and are
+    # measured before the run; omitted ones are the trace's mean.
+    trace: LinkTrace | None = None
+
+    @property
+    def up(self) -> LinkDirection:
+        """The direction towards the cloud."""
+        return self._traced(super().up, self.trace.up_mbit if self.trace else [])
+
+    @property
+    def down(self) -> LinkDirection:
+        """The direction towards the devices."""
+        return self._traced(super().down, self.trace.down_mbit if self.trace else [])
+
+    def _traced(self, way: LinkDirection, mbit: list[float]) -> LinkDirection:
+        if self.trace is None:
+            return way
+        trace = self.trace.direction(mbit)
+        return LinkDirection(way.rate or trace.mean() or max(trace.rates), way.delay_s or trace.delays[0], trace)
 
 
 class Links(SettingsTable):

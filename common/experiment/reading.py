@@ -16,6 +16,7 @@ from common.experiment.messages import explain
 from common.experiment.present import LAB
 from common.experiment.schema import Experiment
 from common.experiment.tables import write
+from common.experiment.traces import with_traces
 
 ANY: Final = "*"  # stands for any one name in a path of keys
 RENAMED: Final = {  # keys of earlier releases, as paths
@@ -50,7 +51,7 @@ def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         log.warning("%s: the key %s is deprecated. Write %s.", path, old, new)
     for each in overrides:
         override(tree, each)
-    return tree
+    return with_traces(tree, path.parent)
 
 
 def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:

@@ -30,6 +30,7 @@ from common.experiment.score import ACCURACY, NUMBERS, Score
 from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_alone, check_tiers, layers_of
 from common.experiment.topology import CLOUD, Topology, check_topology
+from common.experiment.traces import check_trace
 from common.experiment.training import TrainingSettings, learning_rate
 from common.experiment.training import check as check_training
 
@@ -133,6 +134,7 @@ class Experiment(SettingsTable):
             self._check_node("links.of", child)
         for device in self.hardware.of:
             self._check_device("hardware.of", device)
+        self._check_traces()
         for key, tier in self.keyed_tiers():
             at = f"{key}.transfer" if self.tiers else f"transfer.{tier.name}"
             codecs.check_name(f"{at}.up", tier.transfer.up, codecs.UP)
@@ -307,6 +309,16 @@ class Experiment(SettingsTable):
         if objective.rule not in (None, rule.name):
             problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
             raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
+
+    def _check_traces(self) -> None:
+        tiers = {f"{key}.link" if self.tiers else f"links.{tier.name}": tier.link for key, tier in self.keyed_tiers()}
+        for key, link in (tiers | {f"links.of.{name}": link for name, link in self.links.of.items()}).items():
+            if link.trace is not None:
+                check_trace(f"{key}.trace", link.trace)
+                if self.links.enforce != "bucket":
+                    problem = "only the agents' token buckets replay a trace"
+                    remedy = f'Use links.enforce = "bucket", or remove {key}.trace.'
+                    raise InvalidExperiment("links.enforce", self.links.enforce, problem, remedy)
 
     def _check_node(self, key: str, name: str) -> None:
         if name not in self.tree or name == CLOUD:

@@ -291,6 +291,7 @@ class ChildSession(Session):
                 if event.reason:
                     self._events.append(ResultRefused(event.reason))
             else:
+                self.outbox.begin_traces(now)
                 self._events.append(TaskReceived(event.task))
 
     def _tick(self, now: float) -> None:

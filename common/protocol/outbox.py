@@ -78,6 +78,10 @@ class Outbox:
         self._in_client = 0
         self.noise: dict[tuple[str, str], None] = {}
 
+    def begin_traces(self, now: float) -> None:
+        """Note that the run begins: from now on links have the rates of their traces."""
+        self._shaper.begin(now)
+
     def add_noise(self, owner: str, blob: str) -> None:
         """Count this blob's bytes as those of a calibration; beyond NOISE_KEPT the earliest blob is forgotten.
 

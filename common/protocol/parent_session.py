@@ -133,6 +133,7 @@ class ParentSession(Session):
     ) -> Key:
         """Open a round, see `Coordinator.open`."""
         self._assignments = {**self._assignments, **assignments}
+        self.outbox.begin_traces(now)
         return self.coordinator.open(
             global_round=global_round,
             local_round=local_round,

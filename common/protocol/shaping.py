@@ -4,7 +4,8 @@ Each token bucket is stored as the time at which the emulated link will be free.
 last bit would have arrived, n / rate after the link became free, so a transfer takes bytes / rate; the link's delay is
 added. All messages to a peer pass its bucket, control messages too, and leave in the order in which they were reserved.
 A late wake-up of the event loop is compensated by a short credit. Only a link that something waited for has credit: an
-idle link accumulates none.
+idle link accumulates none. A link with a trace has its rates and delays from the beginning of the run on; in an outage
+its messages wait.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ class Shaper:
 
     def __init__(self, ways: Mapping[str, LinkDirection]) -> None:
         self._ways = ways
+        self._begun: float | None = None
         self._free_at: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._waited: set[str] = set()
         self._waiting: set[str] = set()
+
+    def begin(self, now: float) -> None:
+        """Begin the links' traces, unless they have begun."""
+        self._begun = now if self._begun is None else self._begun
 
     def passed(self) -> None:
         """Note that all bulk messages that may leave were considered: a waiting one has waited at the next call."""
@@ -50,12 +56,16 @@ class Shaper:
         ways = {peer: way for peer in peers if (way := self._ways.get(peer)) is not None}
         due = now
         for peer, way in ways.items():
-            if way.rate is None:
-                free_at = now
-            else:
+            free_at, delay_s = now, way.delay_s
+            if way.rate is not None:
                 credit_s = CREDIT_S if peer in self._waited or peer in self._waiting else 0.0
-                free_at = max(self._free_at.get(peer, 0.0), now - credit_s) + nbytes / way.rate
+                begin = max(self._free_at.get(peer, 0.0), now - credit_s)
+                if way.trace is None or self._begun is None:
+                    free_at = begin + nbytes / way.rate
+                else:
+                    passed_s = way.trace.finish(max(0.0, begin - self._begun), nbytes)
+                    free_at, delay_s = self._begun + passed_s, way.trace.delay_at(passed_s)
                 self._free_at[peer] = free_at
-            due = max(due, max(free_at, now) + way.delay_s, self._last.get(peer, 0.0))
+            due = max(due, max(free_at, now) + delay_s, self._last.get(peer, 0.0))
         self._last.update(dict.fromkeys(ways, due))
         return due

@@ -52,6 +52,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "cloud.epoch_control": "The [page of Tempo](algorithms/tempo.md) has the equations.",
     "profiles.NAME": "[Links](links.md) lists the profiles that ship.",
     "links": "[Links](links.md) explains shaping and calibration.",
+    "tiers.link.trace": "[Links](links.md#traces) has an example.",
     "tiers": "[Operations](operations.md#layers) shows labs with and without institutions.",
     "transfer.wan": "[Links](links.md#codecs) compares the codecs.",
     "hardware": "[Devices](devices.md#emulated-hardware) explains the emulation.",
@@ -91,10 +92,13 @@ def values(schema: Mapping[str, Any]) -> str:
     listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if listed:
         return ", ".join(f"`{json.dumps(value)}`" for value in listed)
+    of_numbers = "minimum" in schema.get("items", {})
     kinds = {
         "boolean": "true, false",
         "string": "a name" if "pattern" in schema else "text",
-        "array": f"{schema['minItems']} numbers" if "minItems" in schema else "a list of names",
+        "array": f"{schema['minItems']} numbers"
+        if "minItems" in schema
+        else f"a list of {'numbers' if of_numbers else 'names'}",
         "object": "a table of lists of names",
     }
     return kinds.get(schema["type"]) or _range(schema)

@@ -2,7 +2,7 @@
 
 Each lab is predicted and then run on this machine by `fedstrata run --plan`; the first global round, in which caches
 fill and Tempo has not yet decided, is left out of the measured mean. The quick prediction knows neither quorums nor
-deadlines. Names of labs may be given, by their beginnings.
+deadlines, nor traces of links. Names of labs may be given, by their beginnings.
 """
 
 from __future__ import annotations
@@ -69,6 +69,18 @@ wan = {{ up_mbit = 20, down_mbit = 20, delay_ms = 10 }}
 check = "off"
 [hardware.of]
 device-3 = {{ overhead_s = 30.0 }}
+""",
+    "an outage of 15 s": f"""
+rounds = 4
+{IMAGES}samples = 400
+[topology]
+institutions = 2
+devices = 4
+[model]
+name = "resnet20"
+[links]
+check = "off"
+wan = {{ trace = {{ seconds = [0, 8, 23], up_mbit = [10, 0, 10], down_mbit = [10, 0, 10] }} }}
 """,
     "1,000 devices": """
 rounds = 3

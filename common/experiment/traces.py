@@ -1,0 +1,164 @@
+"""Traces of links: rates and delays that change with time, from a CSV file, as part of the experiment.
+
+The file's numbers become part of the experiment when it is read, so they travel to the nodes and stay with the run.
+"""
+
+from __future__ import annotations
+
+import csv
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.experiment.tables import Positive, SettingsTable
+
+COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")
+ROWS_MOST: Final = 5000
+Column = list[Annotated[float, Field(ge=0)]]
+
+
+@dataclass(frozen=True, slots=True)
+class RateTrace:
+    """The rates (bytes per second) and delays (seconds) of one direction, each from its start until the next one.
+
+    After `repeat_s` seconds the trace begins anew; None: the last rate and delay hold.
+    """
+
+    starts: tuple[float, ...]
+    rates: tuple[float, ...]
+    delays: tuple[float, ...]
+    repeat_s: float | None = None
+
+    def delay_at(self, t: float) -> float:
+        """Return the delay at t seconds."""
+        return self.delays[self._place(t if self.repeat_s is None else t % self.repeat_s)]
+
+    def finish(self, begin: float, nbytes: float) -> float:
+        """Return when the last of so many bytes has passed that begin to leave at `begin`, seconds."""
+        if self.repeat_s is None:
+            return self._finish(begin, nbytes)
+        periods, offset = divmod(begin, self.repeat_s)
+        each, nbytes = self._carried(self.repeat_s), nbytes + self._carried(offset)  # as if it began with the period
+        whole = max(0, -(-nbytes // each) - 1)
+        return (periods + whole) * self.repeat_s + self._finish(0.0, nbytes - whole * each)
+
+    def mean(self) -> float:
+        """Return the mean rate of a period, or until the last change."""
+        end = self.starts[-1] if self.repeat_s is None else self.repeat_s
+        return self._carried(end) / end if end else self.rates[0]
+
+    def _place(self, t: float) -> int:
+        return max(0, bisect_right(self.starts, t) - 1)
+
+    def _carried(self, until: float) -> float:
+        """Return the bytes that pass from the beginning until then, within a period."""
+        ends = (*self.starts[1:], until)
+        pieces = zip(self.starts, ends, self.rates, strict=True)
+        return sum(max(0.0, min(end, until) - start) * rate for start, end, rate in pieces)
+
+    def _finish(self, begin: float, nbytes: float) -> float:
+        t, left = begin, nbytes
+        place = self._place(t)
+        for end in self.starts[place + 1 :]:
+            carried = (end - t) * self.rates[place]
+            if carried >= left and self.rates[place]:
+                break
+            t, left, place = end, left - carried, place + 1
+        return t + left / self.rates[place]
+
+
+class LinkTrace(SettingsTable):
+    """Rates and delays that change with time. The name of a CSV file stands for a table that has only `file`.
+
+    The file has the columns seconds, up_mbit, down_mbit and delay_ms (which may be left out), and gives these keys. A
+    rate of 0 is an outage. Time begins with the first task of the run.
+    """
+
+    file: str = ""  # relative to the experiment's folder
+    # Seconds after which the trace begins anew; omitted: its last values hold.
+    repeat_s: Positive | None = None
+    seconds: Column = Field(default_factory=list, max_length=ROWS_MOST)  # when each row begins, from 0 on
+    up_mbit: Column = Field(default_factory=list)  # Mbit/s towards the cloud
+    down_mbit: Column = Field(default_factory=list)  # Mbit/s towards the devices
+    delay_ms: Column = Field(default_factory=list)  # milliseconds, one way
+
+    def direction(self, mbit: list[float]) -> RateTrace:
+        """Return the trace of one direction."""
+        rates, delays = (tuple(each * scale for each in of) for of, scale in ((mbit, 1e6 / 8), (self.delay_ms, 1e-3)))
+        return RateTrace(tuple(self.seconds), rates, delays or (0.0,) * len(rates), self.repeat_s)
+
+
+def check_trace(key: str, trace: LinkTrace) -> None:
+    """Raise InvalidExperiment if a trace cannot be replayed."""
+    times, count = trace.seconds, len(trace.seconds)
+    file = trace.file or "the table"
+    if (
+        not count
+        or len(trace.up_mbit) != count
+        or len(trace.down_mbit) != count
+        or len(trace.delay_ms) not in (0, count)
+    ):
+        remedy = f"Give a number in each row and column of {file}."
+        raise InvalidExperiment(key, count, "seconds, up_mbit, down_mbit and delay_ms have not as many rows", remedy)
+    if times[0] != 0 or any(after <= before for before, after in pairwise(times)):
+        raise InvalidExperiment(f"{key}.seconds", times[0], "does not grow from 0 on", f"Sort the rows of {file}.")
+    if trace.repeat_s is not None and trace.repeat_s <= times[-1]:
+        remedy = f"Repeat after more than {times[-1]:g} s."
+        raise InvalidExperiment(f"{key}.repeat_s", trace.repeat_s, "the trace is longer", remedy)
+    for name, mbit in (("up_mbit", trace.up_mbit), ("down_mbit", trace.down_mbit)):
+        if not (any(mbit) if trace.repeat_s else mbit[-1]):
+            remedy = f"End {file} with a rate above 0, or set repeat_s."
+            raise InvalidExperiment(f"{key}.{name}", 0, "the link would be out for ever", remedy)
+
+
+def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return an experiment's tree with the numbers of the trace files that its links name. Raises InvalidExperiment."""
+    resolved = dict(tree)
+    links, tiers = resolved.get("links"), resolved.get("tiers")
+    if isinstance(links, Mapping):
+        resolved["links"] = {key: _link(f"links.{key}", link, folder) for key, link in links.items()}
+        if isinstance(of := links.get("of"), Mapping):
+            resolved["links"]["of"] = {name: _link(f"links.of.{name}", link, folder) for name, link in of.items()}
+    if isinstance(tiers, list):
+        resolved["tiers"] = [
+            {**tier, "link": _link(f"tiers.{place}.link", tier["link"], folder)}
+            if isinstance(tier, Mapping) and "link" in tier
+            else tier
+            for place, tier in enumerate(tiers)
+        ]
+    return resolved
+
+
+def _link(key: str, link: Any, folder: Path) -> Any:
+    """Return a link's table with its trace; values of a wrong type are left for the tables' own checks."""
+    trace = link.get("trace") if isinstance(link, Mapping) else None
+    if isinstance(trace, str):
+        trace = {"file": trace}
+    if not isinstance(trace, Mapping) or "seconds" in trace or not isinstance(trace.get("file"), str):
+        return link
+    return {**link, "trace": {**trace, **_columns(f"{key}.trace", folder / trace["file"])}}
+
+
+def _columns(key: str, path: Path) -> dict[str, list[float]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            names = [name for name in COLUMNS if name in (reader.fieldnames or ())]
+            found = {name: [float(row[name]) for row in rows] for rows in [list(reader)] for name in names}
+    except OSError as error:
+        raise InvalidExperiment(key, str(path), error.strerror or str(error), "Name a CSV file.") from None
+    except (ValueError, TypeError, csv.Error) as error:
+        raise InvalidExperiment(key, str(path), f"no number: {error}", "Fix that row.") from None
+    if missing := [name for name in COLUMNS[:-1] if name not in found]:
+        remedy = f"Write the first line {','.join(COLUMNS)}."
+        raise InvalidExperiment(key, str(path), f"no column {missing[0]}", remedy)
+    if not all(isfinite(each) for column in found.values() for each in column):
+        raise InvalidExperiment(key, str(path), "a number is not finite", "Fix that row.")
+    return found

@@ -1,0 +1,166 @@
+"""Links whose rates change with time: the pure replay, the keys, the token bucket, and whole labs in virtual time."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidExperiment
+from common.experiment.links import LinkDirection
+from common.experiment.reading import load, parse, to_toml
+from common.experiment.traces import RateTrace
+from common.protocol.shaping import Shaper
+from deploy.simulation.hardware import Durations
+from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.outcome import LabOutcome
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> RateTrace:
+    lengths = draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=5))
+    starts = tuple(sum(lengths[:place]) for place in range(len(lengths)))
+    rates = draw(st.lists(st.sampled_from([0.0, 1.0, 8.0, 100.0]), min_size=len(lengths), max_size=len(lengths)))
+    repeat_s = draw(st.sampled_from([None, sum(lengths)]))
+    rates[-1] = rates[-1] or 2.0
+    return RateTrace(starts, tuple(rates), (0.0,) * len(rates), repeat_s)
+
+
+def finish_by_steps(trace: RateTrace, begin: float, nbytes: float) -> float:
+    """Return what `RateTrace.finish` returns, change by change."""
+    t, left = begin, nbytes
+    while True:
+        offset = t if trace.repeat_s is None else t % trace.repeat_s
+        period = t - offset
+        place = max(i for i, start in enumerate(trace.starts) if start <= offset + 1e-12)
+        last = inf if trace.repeat_s is None else trace.repeat_s
+        end = period + (trace.starts[place + 1] if place + 1 < len(trace.starts) else last)
+        if left <= (end - t) * trace.rates[place] and trace.rates[place]:
+            return t + left / trace.rates[place]
+        t, left = end, left - (end - t) * trace.rates[place]
+
+
+@given(trace=traces(), begin=st.integers(0, 80).map(lambda n: n / 4), nbytes=st.integers(1, 4000))
+def test_a_trace_carries_what_its_rates_carry(trace: RateTrace, begin: float, nbytes: float) -> None:
+    assert trace.finish(begin, nbytes) == pytest.approx(finish_by_steps(trace, begin, nbytes))
+
+
+def test_means_and_delays_follow_the_trace() -> None:
+    trace = RateTrace((0.0, 2.0, 4.0), (10.0, 0.0, 40.0), (0.1, 0.2, 0.3), 6.0)
+    assert trace.mean() == pytest.approx((20 + 0 + 80) / 6)
+    assert [trace.delay_at(t) for t in (0.0, 1.9, 2.0, 5.0, 6.5, 9.0)] == [0.1, 0.1, 0.2, 0.3, 0.1, 0.2]
+    held = RateTrace((0.0, 2.0), (10.0, 30.0), (0.0, 0.5))
+    assert held.mean() == 10.0 and held.delay_at(100.0) == 0.5
+    assert held.finish(100.0, 60.0) == 102.0
+
+
+def test_the_bucket_waits_for_the_end_of_an_outage() -> None:
+    trace = RateTrace((0.0, 2.0, 12.0), (1000.0, 0.0, 500.0), (0.0, 0.0, 1.0))
+    shaper = Shaper({"a": LinkDirection(2000.0, trace=trace)})
+    assert shaper.reserve(("a",), 1000, 100.0) == 100.5  # before the run: the declared rate
+    shaper.begin(200.0)
+    shaper.begin(205.0)  # a later task: the trace goes on
+    assert shaper.reserve(("a",), 1000, 200.0) == 201.0
+    assert shaper.reserve(("a",), 1500, 201.0) == 200.0 + 12.0 + 1.0 + 1.0  # 1000 until 202, the rest after the outage
+    assert not shaper.ready(("a",), 205.0) and shaper.ready(("a",), 213.0)
+
+
+CSV = "seconds,up_mbit,down_mbit,delay_ms\n0,8,16,10\n5,0,0,10\n9,4,4,50\n"
+
+
+def test_a_trace_is_part_of_the_experiment_once_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "lte.csv").write_text(CSV)
+    (tmp_path / "bus.csv").write_text("seconds,up_mbit,down_mbit\n0,1,1\n")
+    file = tmp_path / "lab.toml"
+    file.write_text(
+        '[links]\nwan = { trace = { file = "lte.csv", repeat_s = 12 } }\nof.device-0 = { trace = "bus.csv" }\n'
+    )
+    experiment = load(file)
+    again = parse(experiment.to_json())
+    assert again == experiment and "up_mbit = [8.0, 0.0, 4.0]" in to_toml(experiment)
+    wan = experiment.links.wan
+    assert wan.up.trace == RateTrace((0.0, 5.0, 9.0), (1e6, 0.0, 5e5), (0.01, 0.01, 0.05), 12.0)
+    assert wan.up.rate == pytest.approx((5 * 1e6 + 3 * 5e5) / 12) and wan.down.delay_s == 0.01
+    assert experiment.link("device-0").down.trace == RateTrace((0.0,), (125_000.0,), (0.0,))
+    assert load(file, ["links.lan.trace=bus.csv"]).links.lan.up.rate == 125_000.0
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "problem"),
+    [
+        (CSV, {"repeat_s": 9}, "repeat_s = 9.*the trace is longer"),
+        (CSV.replace("9,4,4,50", "9,0,4,50"), {}, "up_mbit = 0.*out for ever"),
+        (CSV.replace("5,", "0,"), {}, "seconds = .*does not grow"),
+        (CSV.replace("0,8", "1,8"), {}, "seconds = 1.*does not grow"),
+        (CSV.replace("down_mbit", "down"), {}, "no column down_mbit"),
+        (CSV.replace("16", "x"), {}, "no number"),
+        (CSV.replace("16", "inf"), {}, "not finite"),
+        (CSV.replace("16", "-1"), {}, "down_mbit"),
+        ("seconds,up_mbit,down_mbit\n", {}, "not as many rows"),
+        (None, {}, "No such file"),
+    ],
+)
+def test_a_trace_that_cannot_be_replayed_is_refused(
+    tmp_path: Path, text: str | None, options: dict[str, Any], problem: str
+) -> None:
+    if text is not None:
+        (tmp_path / "lte.csv").write_text(text)
+    file = tmp_path / "lab.toml"
+    given = ", ".join(['file = "lte.csv"', *(f"{key} = {value}" for key, value in options.items())])
+    file.write_text(f"[links]\nwan = {{ trace = {{ {given} }} }}\n")
+    with pytest.raises(InvalidExperiment, match=f"(?s)links.wan.trace.*{problem}|{problem}"):
+        load(file)
+
+
+def test_only_buckets_replay_traces() -> None:
+    with pytest.raises(InvalidExperiment, match="token buckets"):
+        parse({"links": {"enforce": "kernel", "wan": {"trace": OUTAGE}}})
+
+
+OUTAGE = {"seconds": [0, 6, 26], "up_mbit": [2, 0, 2], "down_mbit": [2, 0, 2]}
+LAB: dict[str, Any] = {
+    "rounds": 3,
+    "topology": {"institutions": 2, "devices": 4},
+    "institution": {"rounds": 2},
+    "transfer": {"idle_s": 30.0, "keepalive_s": 5, "inline_bytes": 0},
+}
+
+
+def run(links: dict[str, Any], **settings: Any) -> LabOutcome:
+    experiment = parse(LAB | {"links": {"check": "off"} | links} | settings)
+    return SimulatedLab(experiment, seed=3, model_bytes=400_000, durations=Durations(spread=0.0)).run()
+
+
+@pytest.mark.parametrize("tier", ["wan", "lan"])
+def test_a_lab_survives_an_outage_and_its_model_is_the_same(tier: str) -> None:
+    plain = run({tier: {"up_mbit": 2, "down_mbit": 2}})
+    outage = run({tier: {"trace": OUTAGE}})
+    assert plain.ok and outage.ok, outage
+    assert outage.digest == plain.digest and outage.faults == ()
+    assert plain.virtual_s + 15 < outage.virtual_s < plain.virtual_s + 30
+    seconds = [float(row["elapsed_s"]) for row in outage.rounds]
+    assert max(after - before for before, after in zip([0.0, *seconds], seconds, strict=False)) > 20
+
+
+def test_an_outage_of_a_single_device_delays_the_others_by_its_length() -> None:
+    lan = {"up_mbit": 2, "down_mbit": 2}
+    one, none = run({"lan": lan, "of": {"device-0": {"trace": OUTAGE}}}), run({"lan": lan})
+    assert one.ok and one.digest == none.digest and one.virtual_s > none.virtual_s + 10
+
+
+def test_a_longer_outage_than_idle_s_ends_the_run_with_its_reason() -> None:
+    outage = {"seconds": [0, 6, 106], "up_mbit": [2, 0, 2], "down_mbit": [2, 0, 2]}
+    ended = run({"lan": {"trace": outage}})
+    assert not ended.ok and "made no progress for 30 s" in ended.ended["cloud"] + str(ended.ended), ended
+
+
+def test_a_quorum_goes_on_without_a_device_in_an_outage() -> None:
+    outage = {"seconds": [0, 4, 400], "up_mbit": [2, 0, 2], "down_mbit": [2, 0, 2]}
+    closing = {"rule": "quorum", "quorum": 1, "deadline_s": 8.0}
+    ended = run({"lan": {"up_mbit": 2, "down_mbit": 2}, "of": {"device-0": {"trace": outage}}},
+                institution={"rounds": 2, "closing": closing})  # fmt: skip
+    assert ended.ended["cloud"] == "" and len(ended.rounds) == 3
