@@ -293,7 +293,7 @@ class RunFolder:
     def _links(self) -> dict[str, object]:
         """Return how rates are enforced, and the link of each node to its parent."""
         experiment = self.experiment
-        links = {name: experiment.link(name).model_dump() for name in experiment.tree.nodes}
+        links = {name: experiment.link(name).recorded() for name in experiment.tree.nodes}
         return {"enforce": experiment.links.enforce, "of": links}
 
 

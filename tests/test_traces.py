@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,19 @@ def test_a_lab_survives_an_outage_and_its_model_is_the_same(tier: str) -> None:
     assert plain.virtual_s + 15 < outage.virtual_s < plain.virtual_s + 30
     seconds = [float(row["elapsed_s"]) for row in outage.rounds]
     assert max(after - before for before, after in zip([0.0, *seconds], seconds, strict=False)) > 20
+
+
+def test_the_manifest_has_the_digest_of_each_trace() -> None:
+    manifests: list[dict[str, Any]] = []
+    experiment = parse(LAB | {"rounds": 1, "links": {"check": "off", "of": {"device-0": {"trace": OUTAGE}}}})
+
+    def read(lab: SimulatedLab) -> None:
+        manifests.extend(json.loads(path.read_text()) for path in lab.agents.runs.glob("*/manifest.json"))
+
+    assert SimulatedLab(experiment, model_bytes=400, at_end=read).run().ok
+    links = manifests[0]["links"]["of"]
+    assert links["device-0"]["trace"]["rows"] == 3 and len(links["device-0"]["trace"]["digest"]) == 16
+    assert "trace" not in links["device-1"]
 
 
 def test_an_outage_of_a_single_device_delays_the_others_by_its_length() -> None:

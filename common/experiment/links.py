@@ -77,6 +77,11 @@ class LinkSettings(Profile):
         """The direction towards the devices."""
         return self._traced(super().down, self.trace.down_mbit if self.trace else [])
 
+    def recorded(self) -> dict[str, Any]:
+        """Return what a run's manifest has of this link for each node: of a trace its file, length and digest."""
+        found = self.model_dump(exclude={"trace"})
+        return found if self.trace is None else found | {"trace": self.trace.recorded()}
+
     def _traced(self, way: LinkDirection, mbit: list[float]) -> LinkDirection:
         if self.trace is None:
             return way

@@ -9,6 +9,7 @@ import csv
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -88,6 +89,11 @@ class LinkTrace(SettingsTable):
     up_mbit: Column = Field(default_factory=list)  # Mbit/s towards the cloud
     down_mbit: Column = Field(default_factory=list)  # Mbit/s towards the devices
     delay_ms: Column = Field(default_factory=list)  # milliseconds, one way
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the trace without its rows; the digest, 16 hexadecimal digits, identifies them."""
+        digest = blake2b(self.model_dump_json(exclude={"file"}).encode(), digest_size=8).hexdigest()
+        return {"file": self.file, "repeat_s": self.repeat_s, "rows": len(self.seconds), "digest": digest}
 
     def direction(self, mbit: list[float]) -> RateTrace:
         """Return the trace of one direction."""

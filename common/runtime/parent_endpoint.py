@@ -199,8 +199,7 @@ class ParentEndpoint(Endpoint):
         """
         need = len(self.peers) if closing.rule == "all" else closing.quorum or 1
         begun = observe_at = self.now()
-        remind_at = begun + REMIND_FIRST_S
-        failed: frozenset[str] = frozenset()
+        remind_at, failed = begun + REMIND_FIRST_S, frozenset[str]()
         observed: Mapping[str, str] = {}
         while not self.session.complete:
             now = self.now()
@@ -220,11 +219,10 @@ class ParentEndpoint(Endpoint):
             self.session.ask_quiet(now)
             self.wake()
             await self._changed_within(LOOK_S)
-            while not self.session.complete and self.now() < now + LOOK_AGAIN_S:  # each look is at all children
-                await self._changed_within(now + LOOK_AGAIN_S - self.now())
-        else:
-            return
-        log.warning("%s begins without: %.2000s", self.identity.name, found.text)
+            while not self.session.complete and (left_s := now + LOOK_AGAIN_S - self.now()) > 0:
+                await self._changed_within(left_s)  # as each look is at all children
+        if not self.session.complete:
+            log.warning("%s begins without: %.2000s", self.identity.name, found.text)
 
     async def measure(self, links: Links) -> None:
         """Calibrate the links to the ready children. Raises InvalidExperiment if one differs from its declaration."""
