@@ -98,6 +98,8 @@ check = "off"
 """,
 }
 
+WHOLE: Final = ("an outage of 15 s",)  # labs compared with their first round: it may be the one with the outage
+
 
 def main() -> None:
     """Run each lab and print a table."""
@@ -126,7 +128,8 @@ def main() -> None:
             simulated = json.loads(subprocess.run(plan, check=True, stdout=subprocess.PIPE).stdout)
             run = Run(folder)
             reported = run.prediction
-            rounds = run.rounds[1:]
+            whole = name in WHOLE
+            rounds = run.rounds if whole else run.rounds[1:]
         assert reported is not None
         predicted, measured = sum(reported.seconds.values()), mean(sum(r.phases.values()) for r in rounds)
         phases = ", ".join(
@@ -134,7 +137,7 @@ def main() -> None:
             for phase, seconds in reported.seconds.items()
             if seconds > 0.005
         )
-        also = simulated["global_round_s"]
+        also = mean(simulated["simulated_rounds"]) if whole else simulated["global_round_s"]
         ratios = f"{predicted / measured:.2f}, {also / measured:.2f}"
         table.add_row(name, f"{predicted:.2f} s", f"{also:.2f} s", f"{measured:.2f} s", ratios, phases)
     Console(width=150).print(table)
