@@ -1,4 +1,4 @@
-"""What a run will cost: the simulation against sums by hand, and the command."""
+"""What a run will cost: the simulation against sums by hand, and the predicting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from common.experiment.schema import TransferSettings
 from common.experiment.training import TrainingSettings
 from common.host.load import LoadMeter, MachineLoad
 from common.model.layout import ModelLayout, Section
-from deploy.planning import calibration, command, footprint, workload
+from deploy.planning import calibration, footprint, predicting, workload
 from deploy.planning.calibration import TrainingSpeed
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes, seconds
 from deploy.planning.virtual_time import Host, Process, VirtualTime
@@ -363,7 +363,7 @@ def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatc
 
 def test_the_table_has_a_global_round_its_phases_and_the_memory() -> None:
     seconds_by_phase = {"train": 1.5, "wait": 0.25}
-    table = command._table(
+    table = predicting.text_of(
         {
             "global_round_s": 1.75,
             "total_s": 17.5,
@@ -387,8 +387,8 @@ def test_the_table_has_a_global_round_its_phases_and_the_memory() -> None:
 )
 def test_a_busy_machine_is_noticed(others: float | None, share: float, busy: bool) -> None:
     load = MachineLoad(others, 2, 1.5)
-    assert command._busy(load, share) is busy
-    line = command._load_line({"others_cores": others, "cores": 2, "load_average": 1.5, "busy": busy}, share)
+    assert predicting.is_busy(load, share) is busy
+    line = predicting.load_line({"others_cores": others, "cores": 2, "load_average": 1.5, "busy": busy}, share)
     assert line.count("\n") == 1 and ("Measure again when it is idle." in line) is busy
 
 

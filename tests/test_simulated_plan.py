@@ -244,6 +244,6 @@ def test_the_command_simulates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found["global_round_s"] == pytest.approx(sum(found["seconds"].values()))
     assert found["global_round_s"] > 4 * 0.25 * 0.4  # the messages of four devices at the cloud
     assert any("rack-1" in text and "load of 0.5" in text for text in found["assumed"])
-    for options, problem in ((["--rounds", "2", file], "--simulate"), ([], "no file to plan")):
+    for options, problem in ((["--rounds", "2", file], "--simulate"), ([], "--calibrate")):
         refused = invoke("plan", *options)
-        assert refused.exit_code == 4 and problem in refused.output
+        assert refused.exit_code == 2 and problem in refused.output

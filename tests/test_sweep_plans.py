@@ -10,7 +10,7 @@ import pytest
 
 from common.experiment.links import LinkDirection
 from common.experiment.schema import Experiment
-from deploy.planning import command
+from deploy.cli import plan as command
 from deploy.planning.prediction import Branch, PlannedDevice
 from deploy.sweeps import planning
 from deploy.sweeps.grid import expand

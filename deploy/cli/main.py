@@ -38,7 +38,7 @@ from deploy.console.reporting import reporting
 from deploy.console.shipped import OptionalExperimentFile
 from deploy.console.stages import stages
 from deploy.console.usage import Commands
-from deploy.planning.command import STAGES, predict
+from deploy.planning.predicting import STAGES, predict
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment

@@ -1,98 +1,133 @@
-"""The command `fedstrata plan`, which also plans sweeps."""
+"""The command `fedstrata plan`: predict the costs of a run, or of a sweep."""
 
 from __future__ import annotations
 
-import inspect
-from functools import wraps
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from deploy.cli.sweep import Only, Seeds, SmallForm
+from deploy.console.logs import write_line
+from deploy.console.options import Overrides
 from deploy.console.reporting import reporting
-from deploy.planning import command
+from deploy.console.shipped import OptionalExperimentFile
+from deploy.console.stages import stages
+from deploy.planning.predicting import INTERFACE_MBIT, STAGES, calibrate, predict, text_of
 
-Direct = Annotated[bool, typer.Option("--direct", help="Of a sweep: as `sweep --direct` runs it, on this machine.")]
-Jobs = Annotated[
-    int | None,
-    typer.Option("--jobs", min=1, help="Of a sweep: runs at once.  [default: as `sweep`]", show_default=False),
-]
-OF_A_SWEEP = {"small": SmallForm, "only": Only, "seeds": Seeds, "direct": Direct, "jobs": Jobs}
-
-
-@wraps(command.plan)
-def plan(**given: Any) -> None:
-    own = {name: given.pop(name) for name in OF_A_SWEEP}
-    with reporting():
-        path = given["experiment"]
-        sweep = path is not None and _is_sweep(path)
-    if sweep:
-        _plan_sweep(path, given, **own)
-        return
-    for name in (name for name, value in own.items() if value):
-        raise typer.BadParameter("valid only for a sweep", param_hint=f"--{name}")
-    command.plan(**given)
+if TYPE_CHECKING:
+    from common.experiment.schema import Experiment
+    from deploy.sweeps.grid import Grid
 
 
-plan.__doc__ = f"""{inspect.cleandoc(command.plan.__doc__ or "")}
+def plan(
+    experiment: OptionalExperimentFile = None,
+    overrides: Overrides = None,
+    one_host: Annotated[
+        bool, typer.Option("--one-host", help="Predict a lab on this machine, as started by `fedstrata run`.")
+    ] = False,
+    interface: Annotated[
+        float, typer.Option(min=0.001, help="Rate of each host's network interface, Mbit/s.")
+    ] = INTERFACE_MBIT,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run the agents themselves in virtual time, up to some 10,000 devices.")
+    ] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --simulate: global rounds to simulate.  [default: those of the experiment, at most 5]",
+            show_default=False,
+        ),
+    ] = None,
+    calibrated: Annotated[
+        bool, typer.Option("--calibrate", help="First measure what messages cost on this machine, and keep it.")
+    ] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of --calibrate.  [default: $XDG_CACHE_HOME/fedstrata/calibration.json]", show_default=False
+        ),
+    ] = None,
+    small: SmallForm = False,
+    only: Only = None,
+    seeds: Seeds = None,
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Of a sweep: as `sweep --direct` runs it, on this machine.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", min=1, help="Of a sweep: runs at once.  [default: as `sweep`]", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the prediction to this file, as JSON.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON.")
+    ] = "table",
+) -> None:
+    """Predict seconds, bytes and memory of a run from its experiment and from this machine's measured speed.
 
-Of a sweep's file: hours, bytes and memory of all its runs. Runs that differ only in the seed, in the number of global
-rounds or in how data are distributed are predicted once.
-"""
+    The prediction has the load of this machine during the measurement: on a busy one it is for a busy one. Without
+    --one-host each node is assumed to have its own machine, as fast as this one. --simulate runs the real agents in
+    virtual time: with quorums, deadlines and selection. --calibrate measures what messages cost here.
 
-
-def _with_options() -> inspect.Signature:
-    """Return the signature of `plan` with the options of sweeps."""
-    signature = inspect.signature(command.plan, eval_str=True)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    options = [
-        inspect.Parameter(name, kind, default=False if name in ("small", "direct") else None, annotation=annotation)
-        for name, annotation in OF_A_SWEEP.items()
-    ]
-    return signature.replace(
-        parameters=[*(each.replace(kind=kind) for each in signature.parameters.values()), *options]
-    )
-
-
-plan.__signature__ = _with_options()  # type: ignore[attr-defined]
-plan.__annotations__ = {name: each.annotation for name, each in plan.__signature__.parameters.items()}  # type: ignore[attr-defined]
-
-
-def _is_sweep(path: Path) -> bool:
-    from common.experiment.reading import read
+    Of a sweep's file: hours, bytes and memory of all its runs. Runs that differ only in the seed, in the number of
+    global rounds or in how data are distributed are predicted once.
+    """
+    from common.errors import InvalidExperiment
+    from common.experiment.reading import load, read
     from deploy.sweeps.grid import is_sweep
 
-    return is_sweep(read(path))
+    with reporting():
+        if rounds is not None and not simulate:
+            raise typer.BadParameter("valid only with --simulate", param_hint="--rounds")
+        if calibrated:
+            write_line(calibrate(calibration))
+        if experiment is None:
+            if calibrated:
+                return
+            raise typer.BadParameter("name an experiment, or add --calibrate", param_hint="EXPERIMENT")
+        predicted = partial(
+            predict, one_host=one_host or direct, interface_mbit=interface, simulate=simulate, rounds=rounds,
+            calibration=calibration,
+        )  # fmt: skip
+        if is_sweep(read(experiment)):
+            from deploy.sweeps import grid, planning
+
+            if simulate and direct:
+                raise typer.BadParameter("valid only with a network, not with --direct", param_hint="--simulate")
+            cells = grid.load(experiment, small=small, overrides=overrides or (), only=only or (), seeds=seeds)
+            found = _sweep(cells, predicted, direct=direct, jobs=jobs)
+            text = planning.written(found, output)
+        else:
+            own = {"--small": small, "--only": only, "--seeds": seeds, "--direct": direct, "--jobs": jobs}
+            for option in (option for option, value in own.items() if value):
+                raise typer.BadParameter("valid only for a sweep", param_hint=option)
+            with stages(STAGES) as begin:
+                found = predicted(load(experiment, overrides or ()), begin=begin)
+            text = f"{json.dumps(found)}\n" if output == "json" else text_of(found)
+        if out is not None:
+            try:
+                out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name another file.") from None
+        typer.echo(text, nl=False)
 
 
-def _plan_sweep(
-    path: Path,
-    given: dict[str, Any],
-    *,
-    small: bool,
-    only: list[str] | None,
-    seeds: int | None,
-    direct: bool,
-    jobs: int | None,
-) -> None:
+def _sweep(
+    grid: Grid, predict: Callable[[Experiment], dict[str, Any]], *, direct: bool, jobs: int | None
+) -> dict[str, Any]:
+    """Return the plan of a sweep's runs."""
     from deploy.sweeps import planning
-    from deploy.sweeps.grid import load
     from deploy.sweeps.jobs import default_jobs
 
-    one_host = given["one_host"] or direct
-
-    def predict(experiment: Any) -> dict[str, Any]:
-        found = command.predict(experiment, one_host=one_host, interface_mbit=given["interface"])
+    def predicted(experiment: Experiment) -> dict[str, Any]:
+        found = predict(experiment)
         return planning.without_network(experiment, found) if direct else found
 
-    with reporting():
-        grid = load(path, small=small, overrides=given["overrides"] or (), only=only or (), seeds=seeds)
-        count = jobs or (default_jobs(grid.experiments.values(), ("cpu",)) if direct else 1)
-        found = planning.to_json(grid, planning.plan_of(grid, predict), jobs=min(count, len(grid.experiments)))
-        if given["out"] is not None:
-            from common.host.files import writing
-
-            with writing(given["out"]):
-                given["out"].write_text(planning.written(found, "json"), encoding="utf-8")
-        typer.echo(planning.written(found, given["output"]), nl=False)
+    count = jobs or (default_jobs(grid.experiments.values(), ("cpu",)) if direct else 1)
+    return planning.to_json(grid, planning.plan_of(grid, predicted), jobs=min(count, len(grid.experiments)))

@@ -1,95 +1,21 @@
-"""The command `fedstrata plan`: predict a run's costs."""
+"""The prediction of a run's costs: its content, and its text for people."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
-import typer
-
-from deploy.console.options import Overrides
-from deploy.console.reporting import reporting
-from deploy.console.shipped import OptionalExperimentFile
-from deploy.console.stages import stages
 from deploy.console.tabular import size
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
     from common.host.load import MachineLoad
 
-INTERFACE_MBIT = 1000.0
+INTERFACE_MBIT: Final = 1000.0
 STAGES: Final = 4  # of a prediction
 SHARE_LEAST: Final = 0.9  # of a core, that trainings have on an idle machine
 OTHERS_MOST: Final = 0.1  # share of all cores that others may use
-
-
-def plan(
-    experiment: OptionalExperimentFile = None,
-    overrides: Overrides = None,
-    one_host: Annotated[
-        bool, typer.Option("--one-host", help="Predict a lab on this machine, as started by `fedstrata run`.")
-    ] = False,
-    interface: Annotated[
-        float, typer.Option(min=0.001, help="Rate of each host's network interface, Mbit/s.")
-    ] = INTERFACE_MBIT,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run the agents themselves in virtual time, up to some 10,000 devices.")
-    ] = False,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="With --simulate: global rounds to simulate. [default: those of the experiment, at most 5]",
-            show_default=False,
-        ),
-    ] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="First measure what messages cost on this machine, and keep it.")
-    ] = False,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of --calibrate. [default: $XDG_CACHE_HOME/fedstrata/calibration.json]", show_default=False
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Also write the prediction to this file, as JSON.", show_default=False)
-    ] = None,
-    output: Annotated[
-        Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON.")
-    ] = "table",
-) -> None:
-    """Predict seconds, bytes and memory of a run from its experiment and from this machine's measured speed.
-
-    The prediction has the load of this machine during the measurement: on a busy one it is for a busy one. Without
-    --one-host each node is assumed to have its own machine, as fast as this one. --simulate runs the real agents in
-    virtual time: with quorums, deadlines and selection. --calibrate measures what messages cost here.
-    """
-    from common.errors import InvalidExperiment
-    from common.experiment.reading import load
-
-    with reporting():
-        if rounds is not None and not simulate:
-            raise InvalidExperiment("--rounds", rounds, "only a simulated run has rounds", "Add --simulate.")
-        if calibrate:
-            _calibrate(calibration)
-        if experiment is None:
-            if calibrate:
-                return
-            raise InvalidExperiment("EXPERIMENT", "", "no file to plan", "Name a TOML file, or add --calibrate.")
-        with stages(STAGES) as begin:
-            found = predict(
-                load(experiment, overrides or ()), one_host=one_host, interface_mbit=interface, simulate=simulate,
-                rounds=rounds, calibration=calibration, begin=begin,
-            )  # fmt: skip
-        if out is not None:
-            try:
-                out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name another file.") from None
-        typer.echo(json.dumps(found) if output == "json" else _table(found), nl=output == "json")
 
 
 def predict(
@@ -164,26 +90,26 @@ def predict(
             f"the costs of messages: {costs}",
         ],
         "speeds": asdict(speeds),
-        "load": asdict(load) | {"busy": _busy(load, speeds.share)},
+        "load": asdict(load) | {"busy": is_busy(load, speeds.share)},
         "calibration": None if fitted is None else asdict(fitted),
     }
 
 
-def _calibrate(path: Path | None) -> None:
-    """Measure what messages cost on this machine, and keep it for later plans."""
-    from deploy.console.logs import write_line
+def calibrate(file: Path | None) -> str:
+    """Measure what messages cost on this machine, keep it for later plans, and return it as a text."""
     from deploy.planning import constants
     from deploy.planning.fitting import measure_costs
 
     costs = measure_costs()
-    file = constants.write(costs, path)
-    write_line(
+    kept = constants.write(costs, file)
+    return (
         f"a round: {costs.round_s * 1e3:.2f} ms, and {costs.message_s * 1e3:.2f} ms for each child; a byte: "
-        f"{costs.byte_s * 1e9:.2f} ns; {costs.described()}: {file}"
+        f"{costs.byte_s * 1e9:.2f} ns; {costs.described()}: {kept}"
     )
 
 
-def _table(found: dict[str, Any]) -> str:
+def text_of(found: Mapping[str, Any]) -> str:
+    """Return a prediction as text."""
     lines = [f"a global round   {_duration(found['global_round_s'])}"]
     lines += [f"  {phase:<14} {_duration(length)}" for phase, length in found["seconds"].items()]
     lines.append(f"{found['global_rounds']} global rounds".ljust(15) + _duration(found["total_s"]))
@@ -192,15 +118,15 @@ def _table(found: dict[str, Any]) -> str:
     lines.append("memory of a process")
     lines += [f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in found["memory"].items()]
     lines += [f"assumed: {text}" for text in found["assumed"]]
-    return "\n".join(lines) + "\n" + _load_line(found["load"], found["speeds"]["share"])
+    return "\n".join(lines) + "\n" + load_line(found["load"], found["speeds"]["share"])
 
 
-def _busy(load: MachineLoad, share: float) -> bool:
+def is_busy(load: MachineLoad, share: float) -> bool:
     """Return whether other processes had so much of the machine that the measured speeds are not its own."""
     return share < SHARE_LEAST or (load.others_cores or 0.0) > OTHERS_MOST * load.cores
 
 
-def _load_line(load: Mapping[str, Any], share: float) -> str:
+def load_line(load: Mapping[str, Any], share: float) -> str:
     """Return the line with the load under which this machine was measured."""
     others = "an unknown number" if load["others_cores"] is None else f"{load['others_cores']:.1f}"
     line = (
