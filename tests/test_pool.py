@@ -274,11 +274,11 @@ def test_an_accelerator_that_is_not_there_is_refused_at_the_start() -> None:
         async with fake_pool(Notes(["cpu", "cuda:0"]), accelerator=accelerator):
             pytest.fail("it began")
 
-    for accelerator in ("cuda:7", "mps", "CPU", "cuda:-1", ""):
-        with pytest.raises(
-            InvalidExperiment, match=rf"--accelerator = '{accelerator}'.*It has cpu, cuda:0; or use auto"
-        ):
+    for accelerator in ("mps", "CPU", "cuda:-1", ""):
+        with pytest.raises(InvalidExperiment, match=f"--accelerator = '{accelerator}': no accelerator has this name"):
             asyncio.run(play(accelerator))
+    with pytest.raises(InvalidExperiment, match="--accelerator = 'cuda:7'.*It has cpu, cuda:0; or use auto"):
+        asyncio.run(play("cuda:7"))
     with pytest.raises(InvalidExperiment, match="It has cpu;"):
         choose("cuda", ["cpu"])
 

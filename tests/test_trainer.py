@@ -363,8 +363,8 @@ def test_cancelled_between_steps_then_trained_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_accelerator_lists_what_is_there() -> None:
-    for name in ("tpu", "cuda:99", "cuda:-1", "CPU"):
-        with pytest.raises(InvalidExperiment, match=rf"--accelerator = '{name}'.*It has cpu"):
+    for name, problem in (("tpu", "Use cpu"), ("cuda:99", "It has cpu"), ("cuda:-1", "Use cpu"), ("CPU", "Use cpu")):
+        with pytest.raises(InvalidExperiment, match=rf"--accelerator = '{name}'.*{problem}"):
             Trainer(experiment(), node="device-0", accelerator=name)
     assert resolve_accelerator("auto").type in ("cpu", "cuda")
 

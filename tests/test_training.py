@@ -94,7 +94,7 @@ def test_rates_written_out() -> None:
         ({"schedule": {"name": "step", "factor": 0.5}}, r"training\.schedule\.every = None: .*'step' needs it.*Set"),
         ({"schedule": {"name": "step", "every": 2}}, r"training\.schedule\.factor = None: .*'step' needs it.*Set"),
         ({"schedule": {"name": "exponential"}}, r"training\.schedule\.factor = None: .*'exponential' needs it"),
-        ({"schedule": {"name": "linear"}}, r"training\.schedule\.name = 'linear': .*'cosine'"),
+        ({"schedule": {"name": "linear"}}, r"training\.schedule\.name = 'linear': .*cosine"),
         ({"schedule": {"warm_up": 3}}, r"training\.schedule\.warm_up = 3: unknown key.*'warmup'"),
         ({"schedule": {"final": 1.5}}, r"training\.schedule\.final = 1\.5: .*Write 1 or less"),
         ({"augmentation": {"crop": -1}}, r"training\.augmentation\.crop = -1: .*Write 0 or more"),
