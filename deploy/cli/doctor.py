@@ -67,19 +67,23 @@ def doctor(
 
     with reporting():
         reached = reach(lab, [broker] if broker else None, login)
+        brokers = {f"broker {address}": address for address in _brokers(reached, name, broker)}
         sections = {HOST: _host(name, accelerator, data, spool, reached)}
-        for address in _brokers(reached, name, broker):
-            sections[f"broker {address}"] = _broker(address, reached.name, name)
+        sections |= {section: _broker(address, reached.name, name) for section, address in brokers.items()}
         if name in (OPERATOR, CLOUD):
             sections[NODES] = _nodes(reached, name)
         missing: set[tuple[str, str]] = set()
+        unreached: set[str] = set()
         for section, examined in sections.items():
+            if section == NODES and unreached == brokers.keys():
+                continue  # each would be waited for
             if found := list(examined):
                 logs.write_line(section)
                 _write(section, found, output)
-            missing |= {(section, one.item) for one in found if one.needed and not one.there}
+            lacks = {one.item for one in found if one.needed and not one.there}
+            missing |= {(section, item) for item in lacks}
+            unreached |= {section} if section in brokers and not lacks.isdisjoint(STEPS) else set()
     if missing:
-        unreached = any(section.startswith("broker ") and item in STEPS for section, item in missing)
         raise typer.Exit(3 if unreached else 1)
 
 
