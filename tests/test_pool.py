@@ -277,7 +277,7 @@ def test_an_accelerator_that_is_not_there_is_refused_at_the_start() -> None:
     for accelerator in ("mps", "CPU", "cuda:-1", ""):
         with pytest.raises(InvalidExperiment, match=f"--accelerator = '{accelerator}': no accelerator has this name"):
             asyncio.run(play(accelerator))
-    with pytest.raises(InvalidExperiment, match="--accelerator = 'cuda:7'.*It has cpu, cuda:0; or use auto"):
+    with pytest.raises(InvalidExperiment, match=r"--accelerator = 'cuda:7'.*It has cpu, cuda:0; or use auto"):
         asyncio.run(play("cuda:7"))
     with pytest.raises(InvalidExperiment, match="It has cpu;"):
         choose("cuda", ["cpu"])

@@ -63,7 +63,7 @@ from deploy.watching.node import Node, NodeStep
 from deploy.watching.runs import HELD_MOST, SETTLE_S, Runs
 from deploy.watching.screens import look
 from deploy.watching.view import View
-from tests.helpers.commands import DEMO, PATIENCE_S, command, sets
+from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
 from tests.helpers.null_lab import MODEL_BYTES
 
 LAB = "lab"
@@ -1022,6 +1022,11 @@ def test_a_look_shows_the_present_state(
     cloud = json.loads(tree)["nodes"]["cloud"]
     assert (cloud["state"], cloud["proven"]) == ("ready", False)  # nobody has sent anything: it may be a dead run's
     assert json.loads(tree)["nodes"]["cloud"]["children"]["institution-1"]["children"]["device-3"]["state"] == "absent"
+
+
+def test_a_look_at_a_broker_that_is_not_there_ends_with_3() -> None:
+    done = invoke("watch", "--broker", "127.0.0.1:1", "--once", "--timeout", "0.1", "--connect-timeout", "0.3")
+    assert done.exit_code == 3 and "Connection refused" in done.stderr
 
 
 def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_130(address: BrokerAddress) -> None:

@@ -63,6 +63,7 @@ class Follower:
         self._screen: Screen | None = None
         self._loop = asyncio.get_running_loop()
         self._refused: asyncio.Future[None] = self._loop.create_future()
+        self._reached = asyncio.Event()
         self._connections = [self._connection(place, address) for place, address in enumerate(addresses)]
 
     async def follow(self, screen: Screen) -> None:
@@ -86,9 +87,10 @@ class Follower:
         await self._connected(watch())
 
     async def look(self, show: Callable[[WatchedLab, float], None], *, timeout_s: float) -> None:
-        """Show the current state once. Raises NoProgress if no run is found within `timeout_s`."""
+        """Show the current state once. Raises NoProgress if a broker is reached, and no run found in `timeout_s`."""
 
         async def watch() -> None:
+            await self._reached.wait()
             try:
                 async with asyncio.timeout(timeout_s):
                     lab = await self._found(None)
@@ -139,6 +141,7 @@ class Follower:
 
     def _connection(self, place: int, address: BrokerAddress) -> BrokerConnection:
         async def connected() -> None:
+            self._reached.set()
             if self._lab is None:
                 connection.subscribe(list(filters(self._lab_name)), qos=0, refused=partial(self._refuse, connection))
             else:
