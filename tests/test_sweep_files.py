@@ -191,6 +191,10 @@ def test_the_papers_figures_find_their_cells() -> None:
         ({"seeds": [1, 1]}, "seeds = [1, 1]: a seed twice. Write for instance 5, or [1, 2, 3]."),
         ({"base": "demmo"}, "base = 'demmo': no file and no experiment has this name. Did you mean 'demo'?"),
         ({"measure": {"name": "seconds"}}, "measure.name = 'seconds': cell Dirichlet 0.1, FedAvg has no target."),
+        (
+            {"experiment": {"score": {"name": "mine:worst", "better": "lower"}}},
+            "measure.name = 'accuracy': cell Dirichlet 0.1, FedAvg has the score mine:worst, not accuracy.",
+        ),
         ({"measure": {"last": 2, "best": True}}, "measure = ['last', 'best']: only one of these is possible."),
         ({"measure": {"name": "rounds", "last": 2}}, "measure.last = 2: it belongs to name = 'accuracy'"),
         ({"measure": {"unit": "s"}}, "measure.unit = 's': no unit of accuracy. Remove unit."),

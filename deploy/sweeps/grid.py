@@ -15,6 +15,7 @@ from common.errors import InvalidExperiment
 from common.experiment.messages import explain
 from common.experiment.reading import override, parse, read, rename_keys
 from common.experiment.schema import Experiment
+from common.experiment.score import ACCURACY
 from common.experiment.tables import proposal
 from deploy.console.shipped import shipped
 from deploy.sweeps.figures import Figures, figures_of
@@ -229,6 +230,11 @@ def _measures(file: SweepFile, cells: Sequence[SweepCell]) -> Iterator[Measure]:
     labels = set()
     for measure in file.measure:
         for cell in cells:
+            score = next(iter(cell.experiments.values())).score.name
+            if score != ACCURACY and (measure.name == ACCURACY or measure.needs_target):
+                problem = f"cell {cell.label} has the score {score}, not accuracy"
+                remedy = 'Measure costs with until = "end"; `fedstrata compare` has other scores.'
+                raise InvalidExperiment("measure.name", measure.name, problem, remedy)
             if measure.needs_target and measure.target is None and cell.target is None:
                 problem = f"cell {cell.label} has no target"
                 raise InvalidExperiment("measure.name", measure.name, problem, 'Set target, or until = "end".')
