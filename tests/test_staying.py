@@ -300,7 +300,8 @@ transfer = {{ idle_s = 10 }}
 [topology]
 devices = 2
 """
-FOREIGN = SMALL + '[model]\nname = "mine:build"\n'
+# Own code that the cloud finds when it checks the experiment, and no device allows.
+FOREIGN = SMALL + '[model]\nname = "tests.helpers.examples:examples"\n'
 LONG = SMALL.replace("rounds = 2", "rounds = 1000") + "[training]\nepochs = 100\n"  # a second for each
 
 DESCRIBED = """
@@ -380,7 +381,9 @@ def resources(process: subprocess.Popen[str]) -> tuple[int, int]:
 def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
     assert lab.run(1) == alone(1)
     foreign = lab.cloud(FOREIGN, seed=2)
-    assert foreign.stderr is not None and "'mine:build'" in foreign.stderr.readline()  # no device allows it
+    assert (
+        foreign.stderr is not None and "'tests.helpers.examples:examples'" in foreign.stderr.readline()
+    )  # no device allows it
     foreign.terminate()
     ends(foreign, 130)
     assert lab.run(3) == alone(3)
@@ -391,7 +394,7 @@ def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
     for role, nodes in (("institution", ("institution-0",)), ("device", ("device-0", "device-1"))):
         for node in nodes:
             assert len(re.findall(rf"{node}: run \S+: preparing", lab.said(role))) == 5
-    assert "device-0 leaves run" in lab.said("device") and "'mine:build'" in lab.said("device")
+    assert "device-0 leaves run" in lab.said("device") and "'tests.helpers.examples:examples'" in lab.said("device")
     assert "Traceback" not in lab.said("institution") + lab.said("device")
 
 
