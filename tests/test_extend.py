@@ -164,6 +164,7 @@ def test_what_is_no_own_code_is_refused(name: str, problem: str, home: Path) -> 
     assert done.exit_code == 4 and problem in done.stderr
 
 
+@pytest.mark.slow
 def test_a_lab_of_own_code_has_the_model_of_one_process(home: Path) -> None:
     alone = fedstrata("run", home / "lab.toml", "--direct", "--runs", home / "direct")
     assert alone.returncode == 0, alone.stderr

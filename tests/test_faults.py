@@ -414,6 +414,7 @@ def assert_gone(role: Role, processes: dict[str, psutil.Process]) -> None:
         socket.create_connection(("127.0.0.1", port_of(role)), timeout=10)
 
 
+@pytest.mark.slow
 def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(branch: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         # At once, before the first global round; then in mid-run; then to the end.

@@ -79,6 +79,7 @@ def test_the_files_of_the_page_are_enough_for_a_run_in_one_process(flats: Path) 
     assert costs.exit_code == 0 and json.loads(costs.stdout)["groups"][0]["reached"] == 1, costs.stderr
 
 
+@pytest.mark.slow
 def test_the_other_loss_and_score_of_the_page_run(flats: Path) -> None:
     other = tomllib.loads(re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[-1])
     keys = {"training.loss": other["training"]["loss"], "score": '{ name = "pinball:covered", better = "higher" }'}

@@ -253,6 +253,7 @@ def of_own_images(root: Path, **more: Any) -> Experiment:
     return parse(SMALL | {"data": {**data, "root": f"{root}/{{node}}"}, "model": {"name": "net_of_mine:build"}} | more)
 
 
+@pytest.mark.slow
 def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right(
     address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(
     assert isinstance(error, InvalidExperiment) and str(error).startswith("data.min_samples = 10000")
 
 
+@pytest.mark.slow
 def test_a_lab_with_a_device_of_another_split_ends_with_4_and_names_it(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text(to_toml(experiment()))
