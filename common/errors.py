@@ -8,6 +8,7 @@ FedstrataError                 base of all errors; has the exit code of the comm
 ├── StorageFailed         (6)  a file or folder of this machine cannot be used: disk full, read-only, another user's
 ├── RunFailed             (1)  the run cannot continue
 │   ├── NoProgress        (5)  no progress for `idle_s`
+│   ├── StateLost         (1)  this process does not have what an earlier task of its node left
 │   └── InvalidBelow      (4)  a node below cannot take part in the experiment
 ├── WireError                  malformed or unknown bytes from the network; counted, never fatal
 │   ├── OtherRelease           of a release with another version of the protocol
@@ -67,6 +68,10 @@ class NoProgress(RunFailed):
     """Neither a byte nor a training step made progress for `idle_s` seconds."""
 
     exit_code = 5
+
+
+class StateLost(RunFailed):
+    """This process does not have the state that an earlier task of its node left; another of this name may have it."""
 
 
 class InvalidBelow(RunFailed):

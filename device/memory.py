@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from common.errors import RunFailed
+from common.errors import StateLost
 from common.model.layout import LinkLayouts, Row
 from common.protocol.messages import Task
 from common.storage.spool import Spool
@@ -42,7 +42,7 @@ class DeviceMemory:
         return task.key.global_round * self._rounds + task.key.local_round
 
     def begin(self, task: Task, received: Row) -> Row:
-        """Return the row of a task: what was received, and the vectors kept. Raises RunFailed if they are lost."""
+        """Return the row of a task: what was received, and the vectors kept. Raises StateLost if they are lost."""
         if self._states is None:
             return received
         self._row[: received.size] = received
@@ -72,7 +72,7 @@ class DeviceMemory:
             row[:] = np.fromfile(folder / FILE, np.uint8)
 
         if task and not states.read(task, read):
-            raise RunFailed(
+            raise StateLost(
                 f"the vectors that this device kept after its task {task} are lost. Start devices with the same "
                 "--spool DIR after a restart, or start a new run."
             )

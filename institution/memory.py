@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from common.aggregation.aggregator import Aggregator
 from common.aggregation.selection.client_selection import ClientSelection
-from common.errors import RunFailed
+from common.errors import StateLost
 from common.storage.spool import Spool
 from common.storage.task_states import TaskStates
 
@@ -46,7 +46,7 @@ class Memory:
     def before(self, follows: int) -> tuple[Aggregator, ClientSelection]:
         """Return the rule and the selection with their state after task `follows`, 0: new ones, about to do another.
 
-        Raises RunFailed if their state is lost.
+        Raises StateLost if their state is lost.
         """
         if self._made is None or (self._states is not None and self._stands != follows):
             rule = self._build()
@@ -65,7 +65,7 @@ class Memory:
 
 def _restore(states: TaskStates, task: int, rule: Aggregator, selection: ClientSelection) -> None:
     if not states.read(task, partial(_load, rule, selection)):
-        raise RunFailed(
+        raise StateLost(
             f"the state of this institution's rule after its task {task} is lost. Start institutions "
             "with the same --spool DIR after a restart, or start a new run."
         )

@@ -66,6 +66,7 @@ FOUND = (
     200252,  # a device without files had its last vectors alone, and the result that they led to was refused
     200337,  # the same, of results that came too late
     2102,  # links that nobody declared are slow: their measurement had too little patience
+    401243,  # a second institution without the first one's state failed before it learned that the name was taken
 )
 PERMANENT = (134,)  # a broker comes back with an old store, in which a device that was killed for good is READY
 

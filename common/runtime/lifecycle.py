@@ -7,13 +7,14 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment, NoProgress
+from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment, NoProgress, StateLost
 from common.protocol.messages import Failure, NodeState
 from common.runtime.discovery import Moved
 from common.runtime.endpoint import Endpoint
-from common.runtime.unexpected import as_known
+from common.runtime.unexpected import as_known, first_error
 
 LAST_STATE_S: Final = 2.0
+NAMESAKE_S: Final = 5.0  # within which the owner of a name answers a second process, over a slow link too
 
 log = logging.getLogger("fedstrata.lifecycle")
 
@@ -32,8 +33,9 @@ async def live(
 
     At the end the state becomes FINISHED, `goodbye` runs, `last_scrape` waits for one more scrape of this process's
     metrics, and the node's retained messages are cleared. After an error the state is FAILED with the reason, after an
-    interruption DISCONNECTED. If the name is already taken the state is LOST; only this process is affected. Raises
-    what `work` or an endpoint raised; of several errors the first FedstrataError, or RunFailed if there is none.
+    interruption DISCONNECTED. If the name is already taken the state is LOST; only this process is affected. So a
+    process without its node's state waits for another one of this name before it fails. Raises what `work` or an
+    endpoint raised; of several errors the first FedstrataError, or RunFailed if there is none.
     """
     serving = [asyncio.create_task(endpoint.run(connect_timeout_s=connect_timeout_s)) for endpoint in endpoints]
     working = asyncio.create_task(work)
@@ -55,6 +57,8 @@ async def live(
         raise
     except BaseException as error:
         known = as_known(error, endpoints[0].identity.name)
+        if isinstance(known, StateLost):
+            known = await _name_taken(serving) or known
         for endpoint, end in zip(endpoints, serving, strict=True):
             if not end.done():  # work may fail before the connection is made
                 await endpoint.introduced(timeout_s=LAST_STATE_S)
@@ -64,6 +68,13 @@ async def live(
         raise known from known.__cause__
     finally:
         await _end((working, *serving))
+
+
+async def _name_taken(serving: Sequence[asyncio.Task[None]]) -> DuplicateName | None:
+    """Return the error of an endpoint that learns within `NAMESAKE_S` that another process has the name."""
+    done, _ = await asyncio.wait(serving, timeout=NAMESAKE_S, return_when=asyncio.FIRST_COMPLETED)
+    ends = (first_error(error) for end in done if (error := end.exception()) is not None)
+    return next((error for error in ends if isinstance(error, DuplicateName)), None)
 
 
 async def _leave(endpoints: Sequence[Endpoint]) -> None:
