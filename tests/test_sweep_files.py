@@ -134,7 +134,13 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
     one, other = small_grid.experiments.values()
     assert (one.rounds, one.seed, one.training.epochs, one.data.node_samples) == (2, 7, 2, 29)
     assert (other.training.epochs, other.cloud.aggregation.name) == (1, "fedcross")
-    assert [measure.label for measure in small_grid.measures] == ["bytes"] and small_grid.figures == {}
+    assert [measure.label for measure in small_grid.measures] == ["bytes"]
+
+
+def test_a_small_form_has_the_figures_of_the_large_one() -> None:
+    changes = {"paper": {"figures": {"IID": {"FedAvg": 3}}}, "small": {"only": {"split": ["IID"]}, "seeds": 1}}
+    small_grid, large = (grid(changes, small=each) for each in (True, False))
+    assert small_grid.figures == large.figures != {}
 
 
 def test_overrides_lie_on_top_of_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from deploy.console.tabular import Column, Table
 from deploy.runs.run import Run
 from deploy.sweeps.grid import Grid, expand
 from deploy.sweeps.measuring import value_of
+from deploy.sweeps.output import notes, to_json
 from deploy.sweeps.page import page_of
 from deploy.sweeps.results import SweepResults
 from deploy.sweeps.schema import Measure
@@ -150,16 +152,40 @@ def test_ours_stands_beside_the_papers(tmp_path: Path, make_run: MakeRun) -> Non
 def test_what_contradicts_the_paper_is_named(tmp_path: Path, make_run: MakeRun) -> None:
     verdicts = Verdicts(results(tmp_path, make_run, paper={"figures": FIGURES}))
     first, *wrong = verdicts.order()
-    assert first.startswith("the order of paper in 2 comparisons") and first.endswith("2 contradictions")
+    assert first.startswith("the order of paper in 2 comparisons") and first.endswith(
+        "2 contradictions (2 within a deviation)"
+    )
     assert wrong == [
         "contradicts the order: b: the best is FedAvg, paper: Other; "
-        "here FedAvg 65.00 ± 35.36 % and Other 40.00 ± 14.14 %",
+        "here FedAvg 65.00 ± 35.36 % and Other 40.00 ± 14.14 %, within a deviation",
         "contradicts the order: b: Other is not above FedAvg, as paper has it; "
-        "here 40.00 ± 14.14 % and FedAvg 65.00 ± 35.36 %",
+        "here 40.00 ± 14.14 % and FedAvg 65.00 ± 35.36 %, within a deviation",
     ]
     assert verdicts.agreement() == ["4 of 4 figures (paper) are within two deviations of ours"]
     agreeing = Verdicts(results(tmp_path, make_run, paper={"figures": {"a": FIGURES["a"]}}))
     assert [line.rpartition(" ")[2] for line in agreeing.order()] == ["holds"]
+
+
+def test_a_contradiction_beyond_the_deviations_has_no_remark(tmp_path: Path, make_run: MakeRun) -> None:
+    verdicts = Verdicts(results(tmp_path, make_run, paper={"figures": {"a": {"FedAvg": 70, "Other": 60}}}))
+    first, *wrong = verdicts.order()
+    assert first.endswith("does not hold, 2 contradictions")
+    assert wrong == [
+        "contradicts the order: a: the best is Other, paper: FedAvg; "
+        "here Other 75.00 ± 7.07 % and FedAvg 62.50 ± 3.54 %",
+        "contradicts the order: a: Other is not below FedAvg, as paper has it; "
+        "here 75.00 ± 7.07 % and FedAvg 62.50 ± 3.54 %",
+    ]
+
+
+def test_a_small_form_is_compared_with_the_papers_order_alone(tmp_path: Path, make_run: MakeRun) -> None:
+    found = results(tmp_path, make_run, paper={"figures": FIGURES})
+    small = SweepResults(replace(found.grid, small=True), found.runs)
+    verdicts = Verdicts(small)
+    assert verdicts.agreement() == [] and verdicts.order() == Verdicts(found).order()
+    assert [len(table.rows) for table in tables_of(small)] == [2], "without the paper's lines"
+    assert any(line.endswith("only its order is compared with paper, not its figures") for line in notes(small))
+    assert "paper" not in to_json(small)["cells"][0]["measures"]["accuracy"]
 
 
 def test_a_cost_is_better_if_it_is_smaller(tmp_path: Path, make_run: MakeRun) -> None:

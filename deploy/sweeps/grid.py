@@ -49,7 +49,7 @@ class Grid:
     axes: Mapping[str, Sequence[str]]
     cells: Sequence[SweepCell]
     measures: Sequence[Measure]
-    figures: Figures  # the paper's; none in the small form, which is another experiment
+    figures: Figures  # the paper's; in the small form, which is another experiment, for their order alone
 
     @property
     def seeds(self) -> list[int]:
@@ -137,7 +137,8 @@ def expand(
     if not cells:
         raise InvalidExperiment("where", "skip", "no cell remains", "Skip fewer.")
     measures = list(_measures(file, cells))
-    figures = {} if small else figures_of(file, [measure.label for measure in measures])
+    labels = [measure.label for measure in measures]
+    figures = expand(tree, path, seeds=1).figures if small else figures_of(file, labels)
     return Grid(file, path.stem, small, axes, cells, measures, figures)
 
 

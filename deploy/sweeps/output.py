@@ -27,7 +27,7 @@ def notes(results: SweepResults) -> Iterator[str]:
     yield from verdicts.agreement()
     yield from verdicts.order()
     if results.grid.small and paper.figures:
-        yield f"the small form is another experiment: the figures of {paper.label} are not compared"
+        yield f"the small form is another experiment: only its order is compared with {paper.label}, not its figures"
     if paper.cite:
         yield f"{paper.label}: {', '.join(part for part in (paper.cite, paper.table) if part)}"
     yield from (f"note: {note}" for note in paper.notes)
@@ -94,7 +94,7 @@ def _measure(results: SweepResults, cell: SweepCell, measure: Measure) -> dict[s
         "deviation": spread and spread.deviation,
         "by_seed": {str(seed): value for seed, value in values.items()},
     }
-    if figure is not None:
+    if figure is not None and measure in results.compared:
         papers = {"from": figure.low, "to": figure.high, "deviation": figure.deviation}
         found |= {"paper": papers, "difference": difference(results, cell, measure)}
     return found

@@ -49,10 +49,15 @@ class SweepResults:
         return self.grid.figures.get((tuple(cell.values.values()), measure.label))
 
     @cached_property
-    def compared(self) -> Sequence[Measure]:
+    def ranked(self) -> Sequence[Measure]:
         """The measures of which the paper has a figure."""
         labels = {label for _, label in self.grid.figures}
         return [measure for measure in self.grid.measures if measure.label in labels]
+
+    @property
+    def compared(self) -> Sequence[Measure]:
+        """Those whose figures are compared with the paper's: none in the small form."""
+        return [] if self.grid.small else self.ranked
 
     def _values(self, cell: SweepCell, measure: Measure) -> dict[int, float]:
         """Return the same before the difference."""

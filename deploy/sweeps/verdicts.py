@@ -15,6 +15,7 @@ from deploy.sweeps.schema import Measure
 from deploy.sweeps.tables import difference
 
 DEVIATIONS: Final = 2.0  # over the seeds, within which a figure agrees
+INSIDE: Final = " within a deviation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,12 @@ class Verdicts:
         """All rankings with two cells or more."""
         results, axis = self._results, self._file.ranked
         found: dict[tuple[str, str], dict[str, SweepCell]] = {}
-        for measure in results.compared:
+        for measure in results.ranked:
             for cell in results.grid.cells:
                 if results.figure(cell, measure) is not None and results.spread(cell, measure) is not None:
                     rest = label_of(value for key, value in cell.values.items() if key != axis)
                     found.setdefault((rest, measure.label), {})[cell.values[axis]] = cell
-        by_label = {measure.label: measure for measure in results.compared}
+        by_label = {measure.label: measure for measure in results.ranked}
         return [self._ranking(rest, by_label[label], cells) for (rest, label), cells in found.items() if len(cells) > 1]
 
     def agreement(self) -> list[str]:
@@ -86,7 +87,9 @@ class Verdicts:
             return []
         baseline = self._file.baseline
         against = f", and what is above {baseline} and below it" if baseline else ""
-        verdict = "holds" if not wrong else f"does not hold, {len(wrong)} contradictions"
+        inside = sum(line.endswith(INSIDE) for line in wrong)
+        small = f" ({inside}{INSIDE})" if inside else ""
+        verdict = "holds" if not wrong else f"does not hold, {len(wrong)} contradictions{small}"
         count = f"{checked} comparisons" if checked > 1 else "one comparison"
         return [f"the order of {self._paper} in {count} (the best{against}) {verdict}", *wrong]
 
@@ -98,7 +101,8 @@ class Verdicts:
             mine, theirs = ranking.best
             if ranking.ours[mine] > ranking.ours[theirs] and mine != theirs:
                 values = " and ".join(f"{value} {self._value(ranking, value)}" for value in (mine, theirs))
-                yield f"{at}the best is {mine}, {self._paper}: {theirs}; here {values}"
+                inside = self._inside(ranking, mine, theirs)
+                yield f"{at}the best is {mine}, {self._paper}: {theirs}; here {values}{inside}"
             base = self._file.baseline
             if base not in ranking.ours:
                 continue
@@ -107,7 +111,8 @@ class Verdicts:
                 if ours * papers < 0:
                     side = "above" if papers > 0 else "below"
                     values = f"here {self._value(ranking, value)} and {base} {self._value(ranking, base)}"
-                    yield f"{at}{value} is not {side} {base}, as {self._paper} has it; {values}"
+                    inside = self._inside(ranking, value, base)
+                    yield f"{at}{value} is not {side} {base}, as {self._paper} has it; {values}{inside}"
 
     def missing(self) -> list[str]:
         """Return a line on the cells whose runs are not all finished."""
@@ -156,8 +161,15 @@ class Verdicts:
         spread = self._results.spread(ranking.cells[value], ranking.measure)
         return "-" if spread is None else _shown(spread, ranking.measure)
 
+    def _inside(self, ranking: Ranking, one: str, other: str) -> str:
+        """Return whether the difference of two values is within the larger one of their deviations, as text."""
+        spreads = (self._results.spread(ranking.cells[value], ranking.measure) for value in (one, other))
+        deviations = [spread.deviation for spread in spreads if spread is not None and spread.deviation is not None]
+        apart = abs(ranking.ours[one] - ranking.ours[other])
+        return f",{INSIDE}" if deviations and apart <= max(deviations) else ""
+
     def _label(self, measure: Measure) -> str:
-        return measure.label if len(self._results.compared) > 1 else ""
+        return measure.label if len(self._results.ranked) > 1 else ""
 
 
 def _shown(spread: Spread, measure: Measure) -> str:
