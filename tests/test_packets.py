@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import paho.mqtt.client as mqtt
 import pytest
@@ -16,7 +17,8 @@ from common.net import bulk
 from common.net.address import BrokerAddress
 from common.net.bulk import Body, BulkClient
 from common.net.connection import BrokerConnection
-from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, NotMqtt, PacketReader
+from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, RETAINED, NotMqtt, PacketReader
+from deploy.brokers import broker
 
 
 @dataclass
@@ -29,11 +31,12 @@ class Received:
     """What a reader handed on; topics that begin with `large` get a place."""
 
     taken: list[tuple[int, bytes]] = field(default_factory=list)
+    messages: list[tuple[str, bytes, bool]] = field(default_factory=list)
     landed: list[tuple[str, bytes | None]] = field(default_factory=list)
     spots: list[Spot] = field(default_factory=list)
 
     def reader(self) -> PacketReader:
-        return PacketReader(find_place=self._find, landed=self._land, take=self._take)
+        return PacketReader(find_place=self._find, landed=self._land, received=self._receive, take=self._take)
 
     def _find(self, topic: str, size: int) -> Spot | None:
         if not topic.startswith("large"):
@@ -44,6 +47,9 @@ class Received:
     def _land(self, topic: str, place: object) -> None:
         assert isinstance(place, Spot)
         self.landed.append((topic, None if place.view is None else bytes(place.view)))
+
+    def _receive(self, topic: str, payload: bytes, retained: bool) -> None:
+        self.messages.append((topic, payload, retained))
 
     def _take(self, command: int, packet: bytearray) -> None:
         self.taken.append((command, bytes(packet)))
@@ -58,9 +64,9 @@ def packet(command: int, rest: bytes) -> bytes:
             return bytes([command]) + length + rest
 
 
-def publish(topic: str, payload: bytes) -> bytes:
+def publish(topic: str, payload: bytes, *, retained: bool = False) -> bytes:
     name = topic.encode()
-    return packet(PUBLISH_QOS0, len(name).to_bytes(2, "big") + name + payload)
+    return packet(PUBLISH_QOS0 | (RETAINED if retained else 0), len(name).to_bytes(2, "big") + name + payload)
 
 
 def pour(reader: PacketReader, stream: bytes, sizes: list[int]) -> None:
@@ -82,6 +88,7 @@ PAYLOADS = st.one_of(
 TOPICS = st.sampled_from(["large/a", "large/b", "small", "s", "large" + "x" * 900, "y" * (HEAD_BYTES + 10)])
 PACKETS = st.one_of(
     st.tuples(st.just("publish"), TOPICS, PAYLOADS),
+    st.tuples(st.just("retained"), TOPICS, PAYLOADS),
     st.tuples(st.just("other"), st.sampled_from([0x20, 0x32, 0x40, 0x90, 0xD0]), PAYLOADS),
 )
 
@@ -89,21 +96,30 @@ PACKETS = st.one_of(
 @given(st.lists(PACKETS, max_size=8), st.lists(st.integers(1, 5000), min_size=1, max_size=6))
 def test_any_cut_of_the_stream_gives_the_same_packets(packets: list[tuple], sizes: list[int]) -> None:
     delivered = Received()
-    stream, landed, taken = b"", [], []
+    stream, landed, messages, taken = b"", [], [], []
     for kind, name, payload in packets:
         if kind == "other":
             stream += packet(name, payload)
             taken.append((name, payload))
         else:
-            whole = publish(name, payload)
-            stream += whole
-            if name.startswith("large") and payload:
+            retained = kind == "retained"
+            stream += publish(name, payload, retained=retained)
+            if name.startswith("large") and payload and not retained:
                 landed.append((name, payload))
             else:
-                taken.append((PUBLISH_QOS0, len(name).to_bytes(2, "big") + name.encode() + payload))
+                messages.append((name, payload, retained))
     pour(delivered.reader(), stream, sizes)
     assert delivered.landed == landed
+    assert delivered.messages == messages
     assert delivered.taken == taken
+
+
+@pytest.mark.parametrize("rest", [b"", b"\x00", b"\x00\x00payload", b"\x00\x09short"])
+def test_a_message_without_a_topic_is_left_to_paho(rest: bytes) -> None:
+    delivered = Received()
+    pour(delivered.reader(), packet(PUBLISH_QOS0, rest), [5])
+    assert delivered.messages == []
+    assert delivered.taken == [(PUBLISH_QOS0, rest)]
 
 
 @given(st.integers(1, 70_000), st.integers(1, 20_000))
@@ -159,7 +175,10 @@ def test_a_detached_body_leaves_as_it_was() -> None:
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client = BulkClient.adopt(
-            mqtt.Client(CallbackAPIVersion.VERSION2), find_place=lambda topic, size: None, landed=lambda *_: None
+            mqtt.Client(CallbackAPIVersion.VERSION2),
+            find_place=lambda topic, size: None,
+            landed=lambda *_: None,
+            received=lambda *_: None,
         )
         client._sock = ours
         memory = bytearray(b"\x07" * 300_000)
@@ -209,3 +228,28 @@ def test_what_is_said_after_a_subscription_does_not_overtake_it() -> None:
 
 async def nothing() -> None:
     pass
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_an_error_while_a_message_is_handled_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stock: bool
+) -> None:
+    async def run() -> None:
+        def received(topic: str, body: bytes, retained: bool) -> None:
+            raise ZeroDivisionError(topic)
+
+        async def connected() -> None:
+            connection.subscribe(["t"], qos=0)
+            connection.publish("t", b"x", qos=0)
+
+        connection = BrokerConnection(
+            BrokerAddress(served.host, served.port), client_id="c", keepalive_s=30, received=received,
+            connected=connected, lost=lambda: None,
+        )  # fmt: skip
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(connection.run(connect_timeout_s=5), 30)
+
+    if stock:
+        monkeypatch.setattr("common.net.client.usable", lambda: False)
+    with broker.start(directory=tmp_path) as served:
+        asyncio.run(run())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import add, attrgetter
 from typing import Final
 
@@ -32,14 +32,13 @@ class TcpStats:
     def __add__(self, later: TcpStats) -> TcpStats:
         if later == NO_WIRE:
             return self
-        sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMMED}
         least = min(self.rtt_min_us or later.rtt_min_us, later.rtt_min_us or self.rtt_min_us)
-        return TcpStats(**sums, rtt_us=later.rtt_us or self.rtt_us, rtt_min_us=least)
+        return TcpStats(*map(add, _SUMMED(self), _SUMMED(later)), later.rtt_us or self.rtt_us, least)
 
     def __sub__(self, earlier: TcpStats) -> TcpStats:
         """Return the difference since an earlier sample; the connection of both samples counts."""
-        since = {name: max(0, getattr(self, name) - getattr(earlier, name)) for name in _SUMMED[:6]}
-        return replace(self, **since)
+        since = (max(0, mine - others) for mine, others in zip(_GROWING(self), _GROWING(earlier), strict=True))
+        return TcpStats(*since, *_STATE(self))
 
     @property
     def measured(self) -> bool:
@@ -48,7 +47,8 @@ class TcpStats:
 
 
 NO_WIRE: Final = TcpStats()
-_SUMMED: Final = tuple(f.name for f in fields(TcpStats) if not f.name.startswith("rtt"))
+_NAMES: Final = tuple(f.name for f in fields(TcpStats))
+_GROWING, _STATE, _SUMMED = attrgetter(*_NAMES[:6]), attrgetter(*_NAMES[6:]), attrgetter(*_NAMES[:9])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Traffic:
     def __sub__(self, other: Traffic) -> Traffic:
         """Return the difference, at least 0: a child may report less than before."""
         counts = (max(0, mine - others) for mine, others in zip(BYTES(self), BYTES(other), strict=True))
-        return replace(Traffic(*counts), wire=self.wire - other.wire)
+        return Traffic(*counts, wire=self.wire - other.wire)
 
     @property
     def sent(self) -> int:

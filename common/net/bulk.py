@@ -25,12 +25,13 @@ from paho.mqtt import MQTTException
 from paho.mqtt import __version__ as PAHO_VERSION
 from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
 
-from common.net.packets import PUBLISH_QOS0, FindPlace, NotMqtt, PacketReader, Place
+from common.net.packets import PUBLISH_QOS0, FindPlace, NotMqtt, PacketReader, Place, Received
 from common.net.tls import reason_of
 
 _STAMPS: Final = {"2.1.0": "_last_msg_in", "2.2.0": "_last_bytes_received"}  # the keep-alive's timestamp, by version
 CLOSED: Final = "closed by the broker"
 _TURN_BYTES: Final = 4_000_000  # limit of the bytes read in one turn of the event loop
+_READ_LEAST: Final = 100_000  # one read counts as so many: it may have a hundred messages, which take as long
 
 log = logging.getLogger("fedstrata.connection")
 
@@ -85,24 +86,31 @@ class BulkClient(mqtt.Client):
     _taken: MQTTErrorCode
 
     @classmethod
-    def adopt(cls, client: mqtt.Client, *, find_place: FindPlace, landed: Callable[[str, Place], None]) -> BulkClient:
+    def adopt(
+        cls, client: mqtt.Client, *, find_place: FindPlace, landed: Callable[[str, Place], None], received: Received
+    ) -> BulkClient:
         """Convert a stock client that is not yet connected; for the callbacks see PacketReader."""
         client.__class__ = cls
         assert isinstance(client, cls)
         client.ended = ""
         client._taken = MQTTErrorCode.MQTT_ERR_SUCCESS
-        client._reader = PacketReader(find_place=find_place, landed=landed, take=client._take)
+        client._reader = PacketReader(find_place=find_place, landed=landed, received=received, take=client._take)
         return client
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
-        """Queue a QoS 0 message; `done` is called when the socket has taken all of it."""
+        """Send a QoS 0 message, or queue it; `done` is called when the socket has taken all of it."""
         name = topic.encode()
         head = bytearray([PUBLISH_QOS0])
         self._pack_remaining_length(head, 2 + len(name) + len(body.view))
         self._pack_str16(head, name)
         packet: Any = _Packet(head, body)
         info: Any = _SentInfo(done)
-        self._packet_queue(mqtt.PUBLISH, packet, self._mid_generate(), 0, info)
+        entry: Any = {"command": mqtt.PUBLISH, "mid": 0, "qos": 0, "pos": 0, "packet": packet, "info": info}
+        self._out_packet.append({**entry, "to_process": len(packet)})
+        if len(self._out_packet) == 1:
+            self._packet_write()
+        if self._out_packet:
+            self._call_socket_register_write()  # also after an error, which the event loop's call handles
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
         """Read from the socket; aiomqtt calls it whenever there is data."""
@@ -125,7 +133,7 @@ class BulkClient(mqtt.Client):
             if count == 0:
                 self.ended = self.ended or CLOSED
                 return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
-            budget -= count
+            budget -= max(count, _READ_LEAST)
             setattr(self, _STAMPS[PAHO_VERSION], time.monotonic())
             try:
                 self._reader.feed(count)
@@ -142,6 +150,25 @@ class BulkClient(mqtt.Client):
             whole: Any = {"command": command, "remaining_length": len(packet), "packet": packet, "pos": 0}
             self._in_packet = whole
             self._taken = self._packet_handle()
+
+    def _packet_write(self) -> MQTTErrorCode:
+        """Send the queued packets, as paho does, but without creating MQTT 5's reason and properties for each."""
+        queue: Any = self._out_packet
+        while queue and isinstance(queue[0]["packet"], _Packet):
+            entry = queue[0]
+            try:
+                sent = self._sock_send(entry["packet"][entry["pos"] :])
+            except BlockingIOError:
+                return MQTTErrorCode.MQTT_ERR_AGAIN
+            except OSError:
+                return MQTTErrorCode.MQTT_ERR_CONN_LOST
+            entry["pos"] += sent
+            entry["to_process"] -= sent
+            if not entry["to_process"]:
+                queue.popleft()
+                entry["info"]._set_as_published()
+            self._last_msg_out = time.monotonic()
+        return super()._packet_write() if queue else MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def _sock_send(self, buf: Any) -> int:
         try:
@@ -202,19 +229,21 @@ def _try_out() -> None:
                 clients[1],
                 find_place=lambda topic, size: Body(memoryview(bytearray(size))) if topic == "large" else None,
                 landed=lambda topic, place: landed.append((topic, bytes(place.view or b""))),
+                received=lambda topic, payload, retained: messages.append(payload),
             ),
         )
         bulk.on_message = lambda client, userdata, message: messages.append(bytes(message.payload))
         stock.publish("large", payload)
         bulk.publish_body("large", Body(memoryview(payload)), done=lambda: sent_all.append(True))
         wanted, sent = (_drain(end) for end in theirs)
+        stock.publish("small", b"state", retain=True)
         stock.publish("small", b"control", qos=1)
         theirs[1].sendall(wanted + _drain(theirs[0]) + wanted[:1000])
         ours[1].setblocking(False)
         bulk.loop_read()
         theirs[1].sendall(wanted[1000:])
         bulk.loop_read()
-        if (sent, landed, messages, sent_all) != (wanted, [("large", payload)] * 2, [b"control"], [True]):
+        if (sent, landed, messages, sent_all) != (wanted, [("large", payload)] * 2, [b"state", b"control"], [True]):
             raise RuntimeError("the bytes differ from the stock client's")
         if _drain(theirs[1])[:1] != b"\x40":
             raise RuntimeError("no acknowledgement")

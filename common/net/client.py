@@ -4,6 +4,7 @@ The only module that imports aiomqtt. It changes these behaviours of aiomqtt:
 
 - it leaves Nagle's algorithm on (stalls of 40 ms);
 - it stops sending after 20 messages without an acknowledgement, which on a slow link waits behind a chunk for minutes;
+- it passes each message on by a task of its own;
 - it registers a socket for writing one turn of the event loop late, when the socket may already be closed;
 - it notices only after ten seconds that the broker closes the connection before it answers the connect;
 - after a failed connect or disconnect it leaves the socket open;
@@ -23,17 +24,20 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import aiomqtt
 from aiomqtt import MqttError
 
 from common.net.bulk import CLOSED, BulkClient, usable
-from common.net.packets import FindPlace, Place
+from common.net.packets import FindPlace, Place, Received
 from common.net.tls import reason_of
 
 if TYPE_CHECKING:
     import ssl
+
+    import paho.mqtt.client as mqtt
 
     from common.net.address import BrokerAddress
 
@@ -51,7 +55,8 @@ _log.addFilter(lambda record: logging.getLogger("fedstrata.connection").isEnable
 class MqttClient(aiomqtt.Client):
     """An asynchronous context, connected inside it. It serves one connection; call `close` after that.
 
-    `find_place` and `landed` are PacketReader's; `will` is a topic and a retained payload.
+    `find_place`, `landed` and `received` are PacketReader's, called as the socket is read; `will` is a topic and a
+    retained payload.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class MqttClient(aiomqtt.Client):
         will: tuple[str, bytes] | None,
         find_place: FindPlace,
         landed: Callable[[str, Place], None],
+        received: Received,
         tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(
@@ -81,8 +87,18 @@ class MqttClient(aiomqtt.Client):
         )
         self.pending_calls_threshold = PENDING_CALLS_MOST
         self._loop_thread = threading.get_ident()
+        self._received = received
+        self._error: Exception | None = None
         if usable():
-            BulkClient.adopt(self._client, find_place=find_place, landed=landed)
+            place = partial(self._guarded, landed)
+            BulkClient.adopt(self._client, find_place=find_place, landed=place, received=self._take)
+
+    async def ended(self) -> NoReturn:
+        """Wait until the connection ends. Raises MqttError, or what a callback has raised."""
+        await asyncio.wait((self._disconnected,))
+        if self._error is not None:
+            raise self._error
+        raise MqttError("disconnected") from self._disconnected.exception()
 
     def close(self) -> None:
         """Close the socket, which also stops its callbacks."""
@@ -114,6 +130,20 @@ class MqttClient(aiomqtt.Client):
         lost = isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error"  # paho's only hint
         text = reason_of(cause) if isinstance(cause, OSError) else str(cause)
         return ended or ("connection lost" if lost else text)
+
+    def _on_message(self, client: object, userdata: object, message: mqtt.MQTTMessage) -> None:
+        self._take(message.topic, bytes(message.payload), message.retain)
+
+    def _take(self, topic: str, payload: bytes, retained: bool) -> None:
+        self._guarded(self._received, topic, payload, retained)
+
+    def _guarded(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Call a callback; its error ends the connection, and `ended` raises it."""
+        try:
+            callback(*arguments)
+        except Exception as error:
+            self._error = error
+            raise
 
     def _on_disconnect(self, *arguments: Any) -> None:
         if not self._connected.done():

@@ -19,7 +19,7 @@ from common.net.attempts import Attempts
 from common.net.bulk import Body, BulkClient
 from common.net.client import MqttClient, MqttError
 from common.net.failures import FailureLog
-from common.net.packets import FindPlace, Place
+from common.net.packets import FindPlace, Place, Received
 
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
 LIVED_S: Final = 5.0  # a connection that lasts this long has worked
@@ -67,7 +67,7 @@ class BrokerConnection:
         *,
         client_id: str,
         keepalive_s: int,
-        received: Callable[[str, bytes, bool], None],
+        received: Received,
         connected: Callable[[], Awaitable[None]],
         lost: Callable[[], None],
         find_place: FindPlace = lambda topic, size: None,
@@ -119,10 +119,7 @@ class BrokerConnection:
                     lived = loop.call_later(LIVED_S, self._has_lived)
                     try:
                         await self._connected()
-                        async for message in client.messages:
-                            body = message.payload
-                            if isinstance(body, (bytes, bytearray)):
-                                self._received(message.topic.value, bytes(body), message.retain)
+                        await client.ended()
                     finally:
                         lived.cancel()
                         self._drop()
@@ -145,7 +142,11 @@ class BrokerConnection:
         """Publish a message, or drop it without a connection."""
         self._sent("PUBLISH", topic, len(body))
         if self._client is not None and qos == 0 and not retain and not self._unbegun:
-            self._client._client.publish(topic, body)  # nothing to wait for and nothing to overtake: no task
+            inner = self._client._client  # nothing to wait for and nothing to overtake: no task
+            if isinstance(inner, BulkClient):
+                inner.publish_body(topic, Body(memoryview(body)), done=lambda: None)
+            else:
+                inner.publish(topic, body)
         elif self._client is not None:
             self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf))
 
@@ -243,6 +244,7 @@ class BrokerConnection:
             will=self._will,
             find_place=self._find_place,
             landed=self._landed,
+            received=self._receive,
             tls=self._tls,
         )
         self.meter.follow(client._client)
@@ -294,6 +296,10 @@ class BrokerConnection:
             if (code if isinstance(code, int) else code.value) >= REFUSED:
                 refused(topic)
         acknowledged()
+
+    def _receive(self, topic: str, body: bytes, retained: bool) -> None:
+        if self._client is not None:  # else it disconnects
+            self._received(topic, body, retained)
 
     def _sent(self, packet: str, topic: str = "", size: int = 0) -> None:
         if self._client is not None:

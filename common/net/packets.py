@@ -3,6 +3,8 @@
     buffers()  destinations of the next bytes: the rest of the current packet, then the head of the following one
     feed(n)    parses n bytes that were written there: complete packets are passed on
 
+Messages of QoS 0 need no answer, so they are passed on here. All other packets are paho's.
+
 So a chunk of 1 MB is copied once, from the kernel to the model's row, and the system call that completes it also reads
 the next packet's head.
 """
@@ -16,6 +18,7 @@ from typing import Final, Protocol, TypeAlias
 HEAD_BYTES: Final = 4096
 SCRATCH_BYTES: Final = 65_536
 PUBLISH_QOS0: Final = 0x30
+RETAINED: Final = 0x01
 
 
 class NotMqtt(Exception):
@@ -31,6 +34,7 @@ class Place(Protocol):
 
 
 FindPlace: TypeAlias = Callable[[str, int], Place | None]
+Received: TypeAlias = Callable[[str, bytes, bool], None]  # takes a message: topic, payload, whether it was retained
 
 
 @dataclass(slots=True)
@@ -49,8 +53,8 @@ class PacketReader:
     """Splits a stream into packets.
 
     `find_place(topic, bytes)` is called for the payload of each QoS 0 message, `landed(topic, place)` when it has
-    arrived. If there is no place, and for all other packets, `take(command, packet)` gets the first byte and the bytes
-    after the remaining length.
+    arrived. If there is no place, and if the message was retained, `received` gets it. For all other packets,
+    `take(command, packet)` gets the first byte and the bytes after the remaining length.
     """
 
     def __init__(
@@ -58,10 +62,12 @@ class PacketReader:
         *,
         find_place: FindPlace,
         landed: Callable[[str, Place], None],
+        received: Received,
         take: Callable[[int, bytearray], None],
     ) -> None:
         self._find_place = find_place
         self._landed = landed
+        self._received = received
         self._take = take
         self._head = memoryview(bytearray(HEAD_BYTES))
         self._filled = 0
@@ -136,5 +142,11 @@ class PacketReader:
         self._body = None
         if body.place is not None:
             self._landed(body.topic, body.place)
+            return
+        packet = memoryview(body.packet)
+        payload = 2 + int.from_bytes(packet[:2], "big")
+        if body.command in (PUBLISH_QOS0, PUBLISH_QOS0 | RETAINED) and 2 < payload <= len(packet):
+            topic = body.topic or str(packet[2:payload], "utf-8", "replace")
+            self._received(topic, bytes(packet[payload:]), bool(body.command & RETAINED))
         else:
             self._take(body.command, body.packet)

@@ -209,7 +209,8 @@ class Session(Side):
         """Evaluate the state machines at this time."""
         self._now = now
         if self._connected:
-            self.receiver.tick(now, carried=self.meter.received())
+            fetches = self.receiver.next_deadline() is not None  # else nothing asks for the bytes, a system call
+            self.receiver.tick(now, carried=self.meter.received() if fetches else -1)
             for peer in self.proofs.silent(now):
                 self._silent(peer, now)
         if now >= self._away_at():

@@ -218,6 +218,9 @@ class Endpoint(ABC):
             await self._sleep(session.next_deadline(now))
 
     async def _sleep(self, due: float | None) -> None:
+        if self._wake.is_set():
+            await asyncio.sleep(0)
+            return
         timer = self._loop.call_at(due, self._wake.set) if due is not None else None
         await self._wake.wait()
         if timer is not None:
