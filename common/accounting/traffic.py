@@ -33,7 +33,8 @@ class TcpStats:
         if later == NO_WIRE:
             return self
         least = min(self.rtt_min_us or later.rtt_min_us, later.rtt_min_us or self.rtt_min_us)
-        return TcpStats(*map(add, _SUMMED(self), _SUMMED(later)), later.rtt_us or self.rtt_us, least)
+        times = [later.rtt_us or self.rtt_us, least]
+        return TcpStats(*map(add, _SUMMED(self), _SUMMED(later)), *times)
 
     def __sub__(self, earlier: TcpStats) -> TcpStats:
         """Return the difference since an earlier sample; the connection of both samples counts."""
@@ -79,7 +80,7 @@ class Traffic:
     def __sub__(self, other: Traffic) -> Traffic:
         """Return the difference, at least 0: a child may report less than before."""
         counts = (max(0, mine - others) for mine, others in zip(BYTES(self), BYTES(other), strict=True))
-        return Traffic(*counts, wire=self.wire - other.wire)
+        return Traffic(*counts, *[self.wire - other.wire])
 
     @property
     def sent(self) -> int:

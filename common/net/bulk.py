@@ -105,8 +105,8 @@ class BulkClient(mqtt.Client):
         self._pack_str16(head, name)
         packet: Any = _Packet(head, body)
         info: Any = _SentInfo(done)
-        entry: Any = {"command": mqtt.PUBLISH, "mid": 0, "qos": 0, "pos": 0, "packet": packet, "info": info}
-        self._out_packet.append({**entry, "to_process": len(packet)})
+        entry: Any = {"command": mqtt.PUBLISH, "mid": 0, "qos": 0, "pos": 0, "to_process": len(packet)}
+        self._out_packet.append(entry | {"packet": packet, "info": info})
         if len(self._out_packet) == 1:
             self._packet_write()
         if self._out_packet:

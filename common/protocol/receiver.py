@@ -80,8 +80,7 @@ class Receiver:
         self._events: deque[ReceiverEvent] = deque()
         self._landing: Landing | None = None
         self.extras = KnownExtras()
-        self._last_arrival = 0.0
-        self._arrived = 0.0
+        self._last_arrival = self._arrived = 0.0
         self._gap_s = 0.0
         self._repair_s = REPAIR_S
         self._carried: tuple[int, int, float] | None = None  # at the last message, at the last check, and its time
@@ -273,6 +272,10 @@ class Receiver:
         """Return when `tick` has something to do."""
         starved = (self._starves_at(fetch) for fetch in self._active.values())
         return min(self._last_arrival + self._repair_s, *starved) if self._active else None
+
+    def is_due(self) -> bool:
+        """Return whether an ask is due, or an event has not been taken."""
+        return bool(self._completed or self._events) or any(fetch.due for fetch in self._active.values())
 
     def to_send(self) -> list[tuple[str, Ask]]:
         """Return the asks that are due, each with its receiving owner."""

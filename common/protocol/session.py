@@ -138,11 +138,12 @@ class Session(Side):
             return None
         return self.receiver.place(topic.node, topic.blob, index=topic.index, size=size)
 
-    def landed(self, topic_text: str, landing: Landing, now: float) -> None:
-        """Handle a chunk that was written to its destination."""
+    def landed(self, topic_text: str, landing: Landing, now: float) -> bool:
+        """Handle a chunk that was written to its destination; return whether something follows from it at once."""
         topic = topics.parse(topic_text)
         if isinstance(topic, topics.ChunkTopic) and landing.view is not None:
             self._chunk(topic, topic_text, landing.view, now)
+        return self.receiver.is_due() or bool(self._events)
 
     def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> None:
         """Handle a message with any content."""
