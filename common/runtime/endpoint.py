@@ -32,7 +32,7 @@ from common.protocol.session_events import BrokerAway, BrokerDrops, NameTaken
 from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.world import World, nothing
 
-SOON_S: Final = 0.01  # until the pump runs after chunks from which nothing follows but later deadlines
+LATER_S: Final = 0.01  # until the pump runs after a chunk from which only later deadlines follow
 PACKET_ROOM: Final = 1024  # for the rest of a packet with a chunk, or with a model inside its announcement
 
 log = logging.getLogger("fedstrata.endpoint")
@@ -62,7 +62,7 @@ class Endpoint(ABC):
         self._packet_most: dict[BrokerAddress, float] = {}  # by single address
         self._bodies: dict[Body, str] = {}
         self._wake = asyncio.Event()
-        self._wake_soon: asyncio.TimerHandle | None = None
+        self._later: asyncio.TimerHandle | None = None
         self._sent_all = asyncio.Event()
         self._connected_once = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -170,11 +170,11 @@ class Endpoint(ABC):
     def _landed(self, topic: str, place: Place) -> None:
         if isinstance(place, Landing) and self.session.landed(topic, place, self.now()):
             self.wake()
-        elif self._wake_soon is None:
-            self._wake_soon = self._loop.call_later(SOON_S, self._end_of_soon)
+        elif self._later is None:
+            self._later = self._loop.call_later(LATER_S, self._wake_later)
 
-    def _end_of_soon(self) -> None:
-        self._wake_soon = None
+    def _wake_later(self) -> None:
+        self._later = None
         self.wake()
 
     def _received(self, topic: str, body: bytes, retained: bool) -> None:
