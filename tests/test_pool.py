@@ -19,9 +19,9 @@ import pytest
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import reading, schema
+from common.host.accelerators import choose, may_have_gpu
 from common.learning import datasets, models, splits
 from common.model.layout import ModelLayout, Row, Section
-from device.accelerators import choose, may_have_gpu
 from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, Prepared
 from device.pool.executors import Thread
 from device.pool.pool import Member, Pool

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import reading, schema
 from common.experiment.training import TrainingSettings
-from common.learning import datasets, models, partitions
+from common.learning import computing, datasets, models, partitions
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.model.layout import Row
 from common.randomness import Purpose, generator
 from device.jobs import Cancelled
-from device.training import computing, sgd
+from device.training import sgd
 from device.training import trainer as trainer_module
 from device.training.trainer import LocalResult, Trainer, resolve_accelerator
 
@@ -224,9 +227,9 @@ def test_compute_threads_are_one() -> None:
 
 def test_each_thread_that_trains_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
-    monkeypatch.setattr(trainer_module, "set_up_thread", lambda _: threads.append(threading.get_ident()))
     lab = experiment()
     trainer, row = make(lab), initial(lab)
+    monkeypatch.setattr(trainer_module, "set_up", lambda *_: threads.append(threading.get_ident()))
     for _ in range(2):
         with ThreadPoolExecutor(1) as pool:
             threads.append(pool.submit(threading.get_ident).result())
@@ -244,10 +247,56 @@ def test_a_process_computes_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     gpu = torch.device("cuda", 1)
-    computing.set_up_thread(gpu)
-    computing.set_up(gpu, TrainingSettings(precision="bf16"))
-    computing.set_up_thread(torch.device("cpu"))
-    assert calls == [gpu, gpu, "bf16"]
+    with restored():
+        computing.set_up(gpu, TrainingSettings(precision="bf16"))
+        computing.set_up_evaluation(gpu)
+    computing.set_up(torch.device("cpu"), TrainingSettings())
+    computing.set_up_evaluation(torch.device("cpu"))
+    assert calls == [gpu, "bf16", gpu]
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Give this process's settings for GPUs their values back."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def settings() -> tuple[bool, ...]:
+    """Return this process's settings for GPUs: TF32, in both of torch's interfaces, and determinism."""
+    backends = torch.backends
+    older = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    if hasattr(backends.cudnn, "conv"):  # from torch 2.9 on
+        newer = [each.fp32_precision == "tf32" for each in (backends.cuda.matmul, backends.cudnn.conv)]
+        assert (*newer, backends.cudnn.rnn.fp32_precision == "tf32") == (*older, older[1])
+    return (*older, torch.are_deterministic_algorithms_enabled(), backends.cudnn.deterministic)
+
+
+def test_a_gpu_computes_in_tf32_only_where_the_experiment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    gpu = torch.device("cuda", 0)
+    with restored():
+        for precision, tf32 in (("fp32", False), ("tf32", True), ("bf16", False)):
+            computing.set_up(gpu, TrainingSettings.model_validate({"precision": precision}))
+            assert settings() == (tf32, tf32, False, False)
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "torch looks for it before it is needed"
+        computing.set_up(gpu, TrainingSettings(precision="tf32", deterministic=True))
+        assert settings() == (True, True, True, True)
+        computing.set_up_evaluation(gpu)
+        assert settings() == (False, False, False, False)
+
+
+def test_on_a_cpu_tf32_is_fp32() -> None:
+    for model in ("cnn_digits", "mlp_digits"):
+        lab, same = (experiment(model=model, precision=precision) for precision in ("fp32", "tf32"))
+        assert np.array_equal(run(make(lab), initial(lab))[0], run(make(same), initial(lab))[0])
 
 
 @pytest.mark.parametrize(
@@ -613,11 +662,31 @@ def test_on_a_gpu_deterministic_training_gives_the_same_bits(model: str, trainin
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-def test_on_a_gpu_bf16_is_near_to_fp32() -> None:
+def test_on_a_gpu_fp32_has_the_accuracy_of_fp32_beside_other_precisions() -> None:
+    """TF32 rounds inputs to 11 bits: a convolution of 576 products is some 1e-4 off, one in fp32 1e-6."""
+    gpu = torch.device("cuda", 0)
+    source = torch.Generator().manual_seed(1)
+    images, weights = (torch.randn(shape, generator=source) for shape in ((8, 64, 16, 16), (64, 64, 3, 3)))
+    exact = functional.conv2d(images.double(), weights.double())
+    errors = {}
+    with restored():
+        for precision in ("tf32", "fp32", "bf16", "fp32"):
+            computing.set_up(gpu, TrainingSettings.model_validate({"precision": precision}))
+            found = functional.conv2d(images.to(gpu), weights.to(gpu)).cpu().double()
+            errors[precision] = float((found - exact).norm() / exact.norm())
+    assert errors["fp32"] < 5e-6
+    if torch.cuda.get_device_capability(gpu) >= (8, 0):
+        assert errors["tf32"] > 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_on_a_gpu_less_precise_is_near_to_fp32(precision: str) -> None:
     lab = experiment(model="cnn_digits")
     row = initial(lab)
     wanted, result = run(make(lab, accelerator="cuda"), row)
-    trainer = make(experiment(model="cnn_digits", precision="bf16"), accelerator="cuda")
+    trainer = make(experiment(model="cnn_digits", precision=precision), accelerator="cuda")
     out, in_low = run(trainer, row)
     apart = np.abs(trainer.layout.floats(out) - trainer.layout.floats(wanted))
     moved = np.abs(trainer.layout.floats(wanted) - trainer.layout.floats(row))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from common.experiment.training import TrainingSettings
 from common.learning import models
+from common.learning.computing import set_up
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.model.layout import LinkLayouts, ModelLayout, Row
@@ -29,7 +30,7 @@ from device.vmapped import calibration, loop
 from device.vmapped import models as vmapped_models
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult
-from device.vmapped.models import Recipe, VmappedModels
+from device.vmapped.models import Recipe, VmappedModels, keep_batch_norm_fp32
 from device.vmapped.schedule import Load, plan
 
 CPU = torch.device("cpu")
@@ -262,6 +263,29 @@ def test_bf16_is_near_its_own_training() -> None:
         assert how.loss == pytest.approx(loss, rel=0.02)
         for entry, view in case.layout.views(how.row).items():
             np.testing.assert_allclose(view, wanted[entry], rtol=0, atol=5e-3)
+
+
+def resnet_in(precision: str, device: torch.device = CPU) -> Case:
+    training = TrainingSettings.model_validate({"batch_size": 8, "precision": precision})
+    return Case(of("resnet20", (3, 16, 16)), (3, 16, 16), (Load(8, 1), Load(8, 1)), training, torch.float32, device)
+
+
+def test_on_a_gpu_batch_norm_computes_in_fp32_beside_bf16() -> None:
+    case, inputs = resnet_in("bf16"), torch.randn(2, 8, 16, 4, 4).to(torch.bfloat16)
+    norm = next(layer for layer in case.module.modules() if isinstance(layer, nn.BatchNorm2d))
+    wanted = norm(inputs[0].float())
+
+    def outputs(batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: Tensor = norm(batch)
+        return found
+
+    keep_batch_norm_fp32(case.module, case.training, device=CPU)
+    keep_batch_norm_fp32(case.module, TrainingSettings(), device=torch.device("cuda"))
+    assert outputs(inputs[0]).dtype == torch.bfloat16
+    keep_batch_norm_fp32(case.module, case.training, device=torch.device("cuda"))
+    assert torch.equal(outputs(inputs[0]), wanted)
+    assert problem_of(case.recipe, case.turns) == ""  # nor does it change the trial in float64
 
 
 def quick(loads: tuple[Load, ...] = RAGGED, **training: Any) -> Case:
@@ -691,6 +715,16 @@ def test_a_gpu_is_left_as_it_was_and_trains_lenet_vmapped(precision: str) -> Non
     loop.train(recipe, turns, most=40)
     assert all(isinstance(how, VmappedResult) for how in case.ended)
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_a_gpu_has_kernels_for_vmapped_batch_norm(precision: str) -> None:
+    case = resnet_in(precision, torch.device("cuda", 0))
+    keep_batch_norm_fp32(case.module, case.training, device=case.device)
+    set_up(case.device, case.training)
+    assert "Error" not in problem_of(case.recipe, case.turns)
 
 
 @pytest.mark.gpu

@@ -62,9 +62,11 @@ class TrainingSettings(SettingsTable):
     objective: ObjectiveSettings = CrossEntropy()
     schedule: Schedule = Schedule()
     augmentation: Augmentation = Augmentation()
-    # `bf16`: forward and backward in torch's autocast, weights and steps in fp32. It pays with convolutions. On a CPU
-    # linear layers stay fp32 in batches of 16 samples or fewer, where casts cost more than they save.
-    precision: Literal["fp32", "bf16"] = "fp32"
+    # `fp32`: all in float32, also on a GPU, where torch by default computes convolutions in TF32. `tf32`: these and
+    # matrix products in TF32 on GPUs that have it (Ampere and later); elsewhere it is fp32. `bf16`: forward and
+    # backward in torch's autocast, weights and steps in fp32. It pays with convolutions. On a CPU linear layers stay
+    # fp32 in batches of 16 samples or fewer, where casts cost more than they save.
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     compile: bool = False  # `torch.compile`, before the run's clock starts; on one core it made small models slower
     # On CUDA, use only operations that give the same bits again; a model with others is refused. A CPU always gives
     # the same bits.

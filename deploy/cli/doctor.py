@@ -108,14 +108,14 @@ def _host(name: str, accelerator: str, data: Path | None, spool: str, reached: L
 
 def _accelerator(asked: str) -> Finding:
     """Return whether PyTorch sees the accelerator asked for, or any GPU whose driver is here."""
+    from common.host.accelerators import choose, may_have_gpu
     from common.host.examination import Finding
-    from device.accelerators import choose, may_have_gpu
 
     driver = may_have_gpu()
     if asked == "cpu" or (asked == AUTO and not driver):
         return Finding("accelerator", True, True, "cpu")
     try:
-        from device.training.computing import accelerators
+        from common.learning.computing import accelerators
 
         chosen = choose(asked, accelerators())
     except (ModuleNotFoundError, InvalidExperiment) as error:

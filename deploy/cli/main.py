@@ -234,9 +234,9 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     from common.experiment.hardware import HardwareSettings
     from common.experiment.links import Links
     from common.host.memory import keep_large_buffers
+    from common.learning.computing import resolve_accelerator
     from deploy.local.direct import run_in_process
     from deploy.watching.showing import show
-    from device.training.computing import resolve_accelerator
 
     resolve_accelerator(accelerator)
     keep_large_buffers()

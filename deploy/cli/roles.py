@@ -283,7 +283,7 @@ def device(
     if len(set(name)) < len(name):
         raise typer.BadParameter("duplicate name", param_hint="--name")
     check_parents(parents, name)
-    from device.accelerators import check_name
+    from common.host.accelerators import check_name
 
     with reporting():
         check_name(accelerator)

@@ -10,8 +10,8 @@ from typing import Final
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.host import nvidia
+from common.host.accelerators import choose
 from common.host.machine import available_bytes
-from device.accelerators import choose
 from device.pool.pool import cores
 
 MEMORY_SHARE: Final = 0.9  # of the memory that is available

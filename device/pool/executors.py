@@ -97,8 +97,8 @@ class Thread:
         return self._made
 
     def _start(self) -> Sequence[str]:
+        from common.learning.computing import accelerators  # imports torch: seconds, and 250 MB
         from device.pool.trainers import Trainers
-        from device.training.computing import accelerators  # imports torch: seconds, and 250 MB
 
         self._made = Trainers()
         there: Sequence[str] = accelerators()

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any, Final, Self
 
 from common.experiment.schema import Experiment
+from common.host.accelerators import choose, may_have_gpu
 from common.model.layout import Row
-from device.accelerators import choose, may_have_gpu
 from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, Progress
 from device.pool.executors import Executor, Thread
 from device.pool.worker import Worker

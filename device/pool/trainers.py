@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import FedstrataError
+from common.learning.computing import resolve_accelerator
 from common.learning.inputs import Inputs
 from device.jobs import Cancelled, HostedDevice, Prepared
-from device.training.computing import resolve_accelerator
 from device.training.network import Network
 from device.training.trainer import Trainer
 from device.vmapped.gathering import most_together, vmapped_mode

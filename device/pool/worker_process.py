@@ -36,8 +36,8 @@ class WorkerServer:
         self._cancelled: dict[int, threading.Event] = {}
         self._channel = AgentChannel(self._cancel)
         with frozen_imports():
+            from common.learning.computing import accelerators
             from device.pool.trainers import Trainers
-            from device.training.computing import accelerators
 
         self._trainers, self._accelerators = Trainers(), accelerators()
 

@@ -19,13 +19,13 @@ from common.errors import InvalidExperiment, RunFailed
 from common.experiment import schema
 from common.experiment.objectives import CrossEntropy
 from common.learning import models
+from common.learning.computing import first_line, out_of_memory, resolve_accelerator, set_up
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, load_local_dataset, uniform_numbers
-from device.training.computing import first_line, out_of_memory, resolve_accelerator, set_up, set_up_thread
 from device.training.network import Network, network_of
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
@@ -118,7 +118,7 @@ class Trainer:
         made = self._prepared
         module, layout = made.network.module, made.network.layout
         exhausted = False
-        set_up_thread(self._accelerator)
+        set_up(self._accelerator, self._experiment.training)
         start = time.monotonic()
         try:
             models.read_row(module, layout, row)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from common.learning.computing import out_of_memory
 from common.model.layout import Row
 from device.jobs import Cancelled, Progress
 from device.training.augmentation import Changes
-from device.training.computing import out_of_memory
 from device.vmapped.models import Batch, Recipe, VmappedModels
 from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
 

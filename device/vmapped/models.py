@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,24 @@ class Recipe:
         if changes is not None:
             images = change(images, changes, crop=self.training.augmentation.crop)
         return self.normalise(images)
+
+
+def keep_batch_norm_fp32(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> None:
+    """Make batch norm compute in fp32 in a GPU's vmapped bf16 training.
+
+    vmap gives the kernel weights of the inputs' dtype beside running statistics in fp32, which CUDA's kernels need not
+    accept.
+    """
+    if training.precision != "bf16" or device.type != "cuda":
+        return
+    for layer in module.modules():
+        if isinstance(layer, _NormBase):
+            setattr(layer, "forward", MethodType(_of_fp32, layer))  # noqa: B010 - mypy knows no such assignment
+
+
+def _of_fp32(layer: _NormBase, inputs: Tensor) -> Tensor:
+    outputs: Tensor = type(layer).forward(layer, inputs.float() if inputs.dtype is torch.bfloat16 else inputs)
+    return outputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

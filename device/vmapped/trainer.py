@@ -14,17 +14,17 @@ from torch import Tensor
 from common.accounting.child_report import TrainingPath
 from common.experiment.schema import Experiment
 from common.learning import datasets, models
+from common.learning.computing import first_line, out_of_memory, set_up
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, load_local_dataset, orders, uniform_numbers
-from device.training.computing import first_line, out_of_memory, set_up, set_up_thread
 from device.training.objectives.table import objective_of
 from device.training.sgd import keep_linear_fp32
 from device.training.updates import finish, vectors_of
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.gathering import VmappedMode
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
-from device.vmapped.models import Recipe
+from device.vmapped.models import Recipe, keep_batch_norm_fp32
 from device.vmapped.schedule import Load, plan
 
 CPU: Final = torch.device("cpu")
@@ -61,7 +61,7 @@ class VmappedTrainer:
             left.remove(number)
             done(number, how)
 
-        set_up_thread(self._accelerator)
+        set_up(self._accelerator, training)
         try:
             self._train(work, end)
         except RuntimeError as error:
@@ -104,7 +104,6 @@ class _Shared:
     """The shared state of an experiment's devices on an accelerator: a module, and all their samples, once."""
 
     def __init__(self, experiment: Experiment, accelerator: torch.device) -> None:
-        set_up(accelerator, experiment.training)
         self._experiment = experiment
         self._accelerator = accelerator
         self._local: dict[str, LocalDataset] = {}
@@ -123,6 +122,7 @@ class _Shared:
         first = next(iter(self._local.values()))
         module = models.of(self._experiment, inputs=first.inputs)
         keep_linear_fp32(module, self._experiment.training, device=self._accelerator)
+        keep_batch_norm_fp32(module, self._experiment.training, device=self._accelerator)
         self._vectors = vectors_of(self._experiment, nodes[0], models.layout_of(module))
         self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, first.inputs.classes)
         self._module = module.to(self._accelerator).train()

@@ -9,33 +9,34 @@ from typing import Final
 
 from common.errors import InvalidExperiment
 
+OPTION: Final = "--accelerator"
 _NAMES: Final = re.compile(r"auto|cpu|cuda|cuda:\d+")
 # Device files of GPU drivers: Nvidia's, AMD's, Windows' below WSL.
 _DRIVERS: Final = ("nvidia[0-9]*", "kfd", "dxg")
 
 
-def choose(name: str, there: Sequence[str]) -> tuple[str, ...]:
+def choose(name: str, there: Sequence[str], *, key: str = OPTION) -> tuple[str, ...]:
     """Return the accelerators selected by 'cpu', 'cuda' (all GPUs), 'cuda:N' or 'auto' (all GPUs, else the CPU).
 
-    `there`: the accelerators of this machine. Raises InvalidExperiment.
+    `there`: the accelerators of this machine; `key`: what has the name. Raises InvalidExperiment.
     """
-    check_name(name)
+    check_name(name, key=key)
     gpus = tuple(each for each in there if each != "cpu")
     if name == "auto":
         return gpus or ("cpu",)
     chosen = gpus if name == "cuda" else tuple(each for each in there if each == name)
     if not chosen:
         raise InvalidExperiment(
-            "--accelerator", name, "this machine has no such accelerator", f"It has {', '.join(there)}; or use auto."
+            key, name, "this machine has no such accelerator", f"It has {', '.join(there)}; or use auto."
         )
     return chosen
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, *, key: str = OPTION) -> None:
     """Raise InvalidExperiment for what is no name of accelerators."""
     if not _NAMES.fullmatch(name):
         raise InvalidExperiment(
-            "--accelerator", name, "no accelerator has this name", "Use cpu, cuda, cuda:N (a GPU's number) or auto."
+            key, name, "no accelerator has this name", "Use cpu, cuda, cuda:N (a GPU's number) or auto."
         )
 
 
