@@ -174,6 +174,7 @@ class CloudAgent:
     async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment
         beginning = await evaluator.start()
+        self._folder.note(evaluated_on=beginning.accelerator)
         down.set_layouts(link_layouts(experiment.tier_below(CLOUD).aggregation, beginning.layout))
         refiner = None
         if experiment.tier_below(CLOUD).aggregation.refines:

@@ -25,11 +25,12 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """Initial model of a run, uint8 [row_bytes], and digest of the data split."""
+    """Initial model of a run, uint8 [row_bytes], digest of the data split, and where models are evaluated."""
 
     layout: ModelLayout
     row: Row
     partition: str
+    accelerator: str = "cpu"
 
 
 class Evaluator:
@@ -46,7 +47,7 @@ class Evaluator:
         reply = await channel.request(experiment=self._experiment.to_json(), folder=str(self._folder))
         layout = ModelLayout.from_json(reply["layout"])
         (shared,) = channel.memory.rows(1, layout.row_bytes)
-        return Beginning(layout, await offload(shared.copy), reply["partition"])
+        return Beginning(layout, await offload(shared.copy), reply["partition"], reply["accelerator"])
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return a model's test score and loss; `row` must not change meanwhile.

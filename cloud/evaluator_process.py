@@ -2,7 +2,7 @@
 
 The requests on the channel, and the row in shared memory that has the model:
 
-    {"experiment": TEXT, "folder"}         -> {"layout", "partition"}, and the initial model
+    {"experiment": TEXT, "folder"}         -> {"layout", "partition", "accelerator"}, and the initial model
     {}, and a model                        -> {"score", "loss"}
 
 The data split is written into the folder. Instead of a reply there may be an error, which ends the process.
@@ -23,19 +23,20 @@ def main() -> None:
     channel = AgentChannel()
     with frozen_imports():
         from common.learning import splits
-        from common.learning.evaluation import ModelTester  # imports torch: seconds
+        from common.learning.evaluation import ModelTester, accelerator_of  # imports torch: seconds
 
     request = channel.receive()
     experiment = parse(request["experiment"])
     try:
         partition = splits.keep(experiment, Path(request["folder"]))
-        tester = ModelTester(experiment)
+        accelerator = accelerator_of(experiment)
+        tester = ModelTester(experiment, accelerator=accelerator)
     except FedstrataError as error:
         channel.send(**error_record(error))
         return
     (row,) = channel.memory.rows(1, tester.layout.row_bytes)
     row[:] = tester.first
-    channel.send(layout=tester.layout.to_json(), partition=partition)
+    channel.send(layout=tester.layout.to_json(), partition=partition, accelerator=str(accelerator))
     while True:
         channel.receive()
         try:

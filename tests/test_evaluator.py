@@ -13,7 +13,7 @@ from cloud.evaluator import Evaluator
 from common.errors import RunFailed
 from common.experiment.reading import parse
 from common.learning import splits
-from common.learning.evaluation import ModelTester
+from common.learning.evaluation import ModelTester, accelerator_of
 
 PATIENCE_S = 110.0
 
@@ -43,8 +43,8 @@ def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports
     (tmp_path / "net.py").write_text(NET)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
-    experiment = parse({"model": {"name": "net:build"}})
-    tester = ModelTester(experiment)
+    experiment = parse({"model": {"name": "net:build"}, "cloud": {"evaluate_on": "auto"}})
+    tester = ModelTester(experiment, accelerator=accelerator_of(experiment))
     folder = tmp_path / "run"
     folder.mkdir()
 
@@ -55,6 +55,7 @@ def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports
             try:
                 beginning = await evaluator.start()
                 assert beginning.layout == tester.layout and np.array_equal(beginning.row, tester.first)
+                assert beginning.accelerator == str(accelerator_of(experiment))
                 assert beginning.partition == splits.split_of(experiment).digest
                 assert {path.name for path in folder.iterdir()} == {"partition.npz", "partition.json"}
                 for global_round, row in ((1, tester.first), (2, np.zeros_like(tester.first))):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import Aggregation, FedAvg, NormBound
 from common.experiment.selection import FractionSelection, Selection
-from common.experiment.tables import Count, Positive, SettingsTable
+from common.experiment.tables import AcceleratorName, Count, Positive, SettingsTable
 
 Share = Annotated[float, Field(le=1)]
 
@@ -48,7 +48,14 @@ class Cloud(SettingsTable):
     closing: Closing = Closing()
     epoch_control: EpochControl = EpochControl()
     evaluate_every: Count = 1  # evaluate after every so many global rounds, and after the last one
+    # Where the cloud evaluates: `cpu`, `cuda`, `cuda:1` (a GPU's number), or `auto`, a GPU if its machine has one. It
+    # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
+    evaluate_on: AcceleratorName = "cpu"
     checkpoint_every: Count = 1  # save a checkpoint after every so many global rounds, and after the last one
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if key != "evaluate_on" or value != "cpu"}
 
     @property
     def rounds_back(self) -> int:

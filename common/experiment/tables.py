@@ -30,6 +30,7 @@ def form(pattern: str, instead: str) -> Any:
 
 NAME_FORM: Final = "letters, digits, _ . and -, at most {}, a letter or digit first"
 Name = Annotated[str, form(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", NAME_FORM.format(64))]
+AcceleratorName = Annotated[str, form(r"^(auto|cpu|cuda(:\d+)?)$", "auto, cpu, cuda or for instance cuda:0")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,16 @@ from torch.nn import functional
 
 from common.experiment.schema import Experiment
 from common.experiment.score import ACCURACY, CROSS_ENTROPY
+from common.host.accelerators import choose
 from common.learning import datasets, models
+from common.learning.computing import accelerators, out_of_memory, set_up_evaluation
 from common.learning.losses import loss_of, try_loss
 from common.learning.scores import score_of
 from common.model.layout import Row
+
+CPU: Final = torch.device("cpu")
+
+log = logging.getLogger("fedstrata.evaluation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +78,67 @@ def evaluate(
     return Evaluation(score_of(score)(whole.numpy(), targets.numpy()), float(total) / len(labels))
 
 
-class ModelTester:
-    """An experiment's test set, and a module to evaluate models with. Raises InvalidExperiment."""
+def accelerator_of(experiment: Experiment, *, beside: torch.device = CPU) -> torch.device:
+    """Return where to evaluate an experiment's models: `cloud.evaluate_on` of this machine.
 
-    def __init__(self, experiment: Experiment) -> None:
+    If that has several GPUs, it is the one on which this process trains, `beside`, else the first. Raises
+    InvalidExperiment.
+    """
+    name = experiment.cloud.evaluate_on
+    if name == CPU.type:  # no driver is asked
+        return CPU
+    chosen = choose(name, accelerators(), key="cloud.evaluate_on")
+    return torch.device(str(beside) if str(beside) in chosen else chosen[0])
+
+
+class ModelTester:
+    """An experiment's test set, and a module to evaluate models with, on `accelerator`. Raises InvalidExperiment."""
+
+    def __init__(self, experiment: Experiment, *, accelerator: torch.device = CPU) -> None:
         self._data = datasets.load(experiment.data)
         self._loss, self._score = experiment.training.loss, experiment.score.name
         try_loss(self._loss, self._data.inputs)
         score_of(self._score)
         self._module = models.of(experiment, inputs=self._data.inputs)
+        self._accelerator = accelerator
         self.layout = models.layout_of(self._module)
         self.first = self.layout.empty()  # the initial model
         models.write_row(self._module, self.layout, self.first)
 
     def evaluate(self, row: Row) -> Evaluation:
-        """Return score and loss of a flat model, uint8 [row_bytes], on the test set. Raises InvalidExperiment."""
+        """Return score and loss of a flat model, uint8 [row_bytes], on the test set. Raises InvalidExperiment.
+
+        If the accelerator has not enough free memory, because others train on it, this model is evaluated on the CPU.
+        """
         models.read_row(self._module, self.layout, row)
+        if self._accelerator.type != "cpu":
+            if (found := self._on_accelerator()) is not None:
+                return found
+            log.warning("%s has not enough free memory: evaluated on the CPU", self._accelerator)
+        return self._on(CPU)
+
+    def _on_accelerator(self) -> Evaluation | None:
+        """Return the result, None if memory ran out; leave the accelerator's memory to others."""
+        set_up_evaluation(self._accelerator)
+        try:
+            self._module.to(self._accelerator)
+            return self._on(self._accelerator)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        finally:
+            self._module.to(CPU)
+            if self._accelerator.type == "cuda":
+                torch.cuda.empty_cache()
+        return None
+
+    def _on(self, device: torch.device) -> Evaluation:
         data = self._data
         return evaluate(
             self._module,
             data.test_images,
             labels=data.test_labels,
-            normalise=data.normaliser(),
+            normalise=data.normaliser(device),
             loss=self._loss,
             score=self._score,
         )

@@ -16,7 +16,7 @@ from pydantic import AliasChoices, Field, ValidationError
 from common.errors import InvalidExperiment
 from common.experiment.links import LinkSettings, shipped
 from common.experiment.messages import explain
-from common.experiment.tables import Count, Name, Positive, SettingsTable, form, named, proposal
+from common.experiment.tables import AcceleratorName, Count, Name, Positive, SettingsTable, form, named, proposal
 from common.experiment.topology import CLOUD, RESERVED
 from common.net import address, tls
 from common.net.address import BrokerAddress, host_port, parse_host, parse_hosts
@@ -44,7 +44,7 @@ class LabMachine(SettingsTable):
     link: LinkSettings | None = None  # of this machine to the brokers above its nodes: a profile's name, or a table
     metrics: bool = False  # /metrics beyond this machine, for a Prometheus elsewhere
     memory_gb: Positive | None = None  # most memory of each service
-    accelerator: Annotated[str, form(r"^(auto|cpu|cuda(:\d+)?)$", "auto, cpu, cuda or for instance cuda:0")] = "auto"
+    accelerator: AcceleratorName = "auto"
     slots: Count | None = None  # concurrent trainings; omitted: one per GPU, else one per core
     data: AbsolutePath | None = None  # the folder of data sets, in place of the experiments' data.root
     # Packages whose code an experiment may name; an earlier name of the key is allow_models.

@@ -27,7 +27,8 @@ from common.experiment.topology import CLOUD
 from common.host.files import writing
 from common.host.processes import interruptible
 from common.learning import splits
-from common.learning.evaluation import ModelTester
+from common.learning.computing import resolve_accelerator
+from common.learning.evaluation import ModelTester, accelerator_of
 from common.learning.inputs import Inputs
 from common.learning.refiner import NodeRefiner
 from common.metrics import Metrics
@@ -78,7 +79,9 @@ async def _run(
 
     clock, metrics = Clock(), Metrics()
     partition = splits.keep(experiment, folder.path)
-    tester = ModelTester(experiment)
+    evaluates_on = accelerator_of(experiment, beside=resolve_accelerator(accelerator))
+    folder.note(evaluated_on=str(evaluates_on))
+    tester = ModelTester(experiment, accelerator=evaluates_on)
 
     async def evaluate(global_round: int, row: Row) -> EvaluationResult:
         with clock.stopped():
