@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
-from common.learning import datasets
+from common.learning import datasets, normalisation
 from common.learning.inputs import Inputs
 
 
@@ -103,6 +104,83 @@ def test_normalised_digits_have_mean_0_and_deviation_1() -> None:
     assert images.mean().abs() < 2e-3 and (images.std() - 1).abs() < 2e-3
     wanted = (digits.train_images.double() / 16 - digits.mean[0]) / digits.std[0]
     torch.testing.assert_close(images.double(), wanted, rtol=0, atol=1e-6)
+
+
+def normalised_by(choice: Any, **more: Any) -> tuple[datasets.Dataset, torch.Tensor]:
+    loaded = datasets.load(reading.parse({"data": {"normalise": choice, **more}}).data)
+    return loaded, loaded.normaliser()(loaded.train_images)
+
+
+def test_digits_are_normalised_as_chosen() -> None:
+    published, as_ever = normalised_by("published")
+    assert (published.mean, published.std) == ((0.305,), (0.376,))
+    assert torch.equal(as_ever, datasets.load(schema.Data()).normaliser()(published.train_images))
+    own, images = normalised_by("own")
+    assert own.mean[0] == pytest.approx(float(published.train_images.double().mean()) / 16, abs=5e-5)
+    assert images.mean().abs() < 3e-4 and (images.std(correction=0) - 1).abs() < 3e-4
+    assert torch.equal(normalised_by("none")[1], published.train_images / 16)
+    given = normalised_by([[0.25], [2]])[1]
+    torch.testing.assert_close(given, (published.train_images / 16 - 0.25) / 2, rtol=0, atol=1e-6)
+
+
+def test_each_channel_has_its_own_constants() -> None:
+    made = {"dataset": "synthetic", "classes": 3, "image_shape": [3, 8, 8], "samples": 2500, "test_samples": 5}
+    loaded, images = normalised_by("own", **made)
+    scaled = loaded.train_images.double() / 255
+    assert len(set(loaded.mean)) == 3
+    np.testing.assert_allclose(loaded.mean, scaled.mean((0, 2, 3)), rtol=5e-4)
+    np.testing.assert_allclose(loaded.std, scaled.std((0, 2, 3), correction=0), rtol=5e-4)
+    assert images.mean((0, 2, 3)).abs().max() < 2e-3
+    by_channel = normalised_by([[0, 0.5, 0], [1, 1, 2]], **made)[1]
+    torch.testing.assert_close(by_channel[:, 1].double(), scaled[:, 1] - 0.5, rtol=0, atol=1e-6)
+    torch.testing.assert_close(by_channel[:, 2].double(), scaled[:, 2] / 2, rtol=0, atol=1e-6)
+    with pytest.raises(InvalidExperiment, match=r"data\.normalise = .*3 channels or features\. List one number, or 3"):
+        normalised_by([[0, 0], [1, 1]], **made)
+
+
+def test_a_feature_that_never_changes_has_the_deviation_1() -> None:
+    rows = torch.tensor([[1.0, 7.0], [3.0, 7.0]])
+    assert normalisation.own_constants(rows, scale=1.0) == ((2.0, 7.0), (1.0, 1.0))
+    whites = torch.full((2, 1, 4, 4), 255, dtype=torch.uint8)
+    assert normalisation.own_constants(whites, scale=1 / 255) == ((1.0,), (1.0,))
+
+
+def test_arrays_are_normalised_by_feature(tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).normal([5.0, -3.0], [2.0, 0.1], (400, 2)).astype(np.float32)
+    np.savez(tmp_path / "rows.npz", x=rows, y=np.arange(400) % 2)
+    choice = {"dataset": "rows.npz", "root": str(tmp_path)}
+    loaded, as_it_is = normalised_by("published", **choice)
+    assert torch.equal(as_it_is, loaded.train_images)
+    for mode in ("own", [[5.0, -3.0], [2.0, 0.1]]):
+        images = normalised_by(mode, **choice)[1]
+        assert images.shape == loaded.train_images.shape
+        assert images.mean(0).abs().max() < 0.25 and (images.std(0) - 1).abs().max() < 0.25
+
+
+def test_constants_that_cannot_be_are_refused() -> None:
+    for choice, problem in (
+        ([[], []], "not two lists"),
+        ([[0.5], [0.0]], "not two lists"),
+        ([[0.5, 0.5], [1.0]], "not two lists"),
+        ([[0.5]], "not two lists"),
+        ([["a"], [1]], r"^data\.normalise\.0\.0 = 'a': not a number"),
+        ("mean", r"^data\.normalise = 'mean': not one of its values\. There are: published, own, none"),
+    ):
+        with pytest.raises(InvalidExperiment, match=problem):
+            reading.parse({"data": {"normalise": choice}})
+    private = {"dataset": "folder", "classes": ["a", "b"], "partition": "private", "normalise": "own"}
+    for tree, problem in (
+        (private, "would have other constants"),
+        ({"dataset": "shakespeare", "normalise": "none"}, "no effect with data.dataset shakespeare"),
+        ({"dataset": "x.csv", "target_column": "y", "normalise": "own"}, "data.standardise to tables"),
+    ):
+        with pytest.raises(InvalidExperiment, match=problem):
+            reading.parse({"data": tree, "model": {"name": "char_lstm"}})
+
+
+def test_the_usual_constants_are_no_part_of_an_experiments_digest() -> None:
+    assert "normalise" not in reading.parse({}).to_json()
+    assert '"normalise":"own"' in reading.parse({"data": {"normalise": "own"}}).to_json()
 
 
 def test_noise_has_its_deviation_and_is_always_the_same() -> None:

@@ -15,10 +15,12 @@ from pydantic import BaseModel
 
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord
 from common.experiment.aggregation import RULES
+from common.experiment.data import TEXTS
 from common.experiment.objectives import OBJECTIVES
 from common.experiment.reading import parse
 from common.experiment.rounds import EpochControl
 from common.experiment.selection import SELECTIONS
+from common.learning import datasets
 from common.protocol.serialization import KINDS, VERSION
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.kits.lab import parse as lab_of
@@ -142,6 +144,22 @@ def test_each_page_is_in_the_index() -> None:
 def test_the_manual_is_what_the_commands_say() -> None:
     kept = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert kept == manual(), "write it anew: python -m docs.tools.manual > docs/commands.md"
+
+
+def test_the_constants_of_each_data_set_are_the_codes() -> None:
+    text = (
+        (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## Normalisation")[2].partition("\n## ")[0]
+    )
+    listed = {
+        name: tuple(tuple(map(float, cell.split(","))) for cell in cells)
+        for names, *cells in re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) \|", text, re.M)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert listed == {
+        name: tuple((each[0],) if len(set(each)) == 1 else each for each in (source.mean, source.std))
+        for name, source in datasets._SOURCES.items()
+        if name not in TEXTS
+    }
 
 
 def test_each_message_of_the_troubleshooting_is_in_the_code() -> None:

@@ -64,6 +64,9 @@ MODELS: Final = (
 
 
 OWN_FORM: Final = "package.module:function"
+PUBLISHED: Final = "published"
+OWN: Final = "own"
+NONE: Final = "none"
 
 
 class Data(SettingsTable):
@@ -100,6 +103,10 @@ class Data(SettingsTable):
     test_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     # Standard deviation of Gaussian noise on images, pixels 0 to 1; not clipped.
     noise: Annotated[float, Field(ge=0)] = 0.0
+    # Mean and deviation of pixels in 0 to 1, which are subtracted and divided by. `published`: the constants of each
+    # data set in the papers' public code, see docs/data.md; `own`: those of the training samples, by channel; `none`:
+    # pixels stay in 0 to 1. Or two lists, `[[0.286], [0.353]]`: of one number, or of one for each channel.
+    normalise: Literal["published", "own", "none"] | list[list[float]] = PUBLISHED
     # How the training samples are split over the devices.
     partition: Literal[
         "iid", "dirichlet", "dirichlet_overlap", "shards", "quantity", "natural", "private",
@@ -123,6 +130,7 @@ class Data(SettingsTable):
         unused = {key for key, use in _USES.items() if not use.counts(self)}
         unused |= {key for key in ("node_samples", "bins") if not getattr(self, key)}
         unused |= {"targets"} if self.targets == CLASSES else set()
+        unused |= {"normalise"} if self.normalise == PUBLISHED else set()
         unused |= {"classes"} if self.classes is None and _own(self) else set()
         return {key: value for key, value in dump(self).items() if key not in unused}
 
@@ -184,6 +192,10 @@ _USES: Final = {
     "bins": _Use(
         "data.targets numbers and a partition by class",
         lambda data: data.targets == NUMBERS and data.partition in SKEWED,
+    ),
+    "normalise": _Use(
+        "images, arrays and own data; data.standardise to tables",
+        lambda data: data.dataset not in TEXTS and not _csv(data),
     ),
     "samples": _Use("data.dataset synthetic", _made),
     "test_samples": _Use("data.dataset synthetic", _made),
@@ -272,6 +284,7 @@ def check(data: Data, model: Model) -> None:
     if data.noise and _own(data):
         raise InvalidExperiment("data.noise", data.noise, "own data has its own", "Add it to the samples.")
     _check_own(data)
+    _check_normalise(data)
     if data.dataset == "folder" and not (
         isinstance(data.classes, list) and len(set(data.classes)) == len(data.classes)
     ):
@@ -326,6 +339,17 @@ def _check_own(data: Data) -> None:
         raise InvalidExperiment("data.classes", None, problem, "Set their number, or list their names.")
     if _own(data) and not _csv(data) and isinstance(data.classes, list):
         raise InvalidExperiment("data.classes", data.classes, "not a number", "Set the number of classes.")
+
+
+def _check_normalise(data: Data) -> None:
+    if data.normalise == OWN and data.private:
+        problem = "every device has samples of its own, and would have other constants"
+        raise InvalidExperiment("data.normalise", OWN, problem, "List mean and deviation, the same for all.")
+    if isinstance(data.normalise, list):
+        mean, deviation = data.normalise if len(data.normalise) == 2 else ([], [])
+        if not mean or len(mean) != len(deviation) or not all(deviation):
+            problem = "not two lists of one length, of deviations that are not 0"
+            raise InvalidExperiment("data.normalise", data.normalise, problem, "Write for instance [[0.5], [0.5]].")
 
 
 def _check_named(key: str, name: str, known: Sequence[str], *, what: str) -> None:

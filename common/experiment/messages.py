@@ -20,7 +20,8 @@ SELECTED: Final = {
     "objective": ("objective", OBJECTIVES),
     "selection": ("selector", SELECTIONS),
 }
-_FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]", "[key]"})  # pydantic's, not keys
+_FORMS: Final = frozenset({"int", "float", "constrained-int", "[key]"})  # pydantic's, not keys
+_FORM_STARTS: Final = ("list[", "literal[")
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
@@ -72,13 +73,17 @@ def places(key: str, root: type[BaseModel]) -> list[str]:
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
     """Return the key as in the file: without pydantic's forms, and without the name that selected a table."""
-    return [str(part) for i, part in enumerate(loc) if part not in _FORMS and (i < 2 or loc[i - 1] not in SELECTED)]
+    return [str(part) for i, part in enumerate(loc) if not _is_form(part) and (i < 2 or loc[i - 1] not in SELECTED)]
+
+
+def _is_form(part: int | str) -> bool:
+    return part in _FORMS or str(part).startswith(_FORM_STARTS)
 
 
 def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
     table: Any = root
     for part in path:
-        if part not in _FORMS:
+        if not _is_form(part):
             table = _below(table, part)
         if get_origin(table) not in (dict, list, UnionType) and not (
             isinstance(table, type) and issubclass(table, BaseModel)

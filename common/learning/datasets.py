@@ -26,6 +26,7 @@ from common.experiment.score import NUMBERS
 from common.experiment.topology import CLOUD
 from common.learning import readers, stored
 from common.learning.inputs import Inputs
+from common.learning.normalisation import constants_of
 from common.learning.readers import cifar, folder, idx, leaf, made
 from common.learning.readers.npz import read_npz
 from common.learning.readers.own_data import read_own
@@ -35,22 +36,22 @@ from common.randomness import Purpose, generator
 
 Normalise = Callable[[Tensor], Tensor]
 
-# Keys that determine the split, not the samples.
-_OF_THE_SPLIT: Final = {
+# Keys that determine the split, or how samples are normalised, not the samples.
+_NOT_OF_SAMPLES: Final = {
     "root", "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "partition_size",
-    "node_samples", "bins",
+    "node_samples", "bins", "normalise",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """Normalisation of raw images on one device: pixel * factor + offset, per channel."""
+    """Normalisation of raw samples on one device: value * factor + offset, per channel or feature."""
 
     factor: Tensor
     offset: Tensor
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return uint8 or float32 [B, C, H, W] as normalised float32 of the same shape, on the same device."""
+        """Return uint8 or float32 [B, C, ...] as normalised float32 of the same shape, on the same device."""
         return images.mul(self.factor).add_(self.offset)
 
 
@@ -60,8 +61,8 @@ class Dataset:
 
     Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or texts, int64 [N, L], with values below `tokens`
     (0 = images); or of tables and own data float32 [N, ...]. `scale` maps a pixel into [0, 1]; `mean` and `std` are per
-    channel, or one for all, after scaling. If the samples have users, `owners` int64 [N] are the indices in `users` of
-    the training samples' users.
+    channel or feature, or one for all, after scaling (`data.normalise`). If the samples have users, `owners` int64 [N]
+    are the indices in `users` of the training samples' users.
     """
 
     train_images: Tensor
@@ -90,7 +91,7 @@ class Dataset:
             return torch.clone
         mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
         factor, offset = self.scale / std, -mean / std
-        shape = (len(self.mean), 1, 1)
+        shape = (len(self.mean), *(1 for _ in self.inputs.shape[1:]))
         return Normaliser(
             factor.to(device, torch.float32).reshape(shape), offset.to(device, torch.float32).reshape(shape)
         )
@@ -119,7 +120,7 @@ def _load(data_json: str, root: str, reader: str) -> Dataset:
     make = partial(_make_stored, data, place, reader)
     if _size(data, files) < stored.SMALL_BYTES:
         return _dataset(data, make())
-    what = data.model_dump(mode="json", exclude=_OF_THE_SPLIT)
+    what = data.model_dump(mode="json", exclude=_NOT_OF_SAMPLES)
     code = Path(readers.__file__).parent.rglob("*.py")  # another release may read the files differently
     return _dataset(data, stored.shared(stored.digest_of([what, reader, np.__version__], [*files, *code]), make))
 
@@ -166,6 +167,9 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
     as_it_is = (is_own(data.dataset) or is_table(data.dataset)) and tensors["train"].is_floating_point()
     source = _AS_IT_IS if as_it_is else _source(data)
     owners = tensors.get("owners")
+    published = source.mean, source.std
+    samples = tensors["train"] if len(tensors["train"]) else tensors["test"]
+    mean, std = constants_of(data, samples, scale=source.scale, published=published)
     return Dataset(
         tensors["train"],
         tensors["train_labels"],
@@ -173,8 +177,8 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
         tensors["test_labels"],
         made.facts["classes"],
         source.scale,
-        source.mean,
-        source.std,
+        mean,
+        std,
         made.facts["tokens"],
         tuple(made.facts["users"]),
         None if owners is None else owners.numpy(),
