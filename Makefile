@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-hostile bench-kills bench-kits bench-links bench-matrix bench-payloads bench-plan bench-slow bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-payloads bench-plan bench-slow bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -62,7 +62,10 @@ bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 bench-sweeps: $(INSTALLED) ## measure a sweep's runs per hour, one at a time and one per core
 	.venv/bin/python tests/bench/sweeps.py
 
-bench-vmapped: $(INSTALLED) ## measure vmapped training, on a GPU if there is one
+bench-gpu: $(INSTALLED) broker ## measure all that a GPU is for, in parts that can be repeated; without a GPU show the parts
+	.venv/bin/python tests/bench/gpu.py
+
+bench-vmapped: $(INSTALLED) ## measure vmapped training on a CPU
 	.venv/bin/python tests/bench/vmapped.py
 
 bench-hostile: $(INSTALLED) broker ## attack a lab by its members with a million messages: same model, time, memory

@@ -1,9 +1,8 @@
-"""Vmapped training of co-located devices against one after another, on a GPU if there is one, as a table.
+"""Vmapped training of co-located devices on a CPU against one after another, as a table; on a GPU: `make bench-gpu`.
 
 Each device has as many samples, one epoch, batches of 10; both ways are the ways of a run, from rows to rows. Of one
-after another at most ten devices are trained and the time is scaled up. The GPU's busy share is the time of its
-kernels, as torch's profiler has it of one training more, in the time of a training without profiler. On a CPU sizes
-are small: that shows that vmapped training does not pay there.
+after another at most ten devices are trained and the time is scaled up. A GPU's busy share is the time of its kernels,
+as torch's profiler has it of one training more, in the time of a training without profiler.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Case:
 
 
 CASES = (
-    Case("MLP 784-200-10", "vmapped:mlp", (1, 28, 28)),
+    Case("MLP 784-200-10", "tests.bench.vmapped:mlp", (1, 28, 28)),
     Case("LeNet-5", "lenet5", (1, 28, 28)),
     Case("ResNet-20", "resnet20", (3, 32, 32)),
 )
@@ -103,10 +102,14 @@ def kernels_s(train: Callable[[], object]) -> float:
     return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
 
 
-def line(case: Case, count: int, options: argparse.Namespace, precision: str) -> list[str]:
-    """Measure one line of the table."""
-    accelerator = options.accelerator
-    work = work_of(case, count, samples=options.samples, precision=precision)
+def measured(
+    case: Case, count: int, *, samples: int, accelerator: str, precision: str, repeats: int
+) -> dict[str, float]:
+    """Return samples per second of so many devices, one after another and vmapped, and the median of their ratios.
+
+    Of a GPU also the share of the time in which its kernels ran, by either way, and the most memory.
+    """
+    work = work_of(case, count, samples=samples, precision=precision)
     some = work[:ALONE]
     trainers = Trainers()
 
@@ -119,41 +122,39 @@ def line(case: Case, count: int, options: argparse.Namespace, precision: str) ->
     alone(), together()  # loads the data, and what the accelerator needs
     if accelerator != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    pairs = [(alone(), together()) for _ in range(options.repeats)]
+    pairs = [(alone(), together()) for _ in range(repeats)]
     alone_s, together_s = (statistics.median(each) for each in zip(*pairs, strict=True))
-    busy, memory = ["", ""], ""
-    if accelerator != "cpu":
-        shares = (kernels_s(alone) * count / len(some) / alone_s, kernels_s(together) / together_s)
-        busy = [f"{100 * share:.0f} %" for share in shares]
-        memory = f"{torch.cuda.max_memory_allocated() / 1e6:.0f} MB"
+    total = samples * count
     ratio = statistics.median(one / other for one, other in pairs)
-    total = options.samples * count
-    rates = [f"{total / alone_s:,.0f}", f"{total / together_s:,.0f}"]
-    return [case.title, precision, str(count), *rates, f"{ratio:.2f}", *busy, memory]
+    found = {"one by one, samples/s": total / alone_s, "vmapped, samples/s": total / together_s, "factor": ratio}
+    if accelerator != "cpu":
+        one_s = kernels_s(lambda: seconds(trainers, work[:1], accelerator=accelerator, vmapped=False))
+        busy = one_s * count / alone_s, kernels_s(together) / together_s
+        memory_mb = torch.cuda.max_memory_allocated() / 1e6
+        found |= {"busy, one by one": busy[0], "busy, vmapped": busy[1], "memory_mb": memory_mb}
+    return found
 
 
 def main() -> None:
-    """Measure and print the table."""
-    cuda = torch.cuda.is_available()
+    """Measure on the CPU and print the table."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--accelerator", default="cuda:0" if cuda else "cpu")
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 10, 40, 200] if cuda else [1, 4, 10])
-    parser.add_argument("--samples", type=int, default=600 if cuda else 60, help="of each device")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 4, 10])
+    parser.add_argument("--samples", type=int, default=60, help="of each device")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    columns = ("model", "precision", "devices", "one by one, samples/s", "vmapped", "factor")
-    table = Table(*columns, "GPU busy, one by one", "vmapped", "memory")
+    table = Table("model", "precision", "devices", "one by one, samples/s", "vmapped", "factor")
     for column in table.columns[2:]:
         column.justify = "right"
+    how = {"samples": options.samples, "accelerator": "cpu", "repeats": options.repeats}
     for case in CASES:
         for precision in ("fp32", "bf16"):
             for count in options.devices:
-                table.add_row(*line(case, count, options, precision))
+                alone, together, factor = measured(case, count, precision=precision, **how).values()
+                table.add_row(case.title, precision, str(count), f"{alone:,.0f}", f"{together:,.0f}", f"{factor:.2f}")
                 print(".", end="", file=sys.stderr, flush=True)
-    name = torch.cuda.get_device_name(options.accelerator) if options.accelerator != "cpu" else platform.machine()
-    console = Console(width=140)
-    console.print(f"\n{name}, torch {torch.__version__}, {options.samples} samples each, batches of 10")
+    console = Console(width=120)
+    console.print(f"\n{platform.machine()}, torch {torch.__version__}, {options.samples} samples each, batches of 10")
     console.print(table)
 
 

@@ -1,0 +1,254 @@
+"""`make bench-gpu`: what a GPU gives, in parts that go on where they were ended, and a table of all.
+
+    python tests/bench/gpu.py [--part NAME]... [--results FILE] [--again] [--table]
+
+Each part is a process of its own and ends within --limit-s, by default eight minutes. Each row is written into the file
+of results as soon as it is measured. Repeated, the command skips what is there, goes on with parts that were ended, and
+tries rows again that failed. A row that fails, or ends its process, is recorded with the reason, and the part goes on.
+
+Without a GPU each part runs on the CPU in small form. That shows that it works; its figures are not a GPU's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+PARTS: Final = MappingProxyType(
+    {
+        "tests": "the tests marked gpu, by file",
+        "models": "a step of SGD of each model in fp32, tf32 and bf16, batches of 10: milliseconds, samples per second",
+        "vmapped": "1, 10, 40 and 200 devices with an MLP, LeNet-5 and ResNet-20, 600 samples each, one after another"
+        " and vmapped: samples per second, factor, busy share of the GPU, memory",
+        "graphs": "a vmapped step of 1, 10, 40 and 200 devices, as it is and from a CUDA graph: milliseconds",
+        "evaluation": "10,000 images on the CPU (all cores) and on the GPU: seconds",
+        "lab": "`fedstrata run` with 40 devices, vmapped if that is faster, and never: seconds of a global round",
+    }
+)
+RESULTS: Final = Path("runs") / "bench-gpu" / "results.json"
+MEASURES: Final = "tests.bench.gpu_parts"
+LIMIT_S: Final = 480.0  # of a part
+ENOUGH_S: Final = 0.75  # share of the limit after which a part begins no further row
+UNFINISHED: Final = 3  # exit code of a part that has rows left
+OTHER_MACHINE: Final = 4
+NO_GPU: Final = "No GPU: small forms on the CPU, which show that each part works. These are no figures of a GPU."
+CELL_MOST: Final = 100  # characters
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The file of results: the machine, and of each part its rows, the row that is being measured, and whether all are.
+
+    One process writes at a time: a part's, or, while none runs, the one that started it.
+    """
+
+    path: Path
+
+    def read(self) -> Tree:
+        """Return the content; an empty one before the first part."""
+        if not self.path.exists():
+            return {"machine": None, "parts": {}}
+        tree: Tree = json.loads(self.path.read_text(encoding="utf-8"))
+        return tree
+
+    def part(self, name: str) -> Tree:
+        """Return a part's content."""
+        part: Tree = self.read()["parts"].get(name, {"rows": {}, "now": None, "complete": False, "seconds": 0.0})
+        return part
+
+    def write(self, tree: Tree) -> None:
+        """Replace the content, whenever the process ends."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self.path)
+
+    def update(self, name: str, **facts: object) -> None:
+        """Change some facts of a part."""
+        tree = self.read()
+        tree["parts"][name] = self.part(name) | facts
+        self.write(tree)
+
+    def add(self, name: str, row: str, facts: Mapping[str, object]) -> None:
+        """Add a row to a part."""
+        self.update(name, rows=self.part(name)["rows"] | {row: facts}, now=None)
+
+
+def measure(results: Results, name: str, *, measures: str, accelerator: str | None, until: float) -> int:
+    """Measure a part's missing rows in this process until a time of `time.time()`; return the exit code.
+
+    `measures`: the module that has the parts' measurements.
+    """
+    parts = import_module(measures)  # imports torch
+    parent = os.getppid()
+    setting = parts.setting_of(accelerator)
+    here, tree = dict(parts.machine(setting)), results.read()
+    if tree["machine"] not in (None, here):
+        print(f"{results.path} is of another machine, {tree['machine']}. Name another file by --results.")
+        return OTHER_MACHINE
+    results.write(tree | {"machine": here})
+    for row, work in parts.PARTS[name](setting):
+        if row in results.part(name)["rows"]:
+            continue
+        if time.time() > until or os.getppid() != parent:  # who started this process may have been killed
+            return UNFINISHED
+        results.update(name, now=row)
+        try:
+            facts = dict(work())
+        except Exception as error:  # noqa: BLE001 - whatever fails belongs into the table
+            facts = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        results.add(name, row, facts)
+        print(f"  {row}: {', '.join(f'{key} {_cell(value)}' for key, value in facts.items())}", flush=True)
+    results.update(name, complete=True)
+    return 0
+
+
+def run_part(results: Results, name: str, *, options: Sequence[str], limit_s: float) -> bool:
+    """Run a part in processes of its own until it is complete, or for `limit_s`; return whether to go on with others.
+
+    If a process ends in the middle of a row, the row gets the reason, and another process goes on.
+    """
+    began = time.monotonic()
+    spent_s = results.part(name)["seconds"]
+    left_s = limit_s
+    while left_s > 0:
+        until = time.time() + left_s - (1 - ENOUGH_S) * limit_s
+        words = [sys.executable, str(Path(__file__)), "--measure", name, "--until", str(until), *options]
+        process = subprocess.Popen([*words, "--results", str(results.path)], start_new_session=True)
+        try:
+            code = process.wait(left_s)
+            reason = f"the process was killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            code, reason = -signal.SIGKILL, f"longer than the part's {limit_s:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what a row started
+            process.wait()
+        left_s = limit_s - (time.monotonic() - began)
+        results.update(name, seconds=round(spent_s + limit_s - left_s, 1))
+        if code == OTHER_MACHINE:
+            return False
+        now = results.part(name)["now"]
+        if now is None:
+            break  # complete, out of time, or it cannot begin: its message is above
+        results.add(name, now, {"error": reason})
+    return True
+
+
+def forget_failures(results: Results, name: str, *, again: bool) -> None:
+    """Remove a part's rows that failed, so that they are measured again, or all of them."""
+    rows = {} if again else {row: facts for row, facts in results.part(name)["rows"].items() if "error" not in facts}
+    if rows != results.part(name)["rows"]:
+        results.update(name, rows=rows, complete=False)
+
+
+def tables(tree: Tree) -> Iterable[tuple[str, list[str], list[list[str]]]]:
+    """Yield each part's title, its columns, and the cells of its rows."""
+    where = "on a GPU this would be " if _without_gpu(tree) else ""
+    for name in PARTS:
+        part = tree["parts"].get(name)
+        if part is None:
+            continue
+        rows: Mapping[str, Mapping[str, object]] = part["rows"]
+        keys = list(dict.fromkeys(key for facts in rows.values() for key in facts))
+        failed = sum("error" in facts for facts in rows.values())
+        state = "" if part["complete"] else ", unfinished: repeat the command"
+        state += f", {failed} failed" if failed else ""
+        cells = [[row, *(_cell(facts.get(key)) for key in keys)] for row, facts in rows.items()]
+        yield f"{where}{PARTS[name]} ({part['seconds']:.0f} s{state})", [name, *keys], cells
+
+
+def markdown(tree: Tree) -> str:
+    """Return the tables as a page of Markdown."""
+    lines = ["# bench-gpu", "", _machine(tree), ""]
+    for title, columns, rows in tables(tree):
+        lines += [f"## {columns[0]}", "", f"{title[0].upper()}{title[1:]}.", ""]
+        lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _without_gpu(tree: Tree) -> bool:
+    return (tree["machine"] or {}).get("accelerator") == "cpu"
+
+
+def _machine(tree: Tree) -> str:
+    facts = ", ".join(f"{key} {value}" for key, value in (tree["machine"] or {}).items())
+    return f"{facts}.\n\n{NO_GPU}" if _without_gpu(tree) else f"{facts}."
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"
+    return "" if value is None else str(value)[:CELL_MOST]
+
+
+def show(results: Results) -> None:
+    """Print the tables, and write them as Markdown beside the results."""
+    tree, console = results.read(), Console(width=150)
+    console.print(f"\n{_machine(tree)}", highlight=False)
+    for title, columns, rows in tables(tree):
+        console.print(f"\n{title}", highlight=False)
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    path = results.path.with_suffix(".md")
+    path.write_text(markdown(tree), encoding="utf-8")
+    print(f"{results.path}, {path}")
+
+
+def main() -> int:
+    """Measure what is missing and print the tables; the exit code is 1 if a row failed or is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"default: {RESULTS}")
+    parser.add_argument("--accelerator", help="cuda:N or cpu; default: cuda:0 if there is a GPU")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of a part")
+    parser.add_argument("--again", action="store_true", help="measure all rows again")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--measure", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--measures", default=MEASURES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    results = Results(given.results)
+    if given.measure:
+        how = {"measures": given.measures, "accelerator": given.accelerator, "until": given.until}
+        return measure(results, given.measure, **how)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part's process, too
+    options = ["--measures", given.measures, *(["--accelerator", given.accelerator] if given.accelerator else [])]
+    chosen = given.part or list(PARTS)
+    for name in () if given.table else chosen:
+        forget_failures(results, name, again=given.again)
+        if results.part(name)["complete"]:
+            print(f"{name}: finished before")
+            continue
+        print(f"{name}: {PARTS[name]}", flush=True)
+        if not run_part(results, name, options=options, limit_s=given.limit_s):
+            return 1
+    show(results)
+    parts = [results.part(name) for name in chosen]
+    right = all(part["complete"] and not any("error" in row for row in part["rows"].values()) for part in parts)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

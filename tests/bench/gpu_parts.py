@@ -1,0 +1,320 @@
+"""The measurements of `make bench-gpu`, by part: each yields its rows by name, with a function that measures the row.
+
+They run in a process of their own for each part (`tests/bench/gpu.py`), on one accelerator, "cpu" or "cuda:N".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+
+from common.experiment import reading
+from common.experiment.data import MODELS
+from common.learning.computing import set_up
+from common.learning.evaluation import ModelTester
+from common.learning.inputs import Inputs
+from common.learning.nets.layers import reseed
+from deploy.runs.run import Run, folders
+from device.training.network import network_of
+from device.training.sgd import run_sgd
+from device.vmapped.gathering import VARIABLE
+from device.vmapped.loop import Batches
+from device.vmapped.models import VmappedModels
+from device.vmapped.schedule import plan
+from device.vmapped.trainer import _Shared
+from tests.bench import vmapped
+from tests.helpers.commands import command
+
+Facts: TypeAlias = Mapping[str, object]
+Rows: TypeAlias = Iterator[tuple[str, Callable[[], Facts]]]
+
+ROOT: Final = Path(__file__).parents[2]
+PATIENCE_S: Final = 450  # for a process that a row starts
+BATCH: Final = 10
+PRECISIONS: Final = ("fp32", "tf32", "bf16")
+WARM_STEPS: Final = 3
+INPUTS: Final = MappingProxyType(  # of models that do not take images of 3 x 32 x 32
+    {
+        "mlp_digits": Inputs((1, 8, 8), 10),
+        "cnn_digits": Inputs((1, 8, 8), 10),
+        **dict.fromkeys(("lenet5", "cnn_fedavg", "cnn_fedavg_padded"), Inputs((1, 28, 28), 10)),
+        **dict.fromkeys(("cnn_femnist", "vgg_femnist"), Inputs((1, 28, 28), 62)),
+        "char_lstm": Inputs((80,), 80, tokens=80),
+        "sent_lstm": Inputs((25,), 2, tokens=10_000),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where to measure, and whether in small form: on a CPU, to show that a part works."""
+
+    accelerator: str
+
+    @property
+    def small(self) -> bool:
+        """Whether this is no GPU."""
+        return self.accelerator == "cpu"
+
+    def synchronise(self) -> None:
+        """Wait for what is queued on the GPU."""
+        if not self.small:
+            torch.cuda.synchronize(self.accelerator)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds of the work, to the end of what it queued."""
+        self.synchronise()
+        started = time.perf_counter()
+        work()
+        self.synchronise()
+        return time.perf_counter() - started
+
+
+def setting_of(accelerator: str | None) -> Setting:
+    """Return where to measure: on this accelerator, by default on the first GPU, else on the CPU."""
+    return Setting(accelerator or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+
+
+def machine(setting: Setting) -> Facts:
+    """Return what the figures depend on: GPU, driver, versions."""
+    facts: dict[str, object] = {"accelerator": setting.accelerator, "gpu": "none", "driver": "none"}
+    if not setting.small:
+        properties = torch.cuda.get_device_properties(setting.accelerator)
+        facts |= {"gpu": properties.name, "memory_gb": round(properties.total_memory / 1e9, 1), "driver": _driver()}
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return facts | {"torch": str(torch.__version__), "python": sys.version.split()[0], "cores": os.cpu_count()}
+
+
+def _driver() -> str:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if shutil.which(asked[0]) is None:
+        return "unknown"
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    return (done.stdout.splitlines() or ["unknown"])[0].strip()
+
+
+def tests(setting: Setting) -> Rows:
+    """Yield each file with tests marked gpu."""
+    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
+    for path in marked:
+        yield path.name, lambda path=path: _tested(path)
+
+
+def _tested(path: Path) -> Facts:
+    """Return how many tests passed, failed and were skipped, and the names of those that failed."""
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=ROOT)
+    lines = done.stdout.splitlines() or [""]
+    found = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    found |= {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1])}
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode:
+        raise RuntimeError(f"{found}, {'; '.join(failures) or (done.stderr or done.stdout).strip()[-300:]}")
+    return found
+
+
+def models(setting: Setting) -> Rows:
+    """Yield each model in each precision."""
+    for name in MODELS:
+        for precision in PRECISIONS:
+            yield f"{name}, {precision}", lambda name=name, precision=precision: _step(setting, name, precision)
+
+
+def _step(setting: Setting, name: str, precision: str) -> Facts:
+    """Return the milliseconds of a step of SGD as a device takes it, and its samples per second."""
+    device, inputs = torch.device(setting.accelerator), INPUTS.get(name, Inputs((3, 32, 32), 10))
+    size, count = (2, 2) if setting.small else (BATCH, 50)
+    tree: dict[str, Any] = {"model": {"name": name}, "training": {"batch_size": size, "precision": precision}}
+    lab = reading.parse(tree)
+    set_up(device, lab.training)
+    network = network_of(lab, inputs, accelerator=device)
+    module = network.module.to(device).train()
+    reseed(module, 1, device)
+    source = torch.Generator().manual_seed(1)
+    samples = (
+        torch.randint(0, inputs.tokens, (size, *inputs.shape), generator=source)
+        if inputs.tokens
+        else torch.rand((size, *inputs.shape), generator=source)
+    ).to(device)
+    labels = torch.randint(0, inputs.classes, (size,), generator=source).to(device)
+
+    def steps(number: int) -> None:
+        run_sgd(
+            network.forward,
+            list(module.parameters()),
+            [(0, samples, labels)] * number,
+            training=lab.training,
+            learning_rate=0.001,
+            last_epoch=0,
+            watch=lambda _: None,
+            buffers=list(module.buffers()),
+            captured=network.captured,
+        )
+
+    first_s = setting.seconds(lambda: steps(1))
+    steps(WARM_STEPS)
+    each_s = setting.seconds(lambda: steps(count)) / count
+    found = {"step_ms": 1e3 * each_s, "samples/s": size / each_s, "first_step_ms": 1e3 * first_s}
+    if not setting.small:
+        found["memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+        torch.cuda.reset_peak_memory_stats(device)
+    return found
+
+
+def together(setting: Setting) -> Rows:
+    """Yield each number of devices of each model, one after another and vmapped."""
+    how = {"samples": 20 if setting.small else 600, "repeats": 1 if setting.small else 3}
+    for case in vmapped.CASES:
+        for precision in PRECISIONS:
+            for count in (1, 4) if setting.small else (1, 10, 40, 200):
+                yield (
+                    f"{case.title}, {precision}, {count}",
+                    lambda case=case, precision=precision, count=count: vmapped.measured(
+                        case, count, precision=precision, accelerator=setting.accelerator, **how
+                    ),
+                )
+
+
+def graphs(setting: Setting) -> Rows:
+    """Yield each number of devices of each model: a vmapped step as it is, and from a CUDA graph."""
+    for case in vmapped.CASES:
+        for count in (1, 4) if setting.small else (1, 10, 40, 200):
+            yield f"{case.title}, {count}", lambda case=case, count=count: _graph(setting, case, count)
+
+
+def _graph(setting: Setting, case: vmapped.Case, count: int) -> Facts:
+    """Return the milliseconds of a step, and how far the graph's models are from those without it.
+
+    The difference is relative to the length of the steps. On a CPU there is no graph.
+    """
+    number = 3 if setting.small else 100
+    plain_row, plain_step = _vmapped_step(setting, case, count)
+    for _ in range(WARM_STEPS):
+        plain_step()
+
+    def plain() -> None:
+        for _ in range(number):
+            plain_step()
+
+    found: dict[str, object] = {"step_ms": 1e3 * setting.seconds(plain) / number}
+    if setting.small:
+        return found
+    row, step = _vmapped_step(setting, case, count)
+    start = row()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # libraries allocate before the capture, on the stream that is captured
+        for _ in range(WARM_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+
+    def replayed() -> None:
+        for _ in range(number):
+            graph.replay()
+
+    graph_ms = 1e3 * setting.seconds(replayed) / number
+    away, moved = np.linalg.norm(row() - plain_row()), np.linalg.norm(plain_row() - start)
+    return found | {"graph_step_ms": graph_ms, "difference": float(away / moved)}
+
+
+def _vmapped_step(
+    setting: Setting, case: vmapped.Case, count: int
+) -> tuple[Callable[[], np.ndarray[Any, np.dtype[np.float32]]], Callable[[], None]]:
+    """Return a function for the first device's model, and one that takes the first step of all devices."""
+    work = vmapped.work_of(case, count, samples=BATCH, precision="fp32")
+    experiment, device = work[0][0].experiment, torch.device(setting.accelerator)
+    set_up(device, experiment.training)
+    shared = _Shared(experiment, device)
+    shared.know([hosted.node for hosted, _ in work])
+    recipe = shared.recipe(experiment.training.learning_rate)
+    turns = [shared.turn(hosted, order, lambda _: None) for hosted, order in work]
+    made = plan([turn.load for turn in turns], batch_size=BATCH, pad=recipe.pads)
+    ordered = [turns[k] for k in made.order]
+    state = VmappedModels(recipe, [turn.row for turn in ordered])
+    places, batch = Batches(recipe, made, ordered).of(0)
+    return lambda: recipe.layout.floats(state.read([0])[0][0]).copy(), lambda: state.step(places, batch)
+
+
+def evaluation(setting: Setting) -> Rows:
+    """Yield models, evaluated on the CPU and on the GPU."""
+    for name in ("lenet5", "resnet20", "resnet18_cifar", "vgg16_bn"):
+        yield name, lambda name=name: _evaluated(setting, name)
+
+
+def _evaluated(setting: Setting, name: str) -> Facts:
+    """Return seconds for 10,000 images."""
+    images = (100, 100) if setting.small else (1_000, 10_000)
+    shape = list(INPUTS[name].shape) if name in INPUTS else [3, 32, 32]
+    data = {"dataset": "synthetic", "classes": 10, "image_shape": shape, "samples": 10}
+    found: dict[str, object] = {}
+    for where, count in zip(("cpu", setting.accelerator), images, strict=True):
+        lab = reading.parse({"data": data | {"test_samples": count}, "model": {"name": name}})
+        tester = ModelTester(lab, accelerator=torch.device(where))
+        if where != "cpu":  # its libraries are loaded by the first call
+            tester.evaluate(tester.first)
+        taken_s = setting.seconds(lambda tester=tester: tester.evaluate(tester.first))
+        found[f"{where.partition(':')[0]}_s/10,000"] = taken_s * 10_000 / count
+    if not setting.small:
+        found["times"] = float(found["cpu_s/10,000"]) / float(found["cuda_s/10,000"])  # type: ignore[arg-type]
+    return found
+
+
+def lab(setting: Setting) -> Rows:
+    """Yield whole labs of processes, whose devices choose their accelerators."""
+    for mode in ("auto", "never"):
+        yield f"vmapped {mode}", lambda mode=mode: _lab(setting, mode)
+
+
+def _lab(setting: Setting, mode: str) -> Facts:
+    """Return what a run's files have: median seconds of a global round, accuracy, paths, where it was evaluated."""
+    devices, samples, rounds = (4, 80, 2) if setting.small else (40, 24_000, 5)
+    text = f"""
+name = "bench-gpu"
+rounds = {rounds}
+topology = {{ institutions = 2, devices = {devices} }}
+data = {{ dataset = "synthetic", classes = 10, image_shape = [1, 28, 28], samples = {samples}, test_samples = 1000 }}
+model = {{ name = "lenet5" }}
+links = {{ check = "off" }}
+[cloud]
+evaluate_on = "auto"
+"""
+    with tempfile.TemporaryDirectory(prefix="fedstrata-bench-") as home:
+        file = Path(home) / "lab.toml"
+        file.write_text(text, encoding="utf-8")
+        words = command("run", file, "--runs", Path(home) / "runs", "--metrics", "127.0.0.1:0", "--format", "json")
+        environment = {**os.environ, VARIABLE: mode}
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment, cwd=home
+        )
+        if done.returncode:
+            raise RuntimeError(f"fedstrata run ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+        (folder,) = folders(Path(home) / "runs")
+        run = Run(folder)
+        seconds = statistics.median(row.seconds for row in run.rounds)
+        paths = Counter(str(row.path) for row in run.devices)
+        trained = ", ".join(f"{path} {count}" for path, count in paths.items())
+        evaluated = run.manifest["evaluated_on"]
+        return {"global_round_s": seconds, "accuracy": run.accuracy, "trained": trained, "evaluated_on": evaluated}
+
+
+PARTS: Final[Mapping[str, Callable[[Setting], Rows]]] = MappingProxyType(
+    {"tests": tests, "models": models, "vmapped": together, "graphs": graphs, "evaluation": evaluation, "lab": lab}
+)
