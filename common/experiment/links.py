@@ -8,7 +8,7 @@ run leaves behind does not depend on the profiles of the release that reads it.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.experiment.tables import Name, Positive, SettingsTable, named
-from common.experiment.traces import LinkTrace, RateTrace
+from common.experiment.traces import LinkTrace, RateTrace, read_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +125,40 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     A link's own keys go before those of its profile. Values of a wrong type are left for the tables' own check.
     Raises InvalidExperiment where no profile has the name.
     """
-    resolved = dict(tree)
-    links, own, every = tree.get("links"), tree.get("profiles"), tree.get("tiers")
+    own = tree.get("profiles")
     profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
-    if isinstance(every, list):
-        resolved["tiers"] = [
-            {**tier, "link": named(f"tiers.{place}.link", tier["link"], profiles)}
+    return _with_links(tree, lambda key, link: named(key, link, profiles))
+
+
+def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return an experiment's tree with the numbers of the trace files that its links name. Raises InvalidExperiment."""
+
+    def with_trace(key: str, link: Any) -> Any:
+        trace = link.get("trace") if isinstance(link, Mapping) else None
+        return link if trace is None else {**link, "trace": read_trace(f"{key}.trace", trace, folder)}
+
+    return _with_links(tree, with_trace)
+
+
+def _with_links(tree: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return an experiment's tree with each of its links changed, from its key and its table."""
+    changed = dict(tree)
+    links, tiers = tree.get("links"), tree.get("tiers")
+    if isinstance(tiers, list):
+        changed["tiers"] = [
+            {**tier, "link": change(f"tiers.{place}.link", tier["link"])}
             if isinstance(tier, Mapping) and "link" in tier
             else tier
-            for place, tier in enumerate(every)
+            for place, tier in enumerate(tiers)
         ]
-    if not isinstance(links, Mapping):
-        return resolved
-    tiers = {key: named(f"links.{key}", links[key], profiles) for key in ("wan", "lan") if key in links}
-    resolved["links"] = {**links, **tiers}
-    if isinstance(of := links.get("of"), Mapping):
-        resolved["links"]["of"] = {child: named(f"links.of.{child}", given, profiles) for child, given in of.items()}
-    return resolved
+    if isinstance(links, Mapping):
+        changed["links"] = {
+            **links,
+            **{key: change(f"links.{key}", links[key]) for key in ("wan", "lan") if key in links},
+        }
+        if isinstance(of := links.get("of"), Mapping):
+            changed["links"]["of"] = {child: change(f"links.of.{child}", link) for child, link in of.items()}
+    return changed
 
 
 def _bytes_s(mbit: float | None) -> float | None:

@@ -12,11 +12,11 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from common.errors import InvalidExperiment
+from common.experiment.links import with_traces
 from common.experiment.messages import explain
 from common.experiment.present import LAB
 from common.experiment.schema import Experiment
 from common.experiment.tables import write
-from common.experiment.traces import with_traces
 
 ANY: Final = "*"  # stands for any one name in a path of keys
 RENAMED: Final = {  # keys of earlier releases, as paths

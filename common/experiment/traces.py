@@ -124,32 +124,16 @@ def check_trace(key: str, trace: LinkTrace) -> None:
             raise InvalidExperiment(f"{key}.{name}", 0, "the link would be out for ever", remedy)
 
 
-def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return an experiment's tree with the numbers of the trace files that its links name. Raises InvalidExperiment."""
-    resolved = dict(tree)
-    links, tiers = resolved.get("links"), resolved.get("tiers")
-    if isinstance(links, Mapping):
-        resolved["links"] = {key: _link(f"links.{key}", link, folder) for key, link in links.items()}
-        if isinstance(of := links.get("of"), Mapping):
-            resolved["links"]["of"] = {name: _link(f"links.of.{name}", link, folder) for name, link in of.items()}
-    if isinstance(tiers, list):
-        resolved["tiers"] = [
-            {**tier, "link": _link(f"tiers.{place}.link", tier["link"], folder)}
-            if isinstance(tier, Mapping) and "link" in tier
-            else tier
-            for place, tier in enumerate(tiers)
-        ]
-    return resolved
+def read_trace(key: str, trace: Any, folder: Path) -> Any:
+    """Return a trace's table with the numbers of the file that it names, or the file's name that stands for it.
 
-
-def _link(key: str, link: Any, folder: Path) -> Any:
-    """Return a link's table with its trace; values of a wrong type are left for the tables' own checks."""
-    trace = link.get("trace") if isinstance(link, Mapping) else None
+    Values of a wrong type are left for the tables' own checks. Raises InvalidExperiment.
+    """
     if isinstance(trace, str):
         trace = {"file": trace}
     if not isinstance(trace, Mapping) or "seconds" in trace or not isinstance(trace.get("file"), str):
-        return link
-    return {**link, "trace": {**trace, **_columns(f"{key}.trace", folder / trace["file"])}}
+        return trace
+    return {**trace, **_columns(key, folder / trace["file"])}
 
 
 def _columns(key: str, path: Path) -> dict[str, list[float]]:
