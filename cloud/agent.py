@@ -213,15 +213,25 @@ class CloudAgent:
         down.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
         down.set_state(NodeState.READY)
         run.introduce(metrics_address=self._metrics_address)
+        if self._resume:  # what is away by its trace returns by the time zero of this session
+            self._begin(down, run)
         if not run.complete:  # else the children may have left
             await down.gather(experiment.tier_below(CLOUD).closing)
             await down.measure(experiment.links)
+        self._begin(down, run)
+        self._observe("begun", {"elapsed_s": run.elapsed_s})
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:
             async with energy_noted(self._folder, self._energy):
                 return await run.run()
         finally:
             showing.cancel()
+
+    @staticmethod
+    def _begin(down: ParentEndpoint, run: CloudRun) -> None:
+        """Begin the traces, at the place that the run has reached."""
+        down.session.begin(down.now() - run.elapsed_s)
+        down.wake()
 
     async def _show_progress(self, down: ParentEndpoint) -> None:
         while True:

@@ -279,6 +279,7 @@ class RunFolder:
             "started": utc,
             "experiment_digest": experiment.digest,
             "links": self._links(),
+            "availability": trace.recorded() if (trace := experiment.availability.trace) is not None else None,
             "hardware": {name: experiment.machine(name).model_dump() for name in experiment.tree.devices},
             "codecs": {tier.name: tier.transfer.model_dump() for tier in experiment.every_tier},
             "host": platform.node(),

@@ -122,6 +122,11 @@ class CloudRun:
         """Whether no global round remains."""
         return self._global_rounds.complete
 
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds of the global rounds so far."""
+        return self._global_rounds.state.elapsed_s
+
     async def run(self) -> Path:
         """Run the remaining global rounds, write the final model, and return its path."""
         global_rounds, folder, experiment = self._global_rounds, self._folder, self._experiment

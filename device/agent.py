@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from common.experiment.tiers import check_parent
 from common.host.examination import examine_host
 from common.host.offload import offload
 from common.metrics import Metrics, node_labels
-from common.model.layout import ModelLayout, Row
+from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.limits import task_limits
 from common.protocol.messages import Announcement, NodeState, Phase, Task
 from common.protocol.topics import DEFAULT_LAB, check_lab
+from common.runtime.absence import Away, until_return, while_online
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, activity, join
@@ -44,6 +46,15 @@ PHASES = ("train", "wait", "pause", "vmapped")
 WAITING_S = 1.0
 
 log = logging.getLogger("fedstrata.device")
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """What a device has in a run; it keeps it while it is away."""
+
+    prepared: Prepared
+    layouts: LinkLayouts
+    memory: DeviceMemory
 
 
 class DeviceAgent:
@@ -130,43 +141,67 @@ class DeviceAgent:
         experiment = experiment.with_data_root(root)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
-        tier, session = experiment.tier_above(self._name), new_session(self._world)
-        identity = Identity(run, self._name, "device", session, self._metrics_address, lab=self._lab)
+        tier = experiment.tier_above(self._name)
         spool = Spool.open(self._spool, run=run, node=self._name)
         keeps = experiment.training.objective.remembers
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
-        up = ChildEndpoint(
-            self._broker,
-            identity,
-            parent=self._parent,
-            parent_session=found.parent_session,
-            transfer=experiment.transfer,
-            link=experiment.link(self._name),
-            shaped=experiment.links.enforce == "bucket",
-            limits=task_limits(experiment, self._name),
-            codecs=tier.transfer,
-            spool=spool,
-            world=self._world,
-        )
-        export_child(self._metrics, up, self._labels, tier=tier.name)
+        times = experiment.online(self._name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
-        await live(
-            (up,),
-            self._train_all(up, experiment, found.announcement, states=states),
-            connect_timeout_s=self._connect_timeout_s,
-            goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
-            last_scrape=self._metrics.last_scrape,
-        )
+        joined: _Joined | None = None
+        while True:
+            identity = Identity(
+                run, self._name, "device", new_session(self._world), self._metrics_address, lab=self._lab
+            )
+            up = ChildEndpoint(
+                self._broker,
+                identity,
+                parent=self._parent,
+                parent_session=found.parent_session,
+                transfer=experiment.transfer,
+                link=experiment.link(self._name),
+                shaped=experiment.links.enforce == "bucket",
+                limits=task_limits(experiment, self._name),
+                codecs=tier.transfer,
+                spool=spool,
+                world=self._world,
+            )
+            export_child(self._metrics, up, self._labels, tier=tier.name)
+
+            async def take_part(up: ChildEndpoint = up) -> None:
+                nonlocal joined
+                joined = joined or await self._join(up, experiment, found.announcement, states=states)
+                if joined is not None:
+                    await self._train_all(up, experiment, joined)
+
+            try:
+                await live(
+                    (up,),
+                    while_online(up, times, take_part()),
+                    connect_timeout_s=self._connect_timeout_s,
+                    goodbye=partial(up.farewell, (), timeout_s=FAREWELL_S),
+                    last_scrape=self._metrics.last_scrape,
+                )
+                break
+            except Away as away:
+                activity.info("%s: run %s: %s", self._name, run, away)
+                begun = away.begun
+            assert times is not None
+            returns = until_return(self._broker, identity, self._parent, times=times, begun=begun, world=self._world)
+            if not await returns:
+                activity.info("%s: run %s has ended meanwhile", self._name, run)
+                break
+            activity.info("%s: run %s: available again", self._name, run)
         spool.close()
         states.close()
 
-    async def _train_all(
+    async def _join(
         self, up: ChildEndpoint, experiment: Experiment, announcement: Announcement, *, states: Spool
-    ) -> None:
+    ) -> _Joined | None:
+        """Prepare for a run; return None if it is over before."""
         permit(experiment.code_at(self._name), self._allow)
         prepared = await up.unless_over(self._prepare(up, experiment))
         if prepared is None:
-            return
+            return None
         check_alike(experiment.data, self._name, partition=prepared.partition, clouds=announcement.partition)
         theirs = ModelLayout.from_json(announcement.layout)
         if prepared.layout.digest != theirs.digest:
@@ -176,12 +211,7 @@ class DeviceAgent:
                 f"this host builds another model than the cloud ({prepared.layout.digest}, {theirs.digest})",
                 "Use one release of fedstrata, and of the model's package, everywhere.",
             )
-        up.set_state(NodeState.READY, samples=prepared.samples)
-        run, model = up.identity.run, experiment.model.name
-        activity.info("%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples)
-        machine = experiment.machine(self._name)
         layouts = link_layouts(experiment.tier_above(self._name).aggregation, prepared.layout)
-        keeps = prepared.kept_bytes > 0
         memory = DeviceMemory(
             layouts,
             kept_bytes=prepared.kept_bytes,
@@ -189,6 +219,13 @@ class DeviceAgent:
             rounds_back=experiment.cloud.rounds_back,
             spool=states,
         )
+        run, model = up.identity.run, experiment.model.name
+        activity.info("%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples)
+        return _Joined(prepared, layouts, memory)
+
+    async def _train_all(self, up: ChildEndpoint, experiment: Experiment, joined: _Joined) -> None:
+        up.set_state(NodeState.READY, samples=joined.prepared.samples)
+        machine, memory, keeps = experiment.machine(self._name), joined.memory, joined.prepared.kept_bytes > 0
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since = await model.whole(), up.now()
@@ -202,7 +239,7 @@ class DeviceAgent:
                 await until_written(lambda: offload(end), patience_s=idle_s, warn=log.warning)
             return result
 
-        await up.serve(layouts, work)
+        await up.serve(joined.layouts, work)
 
     async def _prepare(self, up: ChildEndpoint, experiment: Experiment) -> Prepared:
         """Prepare, and meanwhile report the progress of this process's preparations."""

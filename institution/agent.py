@@ -160,7 +160,8 @@ class InstitutionAgent:
         presence.look()
 
         async def work() -> None:
-            passing_on = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
+            targets = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
+            begin = asyncio.create_task(self._pass_begin_on(up, down), name="begin")
             try:
                 permit(experiment.code_at(self._name), self._allow)
                 if await up.unless_over(self._prepare(up, down, experiment, refiner)):
@@ -170,7 +171,8 @@ class InstitutionAgent:
                     activity.info("%s: run %s: taking part with %s", self._name, run, found_children)
                     await up.serve(above, rounds.work)
             finally:
-                passing_on.cancel()
+                targets.cancel()
+                begin.cancel()
                 presence.close()
                 if refiner is not None:
                     refiner.close()
@@ -228,6 +230,13 @@ class InstitutionAgent:
         return True
 
     @staticmethod
+    async def _pass_begin_on(up: ChildEndpoint, down: ParentEndpoint) -> None:
+        """Pass the run's time zero on to the children."""
+        while True:
+            down.session.begin(await up.began())
+            down.wake()
+
+    @staticmethod
     async def _pass_targets_on(up: ChildEndpoint, down: ParentEndpoint) -> None:
         """Publish the /metrics addresses of the nodes below with this node's presence, on both brokers.
 
@@ -236,7 +245,7 @@ class InstitutionAgent:
         while True:
             targets = await down.targets_changed()
             for endpoint in (up, down):
-                endpoint.session.set_targets(targets)
+                endpoint.session.own.set_targets(targets)
                 endpoint.wake()
 
 

@@ -228,10 +228,10 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
         assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 1, 6, 8, -1, True, 7.0, "7", b"\x07", None, [7]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 7, 9, -1, True, 8.0, "8", b"\x08", None, [8]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
     text = refusal(pack([version, SESSION, 7, "0" * 16]))
-    assert "protocol version" in text and "uses 7" in text
+    assert "protocol version" in text and "uses 8" in text
 
 
 @pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)
@@ -248,9 +248,9 @@ def test_an_error_names_the_field() -> None:
     assert refusal(pack([serialization.VERSION, SESSION, 5, [0, 0, -1], ""])).startswith(
         "Acknowledgement.key: Key.local_round: -1 is not a count"
     )
-    assert refusal(pack([serialization.VERSION, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
-        "Presence.state: 'dozing' is not a NodeState"
-    )
+    assert refusal(
+        pack([serialization.VERSION, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, [], 0.0])
+    ) == ("Presence.state: 'dozing' is not a NodeState")
 
 
 def test_an_error_is_short_whatever_it_quotes() -> None:
@@ -370,18 +370,19 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("e5a4dea7bf61f541") + b"\x9c\x07\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
+        bytes.fromhex("c6aa5080f66f5f43")
+        + b"\x9d\x08\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("3a9416116fab52b1")
-        + b"\x98\x07\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        bytes.fromhex("a36882daa85bcc0b")
+        + b"\x98\x08\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\x00\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("a8675a11250a391c")
-        + b"\x99\x07\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        bytes.fromhex("53ff234577fe0405")
+        + b"\x99\x08\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
         + (b"\x9d" + bytes(12) + b"\x9b" + bytes(11))
         + (b"\x91\x9d" + bytes(12) + b"\x9b" + bytes(11))
     )

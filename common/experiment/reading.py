@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from common.errors import InvalidExperiment
+from common.experiment.availability import with_availability
 from common.experiment.links import with_traces
 from common.experiment.messages import explain
 from common.experiment.present import LAB
@@ -51,7 +52,7 @@ def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         log.warning("%s: the key %s is deprecated. Write %s.", path, old, new)
     for each in overrides:
         override(tree, each)
-    return with_traces(tree, path.parent)
+    return with_availability(with_traces(tree, path.parent), path.parent)
 
 
 def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:

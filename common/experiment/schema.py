@@ -17,7 +17,8 @@ from typing import Annotated, Any, Final, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from common.errors import InvalidExperiment
-from common.experiment import codecs, hardware, links, score
+from common.experiment import availability, codecs, hardware, links, score
+from common.experiment.availability import Availability, OnlineTimes
 from common.experiment.codecs import Codecs
 from common.experiment.data import Data, Model
 from common.experiment.data import check as check_data
@@ -80,6 +81,7 @@ class Experiment(SettingsTable):
     links: Links = Links()
     transfer: TransferSettings = TransferSettings()
     hardware: HardwareSettings = HardwareSettings()
+    availability: Availability = Availability()
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -87,6 +89,8 @@ class Experiment(SettingsTable):
         tree: dict[str, Any] = dump(self)
         if self.score.name == ACCURACY:
             del tree["score"]
+        if self.availability.trace is None:
+            del tree["availability"]
         for path in SHORT_FORM if self.tiers else ("tiers",):
             *parents, last = path.split(".")
             del reduce(dict.__getitem__, parents, tree)[last]
@@ -134,6 +138,7 @@ class Experiment(SettingsTable):
             self._check_node("links.of", child)
         for device in self.hardware.of:
             self._check_device("hardware.of", device)
+        availability.check(self.availability, self._check_device)
         self._check_traces()
         for key, tier in self.keyed_tiers():
             at = f"{key}.transfer" if self.tiers else f"transfer.{tier.name}"
@@ -150,6 +155,11 @@ class Experiment(SettingsTable):
         """Return the machine that a device emulates. Raises InvalidExperiment."""
         self._check_device("topology", device)
         return self.hardware.machine(device, seed=self.seed)
+
+    def online(self, device: str) -> OnlineTimes | None:
+        """Return when a device is available, None: always."""
+        trace = self.availability.trace
+        return None if trace is None else trace.times(device)
 
     def with_data_root(self, root: str) -> Self:
         """Return the experiment with another folder of data sets."""

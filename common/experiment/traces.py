@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import csv
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite, nextafter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -40,6 +40,17 @@ class RateTrace:
     def delay_at(self, t: float) -> float:
         """Return the delay at t seconds."""
         return self.delays[self._place(t if self.repeat_s is None else t % self.repeat_s)]
+
+    def rate_at(self, t: float) -> float:
+        """Return the rate at t seconds."""
+        return self.rates[self._place(t if self.repeat_s is None else t % self.repeat_s)]
+
+    def next_change(self, t: float) -> float:
+        """Return the first start of a rate, or of a period, after t seconds; inf: none."""
+        begin, offset = (0.0, t) if self.repeat_s is None else (t - t % self.repeat_s, t % self.repeat_s)
+        place = bisect_right(self.starts, offset)
+        end = inf if self.repeat_s is None else self.repeat_s
+        return max(begin + (self.starts[place] if place < len(self.starts) else end), nextafter(t, inf))
 
     def finish(self, begin: float, nbytes: float) -> float:
         """Return when the last of so many bytes has passed that begin to leave at `begin`, seconds."""
@@ -72,7 +83,7 @@ class RateTrace:
             if carried >= left and self.rates[place]:
                 break
             t, left, place = end, left - carried, place + 1
-        return t + left / self.rates[place]
+        return t + left / self.rates[place] if self.rates[place] else t  # then `left` is a rounding error
 
 
 class LinkTrace(SettingsTable):
@@ -125,30 +136,47 @@ def check_trace(key: str, trace: LinkTrace) -> None:
 
 
 def read_trace(key: str, trace: Any, folder: Path) -> Any:
+    """Return a link's trace with the numbers of its file, see `with_file`. Raises InvalidExperiment."""
+    return with_file(key, trace, folder, numbers="seconds", columns=COLUMNS[:-1], convert=_numbers)
+
+
+def with_file(
+    key: str,
+    trace: Any,
+    folder: Path,
+    *,
+    numbers: str,
+    columns: Sequence[str],
+    convert: Callable[[list[dict[str, str]]], dict[str, Any]],
+) -> Any:
     """Return a trace's table with the numbers of the file that it names, or the file's name that stands for it.
 
-    Values of a wrong type are left for the tables' own checks. Raises InvalidExperiment.
+    `numbers`: the key that shows that it has them already. `columns`: those of the file. `convert` returns the keys of
+    its rows, and raises ValueError or TypeError. Values of a wrong type are left for the tables' own checks. Raises
+    InvalidExperiment.
     """
     if isinstance(trace, str):
         trace = {"file": trace}
-    if not isinstance(trace, Mapping) or "seconds" in trace or not isinstance(trace.get("file"), str):
+    if not isinstance(trace, Mapping) or numbers in trace or not isinstance(trace.get("file"), str):
         return trace
-    return {**trace, **_columns(key, folder / trace["file"])}
-
-
-def _columns(key: str, path: Path) -> dict[str, list[float]]:
+    path = folder / trace["file"]
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            names = [name for name in COLUMNS if name in (reader.fieldnames or ())]
-            found = {name: [float(row[name]) for row in rows] for rows in [list(reader)] for name in names}
+            rows = list(reader)
+        if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
+            remedy = f"Write the first line {','.join(columns)}."
+            raise InvalidExperiment(key, str(path), f"no column {missing[0]}", remedy)
+        return {**trace, **convert(rows)}
     except OSError as error:
         raise InvalidExperiment(key, str(path), error.strerror or str(error), "Name a CSV file.") from None
     except (ValueError, TypeError, csv.Error) as error:
-        raise InvalidExperiment(key, str(path), f"no number: {error}", "Fix that row.") from None
-    if missing := [name for name in COLUMNS[:-1] if name not in found]:
-        remedy = f"Write the first line {','.join(COLUMNS)}."
-        raise InvalidExperiment(key, str(path), f"no column {missing[0]}", remedy)
+        raise InvalidExperiment(key, str(path), f"no numbers: {error}", "Fix that row.") from None
+
+
+def _numbers(rows: list[dict[str, str]]) -> dict[str, Any]:
+    names = [name for name in COLUMNS if not rows or name in rows[0]]
+    found = {name: [float(row[name]) for row in rows] for name in names}
     if not all(isfinite(each) for column in found.values() for each in column):
-        raise InvalidExperiment(key, str(path), "a number is not finite", "Fix that row.")
+        raise ValueError("one is not finite")
     return found

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from math import inf
+from typing import Final, Generic, TypeVar
 
-from common.protocol.messages import NodeState, Presence
+from common.protocol.messages import Failure, NodeState, Presence
+from common.protocol.parent_events import Readiness
+from common.protocol.round_state import LIVING
 from common.protocol.targets import STAYING
+
+LOOK_S: Final = 1.0
+LOOKS: Final = 4
 
 _C = TypeVar("_C")
 
@@ -29,6 +35,24 @@ class Attendance:
                 children.discard(child)
 
 
+class AwayWatch:
+    """Whether a round waits for devices all of which are away by their traces; `idle_s`, inf: there are no traces.
+
+    It is looked at several times in `idle_s`, because the waiting is reported to this node's own parent.
+    """
+
+    def __init__(self, *, idle_s: float) -> None:
+        self.due = 0.0 if idle_s < inf else inf
+        self._pause_s = min(LOOK_S, idle_s / LOOKS)
+        self._away: frozenset[str] = frozenset()
+
+    def look(self, away: Collection[str], now: float) -> bool:
+        """Note the devices for which the round waits; return whether there are others than at the last look."""
+        self.due = now + self._pause_s
+        before, self._away = self._away, frozenset(away)
+        return not self._away <= before
+
+
 class Lacking(Generic[_C]):
     """The children that lack something. Asking costs little, as the next one to look at stays the same meanwhile."""
 
@@ -44,3 +68,39 @@ class Lacking(Generic[_C]):
         while self._children and not lacks(self._children[-1]):
             self._children.pop()
         return bool(self._children)
+
+
+def readiness(
+    peers: Iterable[str],
+    *,
+    last: Mapping[str, Presence | None],
+    counted: Collection[str],
+    hanging: set[str],
+    waits_for: Mapping[str, str],
+    other_releases: Mapping[str, str],
+    idle_s: float,
+) -> Readiness:
+    """Return which children can take part, from their `last` presences.
+
+    `counted`: those that have reported their samples; `hanging`: those that prepare without progress. `waits_for`: for
+    whom a child waits; `other_releases`: both versions of the protocol, for children of another release.
+    """
+    ready, failed, missing = set(), set(), {}
+    for name in peers:
+        seen = last.get(name)
+        if seen is not None and seen.state is NodeState.READY and name in counted:
+            ready.add(name)
+        elif name in hanging:
+            missing[name] = f"no progress in preparing for {idle_s:g} s"
+        elif seen is not None and seen.state in LIVING:
+            missing[name] = f"waits for {waits_for[name]}" if waits_for.get(name) else "prepares"
+        elif seen is not None and seen.state is NodeState.FAILED:
+            failed.add(name)
+            missing[name] = f"gave up: {seen.reason}"
+            if seen.failure is Failure.STALLED:
+                hanging.add(name)
+        elif name not in last and name in other_releases:
+            missing[name] = f"is of another release: {other_releases[name]}"
+        else:
+            missing[name] = "never came" if name not in last else "was lost, or left"
+    return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))

@@ -15,6 +15,13 @@ class TaskReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class RunBegan:
+    """The parent reports when the run's first global round began, in monotonic seconds of this node."""
+
+    begun: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelArrived:
     """The task's model is complete in its buffer, with every chunk checked."""
 

@@ -27,6 +27,7 @@ from common.protocol.child_events import (
     ParentGone,
     ParentMoved,
     ResultRefused,
+    RunBegan,
     RunEnded,
     TaskReceived,
 )
@@ -58,6 +59,7 @@ from common.protocol.presence import Proof
 from common.protocol.round_state import LIVING
 from common.protocol.session import Session
 from common.protocol.session_events import ByteMeter, ProbeReceived
+from common.protocol.time_zero import TimeZero
 
 FAREWELL_S: Final = 1.0  # between two farewells
 QUIET_S: Final = 30.0  # without a message from the parent, before it is asked for proof of life
@@ -107,6 +109,7 @@ class ChildSession(Session):
         self._marks: dict[str, Mark] = {}
         self._fetching: Task | None = None
         self._parent_session = parent_session
+        self._zero = TimeZero()
         self._gone_since: float | None = now
         self._lost = False
         self._quiet_s = min(QUIET_S, transfer.idle_s / 2)
@@ -235,6 +238,9 @@ class ChildSession(Session):
         if presence is not None and presence.state in LIVING:
             self._begin_count(presence.ledger)
             self._lives(peer, session, now)
+            if (begun := self._zero.note(presence.elapsed_s, session, now, published=published)) is not None:
+                self.begin(begun)
+                self._events.append(RunBegan(begun))
         elif presence is not None and self._parent_session not in ("", session):
             return  # the last message of a replaced process: a will may arrive a minute late
         else:
@@ -291,7 +297,6 @@ class ChildSession(Session):
                 if event.reason:
                     self._events.append(ResultRefused(event.reason))
             else:
-                self.outbox.begin_traces(now)
                 self._events.append(TaskReceived(event.task))
 
     def _tick(self, now: float) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
+from common.experiment.availability import Online
 from common.experiment.rounds import Closing
 from common.protocol.attendance import Lacking
 from common.protocol.closing import Verdict, judge
@@ -33,6 +34,7 @@ from common.protocol.round_state import (
     Stalled,
     blame,
     closed_of,
+    returning,
     standing_of,
 )
 from common.protocol.timeline import Timeline
@@ -41,10 +43,11 @@ REPEAT_MOST_S: Final = 5.0
 
 
 class Coordinator:
-    """One parent's rounds with its children, one round at a time."""
+    """One parent's rounds with its children, one round at a time; `online`: when each is there by its trace."""
 
-    def __init__(self, children: Iterable[str], *, idle_s: float) -> None:
-        self._children = {name: ChildInRound() for name in children}
+    def __init__(self, children: Iterable[str], *, idle_s: float, online: Online | None = None) -> None:
+        self._children = {name: ChildInRound(online=(online or {}).get(name)) for name in children}
+        self._begun: float | None = None
         self._idle_s = idle_s
         self._key: Key | None = None
         self._closing = Closing()
@@ -57,6 +60,10 @@ class Coordinator:
         self._acknowledgements: deque[tuple[str, Acknowledgement]] = deque()
         self.timeline = Timeline(0.0)
         self.late = self.refused = 0
+
+    def begin(self, begun: float) -> None:
+        """Note when the run, and so the children's traces, began."""
+        self._begun, self._judged, self._quiet_until = begun, -inf, -inf
 
     def open(
         self,
@@ -270,6 +277,11 @@ class Coordinator:
         since = {name: self._idle_at(child) - self._idle_s for name, child in self._children.items()}
         return {name: max(0.0, now - since[name]) if waiting[name] else 0.0 for name in since}
 
+    def away(self, now: float) -> dict[str, float]:
+        """Return the seconds until each child returns for which the round, or the first one, waits, if all are away."""
+        begun = self._begun if self._open or self._key is None else None
+        return {} if begun is None else returning(self._children, now - begun, in_round=self._open)
+
     def is_announced(self, name: str, key: Key) -> bool:
         """Return whether a child's result under this key is to be accepted or refused."""
         return self._serves(child := self._children[name], key) and child.state is ChildState.ANNOUNCED
@@ -294,12 +306,7 @@ class Coordinator:
         return inf if deadline_s is None else self.timeline.opened + deadline_s
 
     def _idle_at(self, child: ChildInRound) -> float:
-        """Return when a child will have been idle for too long, in the present state.
-
-        A child whose upload waits for a slot shares the progress of the others' uploads.
-        """
-        moved = max(child.moved, self._collected) if child.state is ChildState.ANNOUNCED else child.moved
-        return moved + self._idle_s
+        return child.idle_at(self._idle_s, collected=self._collected, begun=self._begun)
 
     def _serves(self, child: ChildInRound, key: Key) -> bool:
         """Return whether a child has a task under this key that its round, or a later one, waits for."""

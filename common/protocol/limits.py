@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import RefusedModel
+from common.experiment.availability import OnlineTimes
 from common.experiment.data import samples_most
 from common.experiment.schema import Experiment
 from common.protocol.messages import Task
@@ -28,12 +29,14 @@ class ChildLimits:
 
     `samples`: of its training data; `rounds`: local rounds of a device below it for each of its tasks; `below`: the
     most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children.
+    `online`: when a device is there by its trace; at other times nothing is expected of it.
     """
 
     samples: int = COUNT_MOST
     rounds: int = 1
     below: Mapping[str, int] = field(default_factory=dict)
     aggregators: Collection[str] = ()
+    online: OnlineTimes | None = None
 
     def steps(self, epochs: int) -> int:
         """Return the most SGD steps of a task: batches have at least one sample."""
@@ -77,6 +80,7 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
             rounds=rounds,
             below={name: each * devices[name] for name in names},
             aggregators=frozenset(name for name in everybody if name in tree.children),
+            online=experiment.online(child),
         )
     return found
 

@@ -108,6 +108,7 @@ class Presence:
 
     `samples`: a device's training samples, 0 if unknown; `metrics`: the address of its /metrics, `targets` those of
     the nodes below; `ledger`: the id of the byte ledger that its children count for. `failure`: why it failed.
+    `elapsed_s`: seconds since the run's first global round began, over all its sessions; negative before that.
     """
 
     state: NodeState
@@ -119,6 +120,7 @@ class Presence:
     ledger: str = ""
     failure: Failure = Failure.NONE
     targets: tuple[Target, ...] = ()
+    elapsed_s: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)

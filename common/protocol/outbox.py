@@ -78,9 +78,9 @@ class Outbox:
         self._in_client = 0
         self.noise: dict[tuple[str, str], None] = {}
 
-    def begin_traces(self, now: float) -> None:
-        """Note that the run begins: from now on links have the rates of their traces."""
-        self._shaper.begin(now)
+    def begin(self, begun: float) -> None:
+        """Note when the run began: from then on links have the rates of their traces."""
+        self._shaper.begin(begun)
 
     def add_noise(self, owner: str, blob: str) -> None:
         """Count this blob's bytes as those of a calibration; beyond NOISE_KEPT the earliest blob is forgotten.

@@ -42,6 +42,13 @@ class PeerChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class DevicesAway:
+    """The round waits for devices all of which are away by their traces; `returns_s`: seconds until each returns."""
+
+    returns_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class GoodbyeReceived:
     """A child has sent its final counts."""
 

@@ -22,7 +22,7 @@ from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol import topics
-from common.protocol.attendance import Attendance
+from common.protocol.attendance import Attendance, AwayWatch, readiness
 from common.protocol.coordinator import Coordinator
 from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.identity import Identity
@@ -30,7 +30,6 @@ from common.protocol.limits import ANY, ChildLimits, short
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Declined,
-    Failure,
     Farewell,
     Goodbye,
     Key,
@@ -46,6 +45,7 @@ from common.protocol.messages import (
 )
 from common.protocol.outbox import Output
 from common.protocol.parent_events import (
+    DevicesAway,
     GoodbyeReceived,
     PeerChanged,
     Readiness,
@@ -96,8 +96,10 @@ class ParentSession(Session):
             first_number=first_number,
             persistent=False,
         )
-        self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s)
         self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})
+        online = {name: limit.online for name, limit in self._limits.items()}
+        self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s, online=online)
+        self._absence = AwayWatch(idle_s=transfer.idle_s if any(online.values()) else inf)
         below = {name: limit.below.keys() for name, limit in self._limits.items()}
         self._admission.reports = {name: len(names) for name, names in below.items()}
         self.ledger = Ledger(self.peers, self.counters, wire=meter.sample, below=below)
@@ -117,6 +119,11 @@ class ParentSession(Session):
 
     # Rounds
 
+    def begin(self, begun: float) -> None:
+        """Note when the run began."""
+        super().begin(begun)
+        self.coordinator.begin(begun)
+
     def set_form(self, form: ModelForm) -> None:
         """Set the required form of uploads; must be known before the first round."""
         self._form = form
@@ -133,7 +140,6 @@ class ParentSession(Session):
     ) -> Key:
         """Open a round, see `Coordinator.open`."""
         self._assignments = {**self._assignments, **assignments}
-        self.outbox.begin_traces(now)
         return self.coordinator.open(
             global_round=global_round,
             local_round=local_round,
@@ -191,27 +197,15 @@ class ParentSession(Session):
 
     def readiness(self, now: float) -> Readiness:
         """Return which children can take part now."""
-        ready, failed, missing = set(), set(), {}
-        hanging = set(self.coordinator.hanging(now))
-        for name in self.peers:
-            last = self._last.get(name)
-            if last is not None and last.state is NodeState.READY and name in self.samples:
-                ready.add(name)
-            elif name in hanging:
-                missing[name] = f"no progress in preparing for {self.transfer.idle_s:g} s"
-            elif last is not None and last.state in LIVING:
-                waits_for = self._waits_for.get(name)
-                missing[name] = f"waits for {waits_for}" if waits_for else "prepares"
-            elif last is not None and last.state is NodeState.FAILED:
-                failed.add(name)
-                missing[name] = f"gave up: {last.reason}"
-                if last.failure is Failure.STALLED:
-                    hanging.add(name)
-            elif name not in self._last and name in self.other_releases:
-                missing[name] = f"is of another release: {self.other_releases[name]}"
-            else:
-                missing[name] = "never came" if name not in self._last else "was lost, or left"
-        return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
+        return readiness(
+            self.peers,
+            last=self._last,
+            counted=self.samples.keys(),
+            hanging=set(self.coordinator.hanging(now)),
+            waits_for=self._waits_for,
+            other_releases=self.other_releases,
+            idle_s=self.transfer.idle_s,
+        )
 
     @property
     def complete(self) -> bool:
@@ -348,6 +342,11 @@ class ParentSession(Session):
     def _tick(self, now: float) -> None:
         if self._connected:
             self.coordinator.tick(now)
+        if now >= self._absence.due:
+            away = self.coordinator.away(now)
+            self.moves += bool(away)  # to wait for them is no idleness
+            if self._absence.look(away, now):
+                self._events.append(DevicesAway(away))
         targets = self.targets.changed(now)
         if targets is not None:
             self._events.append(TargetsChanged(targets))
@@ -367,7 +366,8 @@ class ParentSession(Session):
         return self.coordinator.to_send(now)
 
     def _next_deadline(self) -> float | None:
-        at = min(self.targets.due, inf if (due := self.coordinator.next_deadline()) is None else due)
+        due = self.coordinator.next_deadline()
+        at = min(self.targets.due, self._absence.due, inf if due is None else due)
         return at if at < inf else None
 
     def _next_deadline_away(self) -> float:

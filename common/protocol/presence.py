@@ -44,6 +44,7 @@ class OwnPresence:
         )
         self._due: deque[Presence] = deque()
         self._remains: deque[str] = deque()
+        self.begun: float | None = None
         self._established = False
         self.leaving = False
         self.taken = ""
@@ -90,6 +91,15 @@ class OwnPresence:
         elif self._established and (presence is None or not presence.answers):
             claim.challenge(session)
             self._due.append(replace(self.presence, answers=session))  # the second node reads it and ends
+
+    def begin(self, begun: float) -> None:
+        """Note when the run's first global round began, and publish the presence again with the seconds since then."""
+        self.begun = begun
+        self.repeat()
+
+    def timed(self, presence: Presence, now: float) -> Presence:
+        """Return a presence as of now."""
+        return presence if self.begun is None else replace(presence, elapsed_s=max(0.0, now - self.begun))
 
     def to_send(self) -> list[Presence]:
         """Return the presences to publish, in order."""

@@ -15,6 +15,7 @@ from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
+from common.experiment.availability import OnlineTimes
 from common.protocol.closing import Standing
 from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Progress, Result
 
@@ -142,6 +143,7 @@ class ChildInRound:
     acknowledged: tuple[Key, str] | None = None
     acknowledge_at: float = -inf  # earliest time of the next acknowledgement
     has_model: bool = False
+    online: OnlineTimes | None = None  # by its trace, from the run's begin on; None: always
 
     @property
     def present(self) -> bool:
@@ -153,6 +155,22 @@ class ChildInRound:
         """The largest chunk of the model that it uploads, or else receives."""
         transferred = self.assignment if self.result is None else self.result
         return 0 if transferred is None else min(transferred.model.size, transferred.model.chunk_bytes)
+
+    def idle_at(self, idle_s: float, *, collected: float, begun: float | None) -> float:
+        """Return when it will have been idle for too long, in the present state.
+
+        A child whose upload waits for a slot shares the progress of the others' uploads, at `collected`. The time in
+        which a device is away by its trace does not count; traces have `begun`.
+        """
+        moved = max(self.moved, collected) if self.state is ChildState.ANNOUNCED else self.moved
+        if self.online is None or begun is None or self.presence is NodeState.FAILED:
+            return moved + idle_s
+        return begun + self.online.after(moved - begun, idle_s)
+
+    def returns(self, t: float) -> float:
+        """Return when a device that is away by its trace comes back, seconds from t on; 0 if it is not, or never."""
+        back = t if self.online is None else self.online.returns(t)
+        return back - t if back < inf else 0.0
 
     def contradiction(self, message: Progress | Result) -> str:
         """Return how a message of the open round contradicts this child's result, empty if it does not.
@@ -210,6 +228,16 @@ def standing_of(part: Sequence[tuple[str, ChildInRound]], idle: Collection[str])
     accepted = sum(c.state is ChildState.ACCEPTED for _, c in part)
     refused = sum(c.state is ChildState.REFUSED for _, c in part)
     return Standing(accepted, refused, len(idle), len(part) - accepted - refused - len(idle) - absent, absent)
+
+
+def returning(children: Mapping[str, ChildInRound], t: float, *, in_round: bool) -> dict[str, float]:
+    """Return the seconds until each child returns that is still to answer, if all of them are away by their traces.
+
+    Without `in_round`: each that is not present.
+    """
+    lacking = (n for n, c in children.items() if (c.state in UNFINISHED if in_round else not c.present))
+    found = {name: children[name].returns(t) for name in lacking}
+    return found if all(found.values()) else {}
 
 
 def closed_of(key: Key, children: Mapping[str, ChildInRound]) -> Closed:

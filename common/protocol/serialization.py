@@ -45,7 +45,7 @@ from common.protocol.messages import (
 )
 from common.text import escaped
 
-VERSION: Final = 7
+VERSION: Final = 8
 MAX_TEXT: Final = 4_000_000
 MAX_INT: Final = 2**63 - 1
 MAX_ITEMS: Final = 100_000

@@ -32,7 +32,6 @@ from common.protocol.messages import (
     Gone,
     NodeState,
     Presence,
-    Target,
     WhoIsThere,
 )
 from common.protocol.offers import Offers
@@ -180,7 +179,7 @@ class Session(Side):
         out, self._first = self._first, []
         lab, run, name = self.identity.lab, self.identity.run, self.identity.name
         for presence in self.own.to_send():
-            body = serialization.encode(presence, self.identity.session)
+            body = serialization.encode(self.own.timed(presence, now), self.identity.session)
             out.append(Publish(topics.state(lab, run, name), body, retain=True))
         for old in self.own.remains():
             out += [Publish(topic(lab, old, name), b"", retain=True) for topic in (topics.state, topics.spec)]
@@ -249,9 +248,10 @@ class Session(Side):
         """Publish this node's state, retained."""
         self.own.set_state(state, reason=reason, samples=samples, failure=failure)
 
-    def set_targets(self, targets: tuple[Target, ...]) -> None:
-        """Publish the /metrics addresses of the nodes below, retained."""
-        self.own.set_targets(targets)
+    def begin(self, begun: float) -> None:
+        """Note when the run's first global round began, in monotonic seconds: the time zero of all traces."""
+        self.own.begin(begun)
+        self.outbox.begin(begun)
 
     def announce(self, announcement: Announcement) -> None:
         """Publish the experiment, retained, and send it to nodes that look for a run."""
@@ -382,7 +382,7 @@ class Session(Side):
             namesake = peer == self.identity.name  # another cloud asks whether the lab is free
             if inside or namesake or self._announcement is not None:  # else there is nothing to join; it asks again
                 announcement = None if inside or namesake else self._announcement
-                answer = Alive(question.nonce, self.own.presence, announcement)
+                answer = Alive(question.nonce, self.own.timed(self.own.presence, now), announcement)
                 self._answers.sent(peer, self.outbox.send(peer, answer, now))
 
     def _take_asks(self, now: float) -> None:

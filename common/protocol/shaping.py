@@ -30,9 +30,9 @@ class Shaper:
         self._waited: set[str] = set()
         self._waiting: set[str] = set()
 
-    def begin(self, now: float) -> None:
-        """Begin the links' traces, unless they have begun."""
-        self._begun = now if self._begun is None else self._begun
+    def begin(self, begun: float) -> None:
+        """Replay the links' traces from this time on; the run's first global round began then."""
+        self._begun = begun
 
     def passed(self) -> None:
         """Note that all bulk messages that may leave were considered: a waiting one has waited at the next call."""

@@ -26,6 +26,7 @@ from common.protocol.child_events import (
     ParentGone,
     ParentMoved,
     ResultRefused,
+    RunBegan,
     RunEnded,
     TaskReceived,
 )
@@ -103,11 +104,19 @@ class ChildEndpoint(Endpoint):
         self._result_model: tuple[Manifest, Row] | None = None
         self._over: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         self._goodbye = asyncio.Event()
+        self._began = asyncio.Event()
 
     def preparing(self, done: int, *, waits_for: str = "") -> None:
         """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this node waits for."""
         self.session.preparing(done, waits_for=waits_for, now=self.now())
         self.wake()
+
+    async def began(self) -> float:
+        """Wait until the run begins, or its time zero changes; return that in monotonic seconds."""
+        await self._began.wait()
+        self._began.clear()
+        assert self.session.own.begun is not None
+        return self.session.own.begun
 
     async def unless_over(self, preparing: Coroutine[Any, Any, _T]) -> _T | None:
         """Prepare for the run and return the result, None if the run finished before.
@@ -186,6 +195,8 @@ class ChildEndpoint(Endpoint):
             self._arrived(event)
         elif isinstance(event, ResultRefused):
             self.refusals.append(event.reason)
+        elif isinstance(event, RunBegan):
+            self._began.set()
         elif isinstance(event, RunEnded):
             self._over.set_result(event)
         elif isinstance(event, ParentMoved):

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment, NoProgress, StateLost
 from common.protocol.messages import Failure, NodeState
+from common.runtime.absence import Away
 from common.runtime.discovery import Moved
 from common.runtime.endpoint import Endpoint
 from common.runtime.unexpected import as_known, first_error
@@ -90,7 +91,7 @@ async def _leave(endpoints: Sequence[Endpoint]) -> None:
 def _state(error: FedstrataError | None) -> NodeState:
     if isinstance(error, DuplicateName):
         return NodeState.LOST
-    return NodeState.DISCONNECTED if isinstance(error, Moved) else NodeState.FAILED
+    return NodeState.DISCONNECTED if isinstance(error, Moved | Away) else NodeState.FAILED
 
 
 def _failure(error: FedstrataError | None) -> Failure:

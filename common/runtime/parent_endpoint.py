@@ -24,6 +24,7 @@ from common.protocol.limits import ChildLimits
 from common.protocol.manifest import missing
 from common.protocol.messages import Announcement, Target
 from common.protocol.parent_events import (
+    DevicesAway,
     GoodbyeReceived,
     PeerChanged,
     TargetsChanged,
@@ -40,7 +41,7 @@ from common.runtime.calibration import Probes, measure_all
 from common.runtime.children import Observe
 from common.runtime.endpoint import Endpoint
 from common.runtime.models import Models
-from common.runtime.round import ClosedRound, Dispatch, failure
+from common.runtime.round import ClosedRound, Dispatch, break_off, failure
 from common.runtime.world import REAL, World, nothing
 from common.storage.spool import Spool
 
@@ -160,7 +161,7 @@ class ParentEndpoint(Endpoint):
         self._closed = asyncio.get_running_loop().create_future()
         for model, _ in dispatch.models:
             if isinstance(model, Arriving):
-                model.on_failure(partial(_break_off, self._closed))
+                model.on_failure(partial(break_off, self._closed))
         self.session.open(
             global_round=dispatch.global_round,
             local_round=dispatch.local_round,
@@ -258,6 +259,10 @@ class ParentEndpoint(Endpoint):
             self.probes.abandon(event.child)
             reason = {"reason": event.reason} if event.reason else {}
             self._observe("child", {"node": event.child, "state": event.state, **reason})
+        elif isinstance(event, DevicesAway):
+            found = "; ".join(f"{name} returns in {left_s:.0f} s" for name, left_s in sorted(event.returns_s.items()))
+            log.warning("%s waits for devices that are away by their traces: %.2000s", self.identity.name, found)
+            self._observe("away", {"returns_s": dict(event.returns_s)})
         elif isinstance(event, GoodbyeReceived):
             self._changed.set()
         elif isinstance(event, TargetsChanged):
@@ -393,8 +398,3 @@ class ParentEndpoint(Endpoint):
     def _require_layouts(self) -> LinkLayouts:
         assert self._layouts is not None, "call set_layouts before the first round"
         return self._layouts
-
-
-def _break_off(closing: asyncio.Future[Closed], error: BaseException) -> None:
-    if not closing.done():
-        closing.set_exception(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from common.errors import InvalidBelow, NoProgress, RunFailed
 from common.experiment.rounds import Closing
 from common.model.layout import Row
 from common.protocol.messages import Failure, Result
-from common.protocol.round_state import Stalled
+from common.protocol.round_state import Closed, Stalled
 from common.protocol.timeline import Timeline
 from common.runtime.arriving import Arriving
 
@@ -90,3 +91,9 @@ def failure(stalled: Stalled) -> RunFailed:
         return InvalidBelow(stalled.reason)
     idle = stalled.idle or Failure.STALLED in stalled.failures
     return NoProgress(stalled.reason) if idle else RunFailed(stalled.reason)
+
+
+def break_off(closing: asyncio.Future[Closed], error: BaseException) -> None:
+    """End a round with an error, unless it has closed."""
+    if not closing.done():
+        closing.set_exception(error)

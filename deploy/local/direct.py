@@ -52,6 +52,7 @@ WITHOUT_A_NETWORK: Final = {
     "seconds": "computing time of this machine, devices trained one after another",
     "links": "declared, not enforced",
     "hardware": "declared, not emulated",
+    "availability": "declared, not replayed: every device is there",
 }
 
 

@@ -66,6 +66,8 @@ def predict(
     else:
         if any(link.trace for link in (*(tier.link for tier in experiment.every_tier), *experiment.links.of.values())):
             work.assumed.append("links have the mean rates of their traces; --simulate replays them")
+        if experiment.availability.trace is not None:
+            work.assumed.append("every device is available; --simulate replays the trace of availability")
         seconds = prediction.seconds(lab, speeds)
         found = {
             "global_round_s": sum(seconds.values()),

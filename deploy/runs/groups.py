@@ -240,8 +240,8 @@ def _load(run: Run) -> float:
 
 
 def _links(run: Run) -> dict[str, Any]:
-    """Return what shapes the links, and the numbers of each, without profile names, which change no number."""
-    links = flat({"links": run.manifest.get("links", {})})
+    """Return what shapes the links, the numbers of each, without profile names, and the trace of availability."""
+    links = flat({key: run.manifest.get(key, {}) for key in ("links", "availability")})
     return {key: value for key, value in links.items() if not key.endswith(".profile")}
 
 

@@ -92,13 +92,13 @@ def values(schema: Mapping[str, Any]) -> str:
     listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if listed:
         return ", ".join(f"`{json.dumps(value)}`" for value in listed)
-    items = schema.get("items", {})
-    listed_kind = "lists" if items.get("type") == "array" else "numbers" if "minimum" in items else "names"
+    items = (schema.get("additionalProperties") or schema).get("items", {})
+    of = "lists" if items.get("type") == "array" else "numbers" if "minimum" in items else "names"
     kinds = {
         "boolean": "true, false",
         "string": "a name" if "pattern" in schema else "text",
-        "array": f"{schema['minItems']} numbers" if "minItems" in schema else f"a list of {listed_kind}",
-        "object": "a table of lists of names",
+        "array": f"{schema['minItems']} numbers" if "minItems" in schema else f"a list of {of}",
+        "object": f"a table of lists of {of}",
     }
     return kinds.get(schema["type"]) or _range(schema)
 

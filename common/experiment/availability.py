@@ -1,0 +1,162 @@
+"""When devices are available: traces of the times at which each comes and leaves, as part of the experiment.
+
+The file's numbers become part of the experiment when it is read, so they travel to the nodes and stay with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias
+
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.experiment.tables import Name, Positive, SettingsTable
+from common.experiment.traces import RateTrace, with_file
+
+COLUMNS: Final = ("device", "begin_s", "end_s")
+CHANGES_MOST: Final = 50_000  # of all devices together: they are part of one message
+
+
+@dataclass(frozen=True)
+class OnlineTimes:
+    """The times of one device: seconds at which it comes, leaves, comes again, and so on, from the run's begin on.
+
+    After `repeat_s` seconds they begin anew; None: after the last one nothing changes.
+    """
+
+    changes: tuple[float, ...]
+    repeat_s: float | None = None
+
+    def online(self, t: float) -> bool:
+        """Return whether the device is available at t seconds."""
+        return self._trace.rate_at(t) > 0
+
+    def next_change(self, t: float) -> float:
+        """Return when it comes or leaves next after t seconds, inf: never."""
+        return self._trace.next_change(t)
+
+    def returns(self, t: float) -> float:
+        """Return when it is available from t seconds on: t if it is, inf if it never is again."""
+        while not self.online(t):
+            t = self.next_change(t)
+            if t == inf:
+                break
+        return t
+
+    def after(self, begin: float, seconds: float) -> float:
+        """Return when it will have been available for so many seconds from `begin` on.
+
+        The time after its last departure counts: then it is lost, as any other device that left.
+        """
+        return self._patience.finish(max(0.0, begin), seconds) + min(0.0, begin)
+
+    @cached_property
+    def _trace(self) -> RateTrace:
+        return self._with_rates((0.0, 1.0))
+
+    @cached_property
+    def _patience(self) -> RateTrace:
+        trace = self._trace
+        return trace if self.repeat_s else RateTrace(trace.starts, (*trace.rates[:-1], 1.0), trace.delays)
+
+    def _with_rates(self, rates: tuple[float, float]) -> RateTrace:
+        skipped = self.changes[0] == 0  # then it is never away at the begin
+        starts = self.changes if skipped else (0.0, *self.changes)
+        each = tuple(rates[(place + skipped) % 2] for place in range(len(starts)))
+        return RateTrace(starts, each, (0.0,) * len(starts), self.repeat_s)
+
+
+Online: TypeAlias = Mapping[str, OnlineTimes | None]  # by node; None: always
+
+
+class AvailabilityTrace(SettingsTable):
+    """When devices are available. The name of a CSV file stands for a table that has only `file`.
+
+    The file has the columns device, begin_s and end_s: a row for each interval in which a device is available, in
+    seconds from the first global round on. An empty end_s stands for the end of the run. Devices without a row are
+    always available.
+    """
+
+    file: str = ""  # relative to the experiment's folder
+    # Seconds after which the trace begins anew; omitted: after its last interval a device is away for good.
+    repeat_s: Positive | None = None
+    # By device: the seconds at which it comes, leaves, comes again, and so on.
+    changes: dict[Name, Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)]] = Field(
+        default_factory=dict
+    )
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the trace without its numbers; the digest, 16 hexadecimal digits, identifies them."""
+        digest = blake2b(self.model_dump_json(exclude={"file"}).encode(), digest_size=8).hexdigest()
+        return {"file": self.file, "repeat_s": self.repeat_s, "devices": len(self.changes), "digest": digest}
+
+    def times(self, device: str) -> OnlineTimes | None:
+        """Return the times of a device, None if it is always available."""
+        changes = self.changes.get(device)
+        return None if changes is None else OnlineTimes(tuple(changes), self.repeat_s)
+
+
+class Availability(SettingsTable):
+    """When devices take part. One that is away neither trains nor answers; its parent sees that it has left."""
+
+    trace: AvailabilityTrace | None = None  # or the name of its CSV file
+
+
+def check(availability: Availability, check_device: Callable[[str, str], None]) -> None:
+    """Raise InvalidExperiment if a trace cannot be replayed, or names something other than devices."""
+    trace = availability.trace
+    if trace is None:
+        return
+    key = "availability.trace"
+    if not trace.changes:
+        raise InvalidExperiment(key, trace.file, "no interval of any device", f"Write rows {','.join(COLUMNS)}.")
+    if (count := sum(map(len, trace.changes.values()))) > CHANGES_MOST:
+        raise InvalidExperiment(f"{key}.changes", count, "too many changes", f"Use at most {CHANGES_MOST:,} in all.")
+    for device, changes in trace.changes.items():
+        check_device(f"{key}.changes", device)
+        at = f"{key}.changes.{device}"
+        if any(after <= before for before, after in pairwise(changes)):
+            raise InvalidExperiment(at, changes[0], "does not grow", "Sort the intervals; they must not overlap.")
+        end, open_ended = changes[-1], len(changes) % 2 == 1
+        if trace.repeat_s is not None and (trace.repeat_s < end or (open_ended and trace.repeat_s == end)):
+            remedy = f"Repeat after more than {end:g} s."
+            raise InvalidExperiment(f"{key}.repeat_s", trace.repeat_s, f"{device}'s trace is longer", remedy)
+
+
+def with_availability(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return an experiment's tree with the numbers of the file that `availability.trace` names.
+
+    Raises InvalidExperiment.
+    """
+    table = tree.get("availability")
+    if not isinstance(table, Mapping) or "trace" not in table:
+        return dict(tree)
+    trace = with_file(
+        "availability.trace", table["trace"], folder, numbers="changes", columns=COLUMNS, convert=_changes
+    )
+    return {**tree, "availability": {**table, "trace": trace}}
+
+
+def _changes(rows: list[dict[str, str]]) -> dict[str, Any]:
+    changes: dict[str, list[float]] = {}
+    for row in rows:
+        device, begin, end = row["device"], float(row["begin_s"]), float(row["end_s"] or inf)
+        if not begin < end or begin == -inf:
+            raise ValueError(f"{device}'s interval from {begin:g} s ends at {end:g} s")
+        found = changes.setdefault(device, [])
+        if found and found[-1] == begin and len(found) % 2 == 0:
+            del found[-1]  # the intervals touch
+        elif len(found) % 2 or (found and found[-1] > begin):
+            raise ValueError(f"{device}'s interval from {begin:g} s begins before the end of the one above it")
+        else:
+            found.append(begin)
+        if end < inf:
+            found.append(end)
+    return {"changes": changes}

@@ -1,0 +1,197 @@
+"""Devices that come and leave by a trace: the pure times, the file, and whole labs in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidExperiment
+from common.experiment.availability import OnlineTimes
+from common.experiment.reading import load, parse, to_toml
+from common.experiment.topology import CLOUD
+from common.protocol.time_zero import TimeZero
+from deploy.simulation.hardware import Durations
+from deploy.simulation.lab import Scenario, SimulatedLab
+from deploy.simulation.outcome import LabOutcome
+
+CSV = "device,begin_s,end_s\ndevice-0,0,40\ndevice-1,10,20\ndevice-0,90,\ndevice-1,20,30\n"
+
+
+@st.composite
+def online_times(draw: st.DrawFn) -> OnlineTimes:
+    lengths = draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=5))
+    begin = draw(st.sampled_from([0.0, 2.0]))
+    changes = tuple(begin + sum(lengths[:place]) for place in range(len(lengths)))
+    return OnlineTimes(changes, draw(st.sampled_from([None, begin + sum(lengths)])))
+
+
+def online_by_hand(times: OnlineTimes, t: float) -> bool:
+    offset = t if times.repeat_s is None else t % times.repeat_s
+    return sum(change <= offset for change in times.changes) % 2 == 1
+
+
+@given(times=online_times(), t=st.integers(0, 80).map(lambda n: n / 4), seconds=st.integers(1, 20).map(lambda n: n / 4))
+def test_times_come_and_leave_as_written(times: OnlineTimes, t: float, seconds: float) -> None:
+    assert times.online(t) == online_by_hand(times, t)
+    ahead = [t + step / 8 for step in range(1, 400)]
+    back = times.returns(t)
+    expected = next((at for at in [t, *ahead] if online_by_hand(times, at)), inf)
+    assert back == (pytest.approx(expected) if expected < inf else inf)
+    if times.repeat_s is not None:  # else the time after the last departure counts too
+        counted = sum(online_by_hand(times, at) for at in [t, *ahead] if at < times.after(t, seconds) - 1e-9) / 8
+        assert counted == pytest.approx(seconds)
+
+
+def test_a_device_that_left_for_good_has_the_patience_of_one_that_is_lost() -> None:
+    times = OnlineTimes((0.0, 10.0, 50.0, 60.0))
+    assert times.after(5.0, 10.0) == 55.0  # five seconds before it leaves, five after it has returned
+    assert times.after(58.0, 30.0) == 88.0 and times.returns(60.0) == inf
+    assert times.after(-3.0, 10.0) == 7.0  # progress before the run's begin
+
+
+def test_time_zero_follows_presences_that_did_not_wait() -> None:
+    zero = TimeZero()
+    assert zero.note(-1.0, "a", 100.0, published=True) is None
+    assert zero.note(float("nan"), "a", 100.0, published=True) is None
+    assert zero.note(5.0, "a", 100.0, published=False) == 95.0
+    assert zero.note(6.0, "a", 110.0, published=False) is None  # a reply that waited for its link
+    assert zero.note(15.1, "a", 110.0, published=True) is None  # the same within a quarter of a second
+    assert zero.note(5.0, "b", 130.0, published=True) == 125.0  # the run was resumed
+
+
+def test_a_trace_is_part_of_the_experiment_once_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "phones.csv").write_text(CSV)
+    file = tmp_path / "lab.toml"
+    file.write_text('[topology]\ndevices = 3\n[availability]\ntrace = { file = "phones.csv", repeat_s = 100 }\n')
+    experiment = load(file)
+    assert parse(experiment.to_json()) == experiment and "device-0 = [0.0, 40.0, 90.0]" in to_toml(experiment)
+    assert experiment.online("device-1") == OnlineTimes((10.0, 30.0), 100.0) and experiment.online("device-2") is None
+    assert load(file, ["availability.trace=phones.csv"]).online("device-0") == OnlineTimes((0.0, 40.0, 90.0))
+    assert "availability" not in parse({}).to_json()  # as in earlier releases
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "problem"),
+    [
+        (CSV, {"repeat_s": 90}, "repeat_s = 90.*device-0's trace is longer"),
+        (CSV, {"repeat_s": 60}, "trace is longer"),
+        (CSV.replace("device-1,10", "device-x,10"), {}, "device-x.*no device has this name"),
+        (CSV.replace("90,", "30,"), {}, "begins before the end of the one above"),
+        (CSV.replace("0,40", "0,"), {}, "begins before the end of the one above"),
+        (CSV.replace("10,20", "20,10"), {}, "from 20 s ends at 10 s"),
+        (CSV.replace("10,20", "-1,20"), {}, "changes.device-1"),
+        (CSV.replace("10,20", "nan,20"), {}, "from nan s"),
+        (CSV.replace("10,20", "10"), {}, "no numbers"),
+        (CSV.replace("10,20", "ten,20"), {}, "no numbers.*ten"),
+        (CSV.replace("begin_s", "begin"), {}, "no column begin_s"),
+        ("device,begin_s,end_s\n", {}, "no interval of any device"),
+        ("\x00\x01", {}, "no column device|no numbers"),
+        (None, {}, "No such file"),
+    ],
+)
+def test_a_trace_that_cannot_be_replayed_is_refused(
+    tmp_path: Path, text: str | None, options: dict[str, Any], problem: str
+) -> None:
+    if text is not None:
+        (tmp_path / "phones.csv").write_text(text)
+    file = tmp_path / "lab.toml"
+    given = ", ".join(['file = "phones.csv"', *(f"{key} = {value}" for key, value in options.items())])
+    file.write_text(f"[topology]\ndevices = 3\n[availability]\ntrace = {{ {given} }}\n")
+    with pytest.raises(InvalidExperiment, match=f"(?s)availability.trace.*{problem}|{problem}") as caught:
+        load(file)
+    assert "\n" not in str(caught.value)
+
+
+LAB: dict[str, Any] = {
+    "rounds": 3,
+    "topology": {"institutions": 2, "devices": 4},
+    "institution": {"rounds": 2},
+    "links": {"check": "off"},
+    "transfer": {"idle_s": 20.0, "keepalive_s": 5, "inline_bytes": 0},
+}
+
+
+def run(
+    changes: dict[str, list[float]],
+    *,
+    repeat_s: float | None = None,
+    scenario: Scenario | None = None,
+    **settings: Any,
+) -> LabOutcome:
+    trace = {"availability": {"trace": {"changes": changes, "repeat_s": repeat_s}}} if changes else {}
+    experiment = parse(LAB | trace | settings)
+    durations = Durations(spread=0.0)
+    return SimulatedLab(experiment, seed=3, scenario=scenario, model_bytes=40_000, durations=durations).run()
+
+
+def test_a_lab_waits_for_the_return_of_all_and_its_model_is_the_same() -> None:
+    plain = run({})
+    away = run({"device-0": [0, 3, 43], "device-1": [0, 3.5, 45]})  # below institution-0, longer than idle_s
+    assert plain.ok and away.ok, away
+    assert away.digest == plain.digest and 45 < away.virtual_s < plain.virtual_s + 50
+    assert "institution-0 waits for devices that are away by their traces: device-0 returns in 39 s" in away.warnings
+
+
+def test_a_repeated_trace_takes_a_device_away_again_and_again() -> None:
+    plain, found = run({}, rounds=6), run({"device-0": [0, 4]}, rounds=6, repeat_s=10.0)
+    assert found.ok and found.digest == plain.digest
+    waits = [warning for warning in found.warnings if "waits for devices" in warning]
+    assert len(waits) >= 2 and found.virtual_s > plain.virtual_s + 10, found
+
+
+def test_nobody_is_available_and_a_quorum_waits_for_the_next_return() -> None:
+    closing = {"rule": "quorum", "quorum": 1, "deadline_s": 5.0}
+    away = {f"device-{number}": [0, 3, 60 + number] for number in range(4)}
+    found = run(away, institution={"rounds": 2, "closing": closing})
+    assert found.ok and found.virtual_s > 60, found
+
+
+def test_a_quorum_goes_on_without_devices_that_are_away() -> None:
+    closing = {"rule": "quorum", "quorum": 1, "deadline_s": 5.0}
+    found = run({"device-0": [0, 3, 400]}, institution={"rounds": 2, "closing": closing})
+    assert found.ended[CLOUD] == "" and len(found.rounds) == 3 and found.ended["device-0"] == ""
+
+
+def test_a_device_that_left_for_good_ends_a_round_of_all_with_the_reason() -> None:
+    found = run({"device-0": [0, 3]})
+    assert not found.ok
+    assert "device-0 made no progress for 20 s (its state is disconnected: away by its trace for good)" in str(
+        found.ended
+    )
+
+
+def test_the_cloud_waits_for_devices_directly_below_it() -> None:
+    tree = {key: value for key, value in LAB.items() if key != "institution"}
+    trace = {"trace": {"changes": {"device-0": [0, 3, 43]}}}
+    experiment = parse(tree | {"topology": {"institutions": 0, "devices": 2}, "availability": trace, "rounds": 5})
+    events: list[dict[str, Any]] = []
+
+    def read(lab: SimulatedLab) -> None:
+        for path in lab.agents.runs.glob("*/events.jsonl"):
+            events.extend(json.loads(line) for line in path.read_text().splitlines())
+        manifests.extend(json.loads(path.read_text()) for path in lab.agents.runs.glob("*/manifest.json"))
+
+    manifests: list[dict[str, Any]] = []
+    assert SimulatedLab(experiment, seed=3, model_bytes=400, durations=Durations(spread=0.0), at_end=read).run().ok
+    assert next(each for each in events if each["event"] == "away")["returns_s"].keys() == {"device-0"}
+    assert manifests[0]["availability"]["devices"] == 1 and len(manifests[0]["availability"]["digest"]) == 16
+
+
+@pytest.mark.parametrize("node", [CLOUD, "institution-0", "device-0"])
+def test_a_killed_node_continues_at_its_place_of_the_trace(node: str) -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        await asyncio.sleep(6.0)
+        lab.kill(node)
+        await asyncio.sleep(1.0)
+        lab.start(node)
+
+    found = run({"device-0": [0, 4, 34]}, scenario=kill)
+    assert found.ok and found.digest == run({}).digest, found
+    assert 34 < found.virtual_s < 60
