@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from ipaddress import IPv4Address, IPv4Network
 from itertools import pairwise
@@ -26,9 +27,12 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import load, parse
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.experiment.traces import RateTrace
+from deploy.links.replay import Replay, TracedInterface
 from deploy.links.shaping import FRAME_BYTES, shaping
+from deploy.local.beforehand import check_replayed
 from deploy.local.namespaces import End, Namespace, VethPair, addressing, joined
-from deploy.local.netns import by_kernel, lay_out, namespaces, routing
+from deploy.local.netns import by_kernel, lay_out, namespaces, routing, traces
 from deploy.local.network import LabNetwork, one_host, shares
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, null_model, run_lab, sets
@@ -197,6 +201,62 @@ def test_both_ends_keep_the_rates_that_were_wanted() -> None:
 
 
 FAR = VethPair(0, "far", "above", "below", up_mbit=1.0, delay_ms=40.0)
+
+
+TRACE = {"seconds": [0, 0.2, 1.4], "up_mbit": [4, 0, 8], "down_mbit": [8, 8, 8], "delay_ms": [10, 20, 10]}
+
+
+def test_both_ends_of_a_link_replay_its_trace() -> None:
+    experiment = parse({"topology": {"institutions": 1, "devices": 1}, "links": {"wan": {"trace": TRACE}}})
+    left = by_kernel(experiment, delays=False)
+    plan = lay_out(left)
+    wire, free = plan.wires["institution-0"], plan.wires["device-0"]
+    assert (free.up_mbit, free.down_mbit, wire.delay_ms) == (None, None, 0.0)
+    assert wire.up_mbit == pytest.approx(4 * 0.2 / 1.4) and wire.down_mbit == pytest.approx(8)  # before the run: means
+    up, down = traces(left, plan)
+    assert (up.host, up.interface, up.peer) == ("institution-0", "up0", wire.parent_address)
+    assert (down.host, down.interface, down.peer) == (CLOUD, "down0", wire.child_address)
+    rates = [dict(pairwise(up.line(t).split()))["rate"] for t in (0.0, 0.5, 2.0)]
+    assert rates == ["4000000bit", "8bit", "8000000bit"]
+
+
+def test_a_cloud_of_real_hosts_refuses_traces_that_the_kernel_would_have_to_replay() -> None:
+    experiment = parse({"links": {"enforce": "kernel", "wan": {"trace": TRACE}}})
+    with pytest.raises(InvalidExperiment, match=r"links.enforce = 'kernel': institution-0's link has a trace"):
+        check_replayed(experiment)
+    check_replayed(parse({"links": {"wan": {"trace": TRACE}}}))
+
+
+@in_namespaces
+@pytest.mark.slow
+def test_the_kernel_keeps_an_outage_and_what_waited_leaves_after_it() -> None:
+    wire = VethPair(0, "far", "above", "below", up_mbit=4.0)
+    trace = RateTrace((0.0, 0.2, 1.4), (5e5, 0.0, 1e6), (0.0,) * 3)
+    size, arrived = 300_000, 0
+    with joined(("above", "below"), (wire,)) as spaces:
+
+        def change(host: str, traced: Sequence[TracedInterface], t: float) -> None:
+            spaces[host].batch("tc", [each.line(t) for each in traced])
+            with spaces[host].entered():
+                for each in traced:
+                    each.wake()
+
+        with spaces["above"].entered():
+            listener = socket.create_server((wire.parent_address, 0))
+        with spaces["below"].entered():
+            sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+        replay = Replay([TracedInterface("below", "up0", wire.parent_address, trace)], change)
+        with listener, sender, receiver, replay.running():
+            replay.begin(0.0)
+            started = time.monotonic()
+            sending = threading.Thread(target=sender.sendall, args=(bytes(size),))
+            sending.start()
+            while arrived < size:
+                arrived += len(receiver.recv(1 << 16))
+            sending.join()
+            took = time.monotonic() - started
+    assert 1.4 < took < 10, took  # 100 kB before the outage; TCP sends again a while after it
 
 
 @in_namespaces

@@ -325,8 +325,8 @@ class Experiment(SettingsTable):
         for key, link in (tiers | {f"links.of.{name}": link for name, link in self.links.of.items()}).items():
             if link.trace is not None:
                 check_trace(f"{key}.trace", link.trace)
-                if self.links.enforce != "bucket":
-                    problem = "only the agents' token buckets replay a trace"
+                if self.links.enforce == "none":
+                    problem = "nothing replays a trace"
                     remedy = f'Use links.enforce = "bucket", or remove {key}.trace.'
                     raise InvalidExperiment("links.enforce", self.links.enforce, problem, remedy)
 

@@ -111,7 +111,7 @@ def cloud(
     from common.runtime.claim import claim
     from common.runtime.names import check_carried
     from deploy.kits.lab import reach
-    from deploy.local.beforehand import check_cloud
+    from deploy.local.beforehand import check_cloud, check_replayed
     from deploy.watching.showing import show
 
     with reporting():
@@ -141,6 +141,8 @@ def cloud(
                 check_cloud(chosen, None if resume else runs)
             for node in (each for each in chosen.tree.nodes if each in old):
                 raise InvalidExperiment("node", node, old[node], "Or leave it out of the experiment.")
+        if not sole:
+            check_replayed(chosen)
         folders = {"runs": runs, "spool": spool_folder(spool)}
         registry, address = serve_metrics(metrics, broker=where, insecure=insecure, folders=folders)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)

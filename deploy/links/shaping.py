@@ -30,6 +30,14 @@ def single_frames(interface: str, mbit: float | None) -> list[str]:
     return [f"link set dev {interface} gso_max_segs 1"]
 
 
+def bucket(mbit: float, *, frame_bytes: int = FRAME_BYTES) -> str:
+    """Return the tbf of a rate, as `tc` takes it."""
+    rate = mbit * 1e6 / 8
+    burst = int(max(2 * frame_bytes, rate * BURST_S))
+    limit = burst + int(max(QUEUE_FRAMES_LEAST * frame_bytes, rate * QUEUE_S))
+    return f"tbf rate {round(8 * rate)}bit burst {burst} limit {limit}"
+
+
 def shaping(interface: str, *, mbit: float | None, delay_ms: float, frame_bytes: int = FRAME_BYTES) -> list[str]:
     """Return the `tc` commands that shape an interface's outgoing traffic: tbf for the rate, netem for the delay.
 
@@ -39,10 +47,7 @@ def shaping(interface: str, *, mbit: float | None, delay_ms: float, frame_bytes:
     lines = []
     device = f"dev {interface}"
     if mbit is not None:
-        rate = mbit * 1e6 / 8
-        burst = int(max(2 * frame_bytes, rate * BURST_S))
-        limit = burst + int(max(QUEUE_FRAMES_LEAST * frame_bytes, rate * QUEUE_S))
-        lines.append(f"qdisc add {device} root handle 1: tbf rate {round(8 * rate)}bit burst {burst} limit {limit}")
+        lines.append(f"qdisc add {device} root handle 1: {bucket(mbit, frame_bytes=frame_bytes)}")
     if delay_ms:
         in_flight = (mbit or NETEM_MBIT) * 1e3 * delay_ms / 8 / frame_bytes
         place = "root" if mbit is None else "parent 1:1"

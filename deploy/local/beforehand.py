@@ -38,6 +38,15 @@ def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> Non
     _check_data(here, tree.devices if "{node}" in here.data.root else tree.devices[:1])
 
 
+def check_replayed(experiment: Experiment) -> None:
+    """Check that links on real hosts have no traces that the kernel would have to replay. Raises InvalidExperiment."""
+    traced = [node for node in experiment.tree.nodes if experiment.link(node).trace is not None]
+    if traced and experiment.links.enforce == "kernel":
+        problem = f"{traced[0]}'s link has a trace, and on real hosts nothing changes the kernel's rates"
+        remedy = 'Use links.enforce = "bucket", or `fedstrata run --netns`.'
+        raise InvalidExperiment("links.enforce", "kernel", problem, remedy)
+
+
 def check_cloud(experiment: Experiment, runs: Path | None) -> None:
     """Check what the cloud and its evaluator need on this machine, and `runs`, unless it is None.
 

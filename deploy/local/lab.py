@@ -110,7 +110,7 @@ class LocalLab:
                 follow=network.watched,
             )
             with shown as observe:
-                role = self._follow(observe, home)
+                role = self._follow(observe, home, network)
             self._show_unexpected(home)
             code = self._roles[role].wait()
             if code < 0:
@@ -184,7 +184,7 @@ class LocalLab:
             self._events.put((str(event.pop("event")), event))
         self._events.put(None)
 
-    def _follow(self, observe: Observe, home: Path) -> str:
+    def _follow(self, observe: Observe, home: Path, network: LabNetwork) -> str:
         """Show the cloud's events until the cloud ends or another role fails; return the role that ended."""
         while True:
             try:
@@ -199,6 +199,8 @@ class LocalLab:
                 return CLOUD
             event, facts = item
             self._began = self._began or event == "progress"
+            if event == "begun":
+                network.begun(float(str(facts["elapsed_s"])))
             if event == "run":
                 self._folder, self._run = Path(str(facts["folder"])), str(facts["run"])
                 if self._prediction is not None:

@@ -13,7 +13,7 @@ up and down again, and a model for N devices crosses it once up and N times down
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from deploy.brokers import broker
 from deploy.console.logs import write_line
+from deploy.links.replay import Replay, TracedInterface
 from deploy.local.namespaces import VethPair, joined
 from deploy.local.network import LabNetwork
 
@@ -49,6 +50,8 @@ def by_kernel(experiment: Experiment, *, delays: bool) -> Experiment:
         tiers = [tier["link"] for tier in tree.get("tiers", ())] or [links["wan"], links["lan"]]
         for link in (*tiers, *links["of"].values()):
             link["delay_ms"] = 0.0
+            if link.get("trace"):
+                link["trace"]["delay_ms"] = []
     return parse(tree)
 
 
@@ -120,6 +123,15 @@ def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Itera
                 spaces[host].batch("ip", lines)
             for institution in institutions:
                 spaces[institution].forward()
+
+        def change(host: str, traced: Sequence[TracedInterface], t: float) -> None:
+            spaces[host].batch("tc", [each.line(t) for each in traced])
+            with spaces[host].entered():
+                for each in traced:
+                    each.wake()
+
+        replay = Replay(traces(experiment, plan), change)
+        stack.enter_context(replay.running())
         where = "at the cloud" if one_broker else "at the cloud and at each institution"
         write_line(f"{len(spaces)} network namespaces; broker: {served.kind} {where}")
         yield LabNetwork(
@@ -128,9 +140,23 @@ def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Itera
             groups=plan.groups,
             inside=lambda process: spaces[process].entered(),
             flags=" --netns --one-broker" if one_broker else " --netns",
+            begun=replay.begin,
         )
 
 
 def _wire(experiment: Experiment, child: str, *, number: int, hosts: tuple[str, str]) -> VethPair:
     link = experiment.link(child)
-    return VethPair(number, child, *hosts, link.up_mbit, link.down_mbit, link.delay_ms)
+    up, down = (None if way.rate is None else way.rate * 8e-6 for way in (link.up, link.down))
+    return VethPair(number, child, *hosts, up, down, 1e3 * link.up.delay_s)
+
+
+def traces(experiment: Experiment, plan: NetworkPlan) -> list[TracedInterface]:
+    """Return the interfaces whose rates change, at both ends of each link with a trace."""
+    found = []
+    for child, wire in plan.wires.items():
+        link = experiment.link(child)
+        if link.up.trace is not None and link.down.trace is not None:
+            up, down = f"up{wire.number}", f"down{wire.number}"
+            found.append(TracedInterface(wire.child_host, up, wire.parent_address, link.up.trace))
+            found.append(TracedInterface(wire.parent_host, down, wire.child_address, link.down.trace))
+    return found

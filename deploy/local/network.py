@@ -32,6 +32,7 @@ class LabNetwork:
     downward: each institution's broker for its children    groups: the devices of each device process
     environment: of each role's process, with the login at the brokers
     watched: the broker, with the login, if there is one that this process reaches
+    begun(elapsed_s): is called when the global rounds begin or go on, as far into the run
     inside(process): context in which that process is started    flags: options of `fedstrata run` for such a network
     """
 
@@ -42,6 +43,7 @@ class LabNetwork:
     flags: str = ""
     environment: Mapping[str, str] = field(default_factory=OWN_LOGIN.copy, repr=False)
     watched: BrokerAddress | None = None
+    begun: Callable[[float], None] = lambda elapsed_s: None
 
 
 DEVICES_MOST: Final = 64  # in one process, if there are cores for more processes: a 250 kB round takes 0.12 s of CPU
