@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from deploy.console.tabular import Table, html, show, size
-from deploy.report import curves, link_sections, sections, summary
+from deploy.report import changes, curves, link_sections, sections, summary
 from deploy.report.figures import STYLE, Figure
 from deploy.runs.groups import Series, condition_notes, firsts, series_of
 from deploy.runs.run import Run, State
@@ -164,6 +164,10 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add_heading(level, "Time by phase")
         page.add_figures([sections.budgets(run)], kind="curves")
         page.add_table(sections.phases(run))
+    if changed := changes.figure(run):
+        page.add_heading(level, "Changes over time")
+        page.add_paragraph(changes.CHANGES)
+        page.add_figures([changed])
     if run.links:
         page.add_heading(level, "Bytes")
         page.add_paragraph(link_sections.DIRECT if run.direct else link_sections.BYTES)

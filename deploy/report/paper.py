@@ -166,14 +166,21 @@ def _drawing(figure: Figure) -> Canvas:
             case "path":
                 points = [point.split() for point in element.get("d", "").removeprefix("M").split("L")]
                 columns = ([float(number) for number in numbers] for numbers in zip(*points, strict=True))
-                axes.plot(*columns, color=_colour(_PAINT[kind][1]), linewidth=0.7)
+                axes.plot(*columns, color=_colour(_paint(kind)[1]), linewidth=0.7)
             case "rect":
-                inside, edge = _PAINT[kind]
+                inside, edge = _paint(kind)
                 ink = to_rgba(_colour(inside), float(element.get("fill-opacity", "1"))) if inside else "none"
                 outline = _colour(edge) if edge else "none"
                 boxes.append(Rectangle((x, y), wide, high, facecolor=ink, edgecolor=outline, linewidth=0.7))
     axes.add_collection(PatchCollection(boxes, match_original=True), autolim=False)
     return canvas
+
+
+def _paint(kind: str) -> tuple[str, str]:
+    """Return the colours of a shape's inside and edge by its CSS classes, "" for none."""
+    if kind.startswith("fill-"):
+        return kind.removeprefix("fill-"), ""
+    return _PAINT.get(kind) or ("", kind.split(maxsplit=1)[0].removeprefix("stroke-"))
 
 
 def _wrapped(label: str) -> str:
