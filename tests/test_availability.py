@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,13 @@ from common.experiment.availability import OnlineTimes
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.topology import CLOUD
 from common.protocol.time_zero import TimeZero
+from deploy.simulation.drawn import draw_lab
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
-from deploy.simulation.outcome import LabOutcome
+from deploy.simulation.outcome import LabOutcome, model_digest
+from deploy.simulation.seeds import run_lab as run_drawn
+from tests.helpers.commands import DEMO, null_model, run_lab, table
+from tests.helpers.netns import in_namespaces
 
 CSV = "device,begin_s,end_s\ndevice-0,0,40\ndevice-1,10,20\ndevice-0,90,\ndevice-1,20,30\n"
 
@@ -184,6 +190,22 @@ def test_the_cloud_waits_for_devices_directly_below_it() -> None:
     assert manifests[0]["availability"]["devices"] == 1 and len(manifests[0]["availability"]["digest"]) == 16
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_random_labs_end_with_the_same_model_whoever_is_away_meanwhile(seed: int) -> None:
+    drawn, rng = draw_lab(seed), random.Random(f"{seed} availability")
+    experiment, idle_s = drawn.experiment, drawn.experiment.transfer.idle_s
+    times = {}
+    for device in experiment.tree.devices:
+        leaves = rng.uniform(0.0, drawn.expected_s)
+        if rng.random() < 0.6:
+            times[device] = [0.0, leaves, leaves + rng.uniform(1.0, 2 * idle_s)]
+    trace = {"availability": {"trace": {"changes": times or {experiment.tree.devices[0]: [1.0]}}}}
+    away = replace(drawn, experiment=parse(experiment.model_dump(mode="json") | trace))
+    found, twin = (run_drawn(each, seed=seed, faults=()).outcome for each in (away, drawn))
+    assert found.ok and twin.ok, (found.result, twin.result)
+    assert drawn.timed or found.digest == twin.digest
+
+
 @pytest.mark.parametrize("node", [CLOUD, "institution-0", "device-0"])
 def test_a_killed_node_continues_at_its_place_of_the_trace(node: str) -> None:
     async def kill(lab: SimulatedLab) -> None:
@@ -195,3 +217,22 @@ def test_a_killed_node_continues_at_its_place_of_the_trace(node: str) -> None:
     found = run({"device-0": [0, 4, 34]}, scenario=kill)
     assert found.ok and found.digest == run({}).digest, found
     assert 34 < found.virtual_s < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), pytest.param(("--netns", "--no-delay"), marks=in_namespaces)], ids=str)
+def test_a_real_lab_waits_for_a_device_and_an_outage_and_its_model_is_the_same(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    small = ("topology.institutions=1", "topology.devices=2", "rounds=3", "institution.rounds=2", "links.check=off")
+    changing = (
+        "availability.trace.changes={ device-0 = [0, 0.2, 5] }",
+        "links.wan={ trace = { seconds = [0, 5.5, 7], up_mbit = [20, 0, 20], down_mbit = [20, 0, 20] } }",
+        "links.lan={}",
+    )
+    folder = run_lab(DEMO, tmp_path, *small, *changing, flags=flags, null=True)
+    assert model_digest(tmp_path) == null_model(load(DEMO, small))
+    rows = table(folder / "rounds.csv")
+    assert float(rows[-1]["elapsed_s"]) > 5
+    logs = "".join(path.read_text() for path in (folder / "logs").glob("devices*.log"))
+    assert "away by its trace for 5 s" in logs and "available again" in logs
