@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,13 @@ from common.errors import InvalidExperiment
 from common.experiment.availability import OnlineTimes
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.topology import CLOUD
+from common.net.address import BrokerAddress
+from common.protocol import serialization, topics
+from common.protocol.identity import Identity
+from common.protocol.messages import NodeState, Presence
 from common.protocol.time_zero import TimeZero
+from common.runtime.absence import until_return
+from common.runtime.world import World
 from deploy.simulation.drawn import draw_lab
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
@@ -26,6 +32,52 @@ from deploy.simulation.outcome import LabOutcome, model_digest
 from deploy.simulation.seeds import run_lab as run_drawn
 from tests.helpers.commands import DEMO, null_model, run_lab, table
 from tests.helpers.netns import in_namespaces
+from tests.helpers.sites import SimulatedSite, virtual
+
+
+def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
+    return serialization.encode(Presence(state, "institution", elapsed_s=elapsed_s), "theirs")
+
+
+@pytest.mark.parametrize(
+    ("run", "body", "retained", "returns", "at_s"),
+    [
+        ("run-1", b"", False, False, 10.0),  # the parent has left: the run is over
+        ("run-1", presence(NodeState.FINISHED), True, False, 10.0),
+        ("run-1", presence(NodeState.FAILED), False, False, 10.0),
+        ("run-1", presence(NodeState.LOST), False, True, 50.0),  # it may come back
+        ("run-1", presence(NodeState.READY, 45.0), False, True, 15.0),  # the run was resumed further on
+        ("run-1", presence(NodeState.READY, 45.0), True, True, 50.0),  # from an unknown time
+        ("run-2", presence(NodeState.INIT), False, True, 10.0),  # it went on to another run, and so does the device
+        ("run-2", presence(NodeState.READY), True, True, 50.0),  # remains of a dead run
+        ("run-1", b"noise", False, True, 50.0),
+    ],
+    ids=["left", "finished", "failed", "lost", "resumed", "retained", "elsewhere", "remains", "noise"],
+)
+@virtual
+async def test_a_device_that_is_away_reads_its_parents_state(
+    site: SimulatedSite, run: str, body: bytes, retained: bool, returns: bool, at_s: float
+) -> None:
+    connection: dict[str, Any] = {}
+
+    class Silent:
+        def token(self, nbytes: int) -> str:
+            return "0" * nbytes
+
+        def connection(self, address: BrokerAddress, **options: Any) -> Any:
+            connection.update(options)
+            return self
+
+        async def run(self, *, connect_timeout_s: float) -> None:
+            await asyncio.get_running_loop().create_future()
+
+    identity, world, loop = Identity("run-1", "device-0", "device", "mine"), Silent(), asyncio.get_running_loop()
+    where, times, begun = BrokerAddress("broker"), OnlineTimes((50.0,)), loop.time()
+    loop.call_later(10.0, lambda: connection["received"](topics.state("lab", run, "up"), body, retained))
+    returning = until_return(where, identity, "up", times=times, begun=begun, world=cast(World, world))
+    assert await returning is returns
+    assert loop.time() - begun == pytest.approx(at_s, abs=0.01)
+
 
 CSV = "device,begin_s,end_s\ndevice-0,0,40\ndevice-1,10,20\ndevice-0,90,\ndevice-1,20,30\n"
 

@@ -14,6 +14,7 @@ from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Presence
+from common.protocol.round_state import LIVING
 from common.protocol.time_zero import TimeZero
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.world import World, nothing
@@ -63,7 +64,7 @@ async def _departure(up: ChildEndpoint, times: OnlineTimes | None) -> Away:
 async def until_return(
     address: BrokerAddress, identity: Identity, parent: str, *, times: OnlineTimes, begun: float, world: World
 ) -> bool:
-    """Wait until a device is available again; return False if its run ends before.
+    """Wait until a device is available again, or its parent is in another run; return False if its run ends before.
 
     Meanwhile only the parent's state is read: it ends the wait, and a resumed run has another time zero.
     """
@@ -74,7 +75,7 @@ async def until_return(
         while not watched.ended:
             t = loop.time() - watched.begun
             left_s = times.returns(t) - t
-            if left_s <= 0:
+            if left_s <= 0 or watched.moved:
                 return True
             watched.changed.clear()
             try:
@@ -89,14 +90,14 @@ async def until_return(
 
 
 class _ParentState:
-    """The state of a device's parent in its run, read while the device is away."""
+    """The state of a device's parent, read while the device is away; `moved`: it has joined another run."""
 
     def __init__(self, address: BrokerAddress, identity: Identity, parent: str, *, begun: float, world: World) -> None:
         self.begun = begun
-        self.ended = False
+        self.ended = self.moved = False
         self.changed = asyncio.Event()
         self._zero = TimeZero()
-        self._topic = topics.state(identity.lab, identity.run, parent)
+        self._identity, self._parent = identity, parent
         self._loop = asyncio.get_running_loop()
         self._connection = world.connection(
             address,
@@ -116,14 +117,20 @@ class _ParentState:
                 await asyncio.sleep(RETRY_S)
 
     async def _connected(self) -> None:
-        self._connection.subscribe([self._topic], qos=0)
+        self._connection.subscribe([topics.state(self._identity.lab, "+", self._parent)], qos=0)
 
-    def _received(self, topic: str, body: bytes, retained: bool) -> None:
+    def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
         try:
+            topic = topics.parse(topic_text)
             session, message = serialization.decode(body) if body else ("", None)
         except WireError:
             return
-        if message is None:
+        if not isinstance(topic, topics.StateTopic):
+            return
+        if topic.run != self._identity.run:
+            living = isinstance(message, Presence) and message.state in LIVING
+            self.moved = self.moved or (living and not retained)
+        elif message is None:
             self.ended = True
         elif isinstance(message, Presence):
             self.ended = self.ended or message.state in (NodeState.FINISHED, NodeState.FAILED)
