@@ -92,7 +92,8 @@ def values(schema: Mapping[str, Any]) -> str:
     listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if listed:
         return ", ".join(f"`{json.dumps(value)}`" for value in listed)
-    items = (schema.get("additionalProperties") or schema).get("items", {})
+    each = next(iter(schema.get("patternProperties", {}).values()), schema)
+    items = each.get("items", {})
     of = "lists" if items.get("type") == "array" else "numbers" if "minimum" in items else "names"
     kinds = {
         "boolean": "true, false",
