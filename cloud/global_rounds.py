@@ -171,7 +171,7 @@ class GlobalRounds:
         last = state.global_round == self._experiment.rounds
         due = last or state.global_round % self._experiment.cloud.checkpoint_every == 0
         if due or self._down.now() - self._links_written_at >= LINKS_S:
-            folder.write_links(self._down.ledger)
+            await offload(folder.write_of_links(self._down.ledger))
             self._links_written_at = self._down.now()
         if due:
             await offload(self._save)

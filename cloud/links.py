@@ -31,15 +31,18 @@ MEASURED: Final = "counted by the kernels (TCP_INFO)"
 UNMEASURED: Final = "not available on this platform"
 
 
-def records(ledger: Ledger, experiment: Experiment) -> list[LinkRecord]:
-    """Return the rows of all links in the run, from the cloud down, then those of the parents' connections."""
-    tree, tiers, reports = experiment.tree, experiment.tier_names, ledger.reports()
+def records(reports: Mapping[str, ChildReport], wire: TcpStats, experiment: Experiment) -> list[LinkRecord]:
+    """Return the rows of all links in the run, from the cloud down, then those of the parents' connections.
+
+    `reports`, `wire`: the cloud's byte ledger's reports on all nodes, and its own connection.
+    """
+    tree, tiers = experiment.tree, experiment.tier_names
     table = [record for link in _links(reports, experiment) for record in _link_records(link)]
-    brokers = [(tiers[0], CLOUD, ledger.broker())]
+    brokers = [(tiers[0], CLOUD, wire)]
     brokers += [(tiers[tree.depth(name)], name, reports[name].broker) for name in tree.aggregators if name in reports]
-    for tier, parent, wire in brokers:
-        table.append(_sent(LinkRecord(tier=tier, from_=parent, to=BROKER, kind=BROKER), wire))
-        table.append(_received(LinkRecord(tier=tier, from_=BROKER, to=parent, kind=BROKER), wire))
+    for tier, parent, counted in brokers:
+        table.append(_sent(LinkRecord(tier=tier, from_=parent, to=BROKER, kind=BROKER), counted))
+        table.append(_received(LinkRecord(tier=tier, from_=BROKER, to=parent, kind=BROKER), counted))
     return table
 
 
@@ -54,9 +57,9 @@ def tier_bytes(ledger: Ledger, tiers: Sequence[str]) -> dict[str, int]:
     return {f"{tier}_{way}_bytes": count for tier, way, count in ways}
 
 
-def wire_status(ledger: Ledger, experiment: Experiment) -> str:
+def wire_status(reports: Mapping[str, ChildReport], experiment: Experiment) -> str:
     """Return whether all links have wire bytes, and which have none; "" before the first report of a child."""
-    links = _links(ledger.reports(), experiment)
+    links = _links(reports, experiment)
     counted = {link.child: link.traffic.wire for link in links if link.traffic.wire.connections}
     missing = [child for child, wire in counted.items() if not wire.measured]
     if not missing:

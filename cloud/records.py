@@ -11,7 +11,7 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, get_type_hints
 
@@ -32,8 +32,11 @@ class _Column:
     parse: Callable[[str], Any]
     text: str = ""
 
-    def write(self, field: str, value: Any) -> dict[str, Cell]:
-        return {field.removesuffix("_"): self.cell(value)}
+    def names(self, field: str, value: Any) -> Iterable[str]:
+        return (field.removesuffix("_"),)
+
+    def cells(self, value: Any) -> Iterable[Cell]:
+        return (self.cell(value),)
 
     def values(self, field: str, value: Any) -> dict[str, Any]:
         return {field.removesuffix("_"): _plain(value)}
@@ -58,8 +61,11 @@ class _Columns(_Column):
     keys: tuple[str, ...] = ()
     columns: str = ".*"
 
-    def write(self, field: str, value: Mapping[str, Any]) -> dict[str, Cell]:
-        return {self.pattern.format(key): self.cell(value[key]) for key in self.keys or value}
+    def names(self, field: str, value: Mapping[str, Any]) -> Iterable[str]:
+        return map(self.pattern.format, self.keys or value)
+
+    def cells(self, value: Mapping[str, Any]) -> Iterable[Cell]:
+        return [self.cell(value[key]) for key in self.keys or value]
 
     def values(self, field: str, value: Mapping[str, Any]) -> dict[str, Any]:
         return {self.pattern.format(key): _plain(value[key]) for key in self.keys or value}
@@ -117,11 +123,15 @@ class Record:
         hints = get_type_hints(cls, include_extras=True).items()
         cls._formats = {field: hint.__metadata__[0] for field, hint in hints if field != "_formats"}
 
-    def cells(self) -> dict[str, Cell]:
-        """Return the cells by column, in order."""
-        found: dict[str, Cell] = {}
+    def columns(self) -> list[str]:
+        """Return the columns, in order."""
+        return [name for field, form in self._formats.items() for name in form.names(field, getattr(self, field))]
+
+    def cells(self) -> list[Cell]:
+        """Return the cells, in the order of the columns."""
+        found: list[Cell] = []
         for field, form in self._formats.items():
-            found |= form.write(field, getattr(self, field))
+            found += form.cells(getattr(self, field))
         return found
 
     def values(self) -> dict[str, Any]:
@@ -237,9 +247,11 @@ class DeviceRecord(Record):
 
 def to_csv(records: Sequence[Record], *, header: bool) -> str:
     """Return the lines of rows, under a line with their columns if `header`."""
-    rows = [record.cells() for record in records]
     text = io.StringIO()
-    csv.writer(text).writerows([*(map(list, rows[:1]) if header else ()), *(row.values() for row in rows)])
+    table = csv.writer(text)
+    if header and records:
+        table.writerow(records[0].columns())
+    table.writerows(record.cells() for record in records)
     return text.getvalue()
 
 

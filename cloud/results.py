@@ -204,19 +204,27 @@ class RunFolder:
         self._forget("devices.csv", DeviceRecord, after=global_rounds)
         return self._forget("rounds.csv", GlobalRoundRecord, after=global_rounds)
 
-    def write_links(self, ledger: Ledger) -> None:
-        """Write links.csv, each link's bytes in the run, and the byte ledger with which a resumed run continues."""
-        _replace(self.path / "links.csv", to_csv(links.records(ledger, self.experiment), header=True))
-        status = links.wire_status(ledger, self.experiment)
-        if status and status != self._measured:
-            self._measured = status
-            self.note(wire_bytes=status)
-        _replace(self.path / LEDGER, ledger.to_json() + "\n")
+    def write_of_links(self, ledger: Ledger) -> Callable[[], None]:
+        """Return what writes links.csv, each link's bytes in the run, and the byte ledger of a resumed run.
+
+        It writes the present counts, also from another thread: thousands of devices take long. It raises StorageFailed.
+        """
+        reports, wire, saved = ledger.reports(), ledger.broker(), ledger.to_json()
+
+        def write() -> None:
+            _replace(self.path / "links.csv", to_csv(links.records(reports, wire, self.experiment), header=True))
+            status = links.wire_status(reports, self.experiment)
+            if status and status != self._measured:
+                self._measured = status
+                self.note(wire_bytes=status)
+            _replace(self.path / LEDGER, saved + "\n")
+
+        return write
 
     def finish(self, ledger: Ledger) -> None:
         """Write what could not be written before, and the final byte counts. Raises StorageFailed."""
         self.catch_up()
-        self.write_links(ledger)
+        self.write_of_links(ledger)()
 
     def restore(self, ledger: Ledger) -> None:
         """Restore the byte ledger of an earlier process of the run. Raises InvalidExperiment."""

@@ -545,14 +545,14 @@ def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, Experiment())
     account = Account()
     ledger = Ledger([PARENT], account, wire=lambda: MEASURED, below=BELOW)
-    folder.write_links(ledger)
+    folder.write_of_links(ledger)()
     assert reported(folder) is None and links_of(folder)["cloud", PARENT, "all"]["wire_bytes"] == ""
     account.add(PARENT, "received", message=20_600, model=20_000, control=400)
     down = Traffic(received_model_payload=10_000, received_model_message=10_200, wire=MEASURED)
     ledger.enter(PARENT, "s", link=down, below=(Traffic(wire=MEASURED),))
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(MEASURED))])
     ledger.measured[PARENT] = Measured(down=2e6, down_bytes=1000)
-    folder.write_links(ledger)
+    folder.write_of_links(ledger)()
     assert reported(folder) == links.MEASURED
     table = links_of(folder)
     assert len(table) == 2 * (3 + 3 + 1 + 1)
@@ -579,7 +579,7 @@ def test_what_no_kernel_reported_stays_empty_and_the_manifest_reports_it(
     ledger.enter(PARENT, "s", link=a_link(BLIND), below=(Traffic(wire=BLIND),))
     ledger.enter(PARENT, "later", link=a_link(MEASURED), below=(Traffic(wire=MEASURED),))  # half a count is none
     ledger.enter_reports(PARENT, "later", [ChildReport(CHILD, traffic=a_link(lan))])
-    folder.write_links(ledger)
+    folder.write_of_links(ledger)()
     assert reported(folder) == reports
     for (source, target, _), row in links_of(folder).items():
         known = CHILD in (source, target) and lan is MEASURED and row["kind"] == "all"
@@ -590,7 +590,11 @@ def test_a_kernel_without_retransmitted_bytes_leaves_that_cell_empty() -> None:
     old = TcpStats(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(old))])
-    (up,) = (row for row in links.records(ledger, Experiment()) if (row.from_, row.kind) == (CHILD, "all"))
+    (up,) = (
+        row
+        for row in links.records(ledger.reports(), ledger.broker(), Experiment())
+        if (row.from_, row.kind) == (CHILD, "all")
+    )
     assert (up.wire_bytes, up.retransmitted_bytes, up.retransmitted_segments) == (21_000, None, 2)
 
 
@@ -598,4 +602,4 @@ def test_a_word_that_lags_behind_gives_no_overhead() -> None:
     early = TcpStats(sent=15_000, received=9_000, connections=1)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(early))])
-    assert not any(row.overhead_percent for row in links.records(ledger, Experiment()))
+    assert not any(row.overhead_percent for row in links.records(ledger.reports(), ledger.broker(), Experiment()))

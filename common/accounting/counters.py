@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, cast
 
-from common.accounting.traffic import Traffic
+from common.accounting.traffic import BYTE_FIELDS, NO_WIRE, TcpStats, Traffic
 
 Direction: TypeAlias = Literal["sent", "received"]
 Kind: TypeAlias = Literal["control", "model", "extras", "probe"]
@@ -33,6 +33,12 @@ class Tally:
 
     payload: int = 0
     message: int = 0
+
+
+_NONE: Final = Tally()
+_IN_ORDER: Final = tuple(  # of the fields of Traffic, two for each
+    (cast(Direction, direction), cast(Kind, kind)) for direction, kind, _ in (n.split("_") for n in BYTE_FIELDS[::2])
+)
 
 
 @dataclass(slots=True)
@@ -71,11 +77,10 @@ class Account:
         """Return the MQTT bytes of probes to or from one peer."""
         return self.cells.get((peer, direction, "probe"), Tally()).message
 
-    def traffic(self, peer: str) -> Traffic:
-        """Return the bytes to and from one peer, without wire bytes."""
-        counts: dict[str, Any] = {}
-        for direction in DIRECTIONS:
-            for kind in LINK_KINDS:
-                cell = self.cells.get((peer, direction, kind), Tally())
-                counts |= {f"{direction}_{kind}_payload": cell.payload, f"{direction}_{kind}_message": cell.message}
-        return Traffic(**counts)
+    def traffic(self, peer: str, wire: TcpStats = NO_WIRE) -> Traffic:
+        """Return the bytes to and from one peer, with these wire bytes."""
+        counts: list[int] = []
+        for direction, kind in _IN_ORDER:
+            cell = self.cells.get((peer, direction, kind), _NONE)
+            counts += (cell.payload, cell.message)
+        return Traffic(*counts, wire)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import repeat, zip_longest
 from operator import attrgetter, sub
 from typing import Any, Final
 
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.counters import Account
-from common.accounting.traffic import BYTES, Measured, TcpStats, Traffic
+from common.accounting.traffic import BYTE_FIELDS, BYTES, NOTHING, WIRE_COUNTS, Measured, TcpStats, Traffic
 from common.errors import WireError
 
 BYTES_MOST: Final = 2**50
-NOTHING: Final = Traffic()
 
 
 @dataclass(slots=True)
@@ -107,10 +106,9 @@ class Ledger:
         """
         links = {}
         for name, page in self._pages.items():
-            here, there = self._here(name), page.link_before + page.link
-            down = {_sent(count): getattr(there, count) for count in _RECEIVED}
-            up = {count: getattr(here, count) for count in _RECEIVED}
-            links[name] = Traffic(**down, **up, wire=there.wire)
+            here, there = BYTES(self._here(name)), page.link_before + page.link
+            counted = (*BYTES(there), *here)
+            links[name] = Traffic(*[counted[place] for place in _OF_LINK], there.wire)
         return links
 
     def tiers(self) -> tuple[Traffic, ...]:
@@ -119,10 +117,10 @@ class Ledger:
         `wire` is that of the parents' connections, all links together. No sum exceeds what a parent accepts: a child
         that counts too much must not silence this node.
         """
-        below: tuple[Traffic, ...] = ()
-        for page in self._pages.values():
-            below = added(below, page.below_before, page.below)
-        link = replace(sum(self.links().values(), NOTHING), wire=self.broker())
+        pages = self._pages.values()
+        below = added(*(counts for page in pages for counts in (page.below_before, page.below)))
+        sums = map(sum, zip(*map(BYTES, self.links().values()), strict=True))
+        link = replace(Traffic(*sums), wire=self.broker())
         return tuple(map(_bounded, (link, *below)))
 
     def broker(self) -> TcpStats:
@@ -144,27 +142,24 @@ class Ledger:
             )
         for page in self._pages.values():
             found |= {report.name: page.whole(report) for report in page.reports.values()}
-        return {
-            name: replace(report, traffic=_bounded(report.traffic), broker=_bounded_wire(report.broker))
-            for name, report in found.items()
-        }
+        return {name: _bounded_report(report) for name, report in found.items()}
 
     def to_json(self) -> str:
         """Return the ledger as JSON, for `restore` in a later process."""
         pages = {
             name: {
                 "session": page.session,
-                "link": astuple(page.link),
-                "link_before": astuple(page.link_before),
-                "below": list(map(astuple, page.below)),
-                "below_before": list(map(astuple, page.below_before)),
-                "here_before": astuple(self._here(name)),
-                "reports": list(map(astuple, page.reports.values())),
-                "reports_before": list(map(astuple, page.reports_before.values())),
+                "link": _traffic_row(page.link),
+                "link_before": _traffic_row(page.link_before),
+                "below": list(map(_traffic_row, page.below)),
+                "below_before": list(map(_traffic_row, page.below_before)),
+                "here_before": _traffic_row(self._here(name)),
+                "reports": list(map(_report_row, page.reports.values())),
+                "reports_before": list(map(_report_row, page.reports_before.values())),
             }
             for name, page in self._pages.items()
         }
-        return json.dumps({"broker": astuple(self.broker()), "pages": pages})
+        return json.dumps({"broker": WIRE_COUNTS(self.broker()), "pages": pages})
 
     def restore(self, text: str) -> None:
         """Continue the ledger of an earlier process of this node. Raises ValueError, KeyError or TypeError."""
@@ -217,19 +212,25 @@ def _size(*counts: Traffic) -> int:
 
 def _bounded(traffic: Traffic) -> Traffic:
     """Return counts of which none exceeds BYTES_MOST."""
-    if max(*BYTES(traffic), *_WIRE_COUNTS(traffic.wire)) <= BYTES_MOST:
+    if max(*BYTES(traffic), *WIRE_COUNTS(traffic.wire)) <= BYTES_MOST:
         return traffic
-    counts = {name: min(getattr(traffic, name), BYTES_MOST) for name in _LINK_COUNTS}
-    return Traffic(**counts, wire=_bounded_wire(traffic.wire))
+    return Traffic(*(min(count, BYTES_MOST) for count in BYTES(traffic)), _bounded_wire(traffic.wire))
 
 
 def _bounded_wire(wire: TcpStats) -> TcpStats:
-    return TcpStats(*(min(count, BYTES_MOST) for count in _WIRE_COUNTS(wire)))
+    counts = WIRE_COUNTS(wire)
+    return wire if max(counts) <= BYTES_MOST else TcpStats(*(min(count, BYTES_MOST) for count in counts))
+
+
+def _bounded_report(report: ChildReport) -> ChildReport:
+    traffic, broker = _bounded(report.traffic), _bounded_wire(report.broker)
+    same = traffic is report.traffic and broker is report.broker
+    return report if same else replace(report, traffic=traffic, broker=broker)
 
 
 def _check(child: str, traffic: Traffic, *wires: TcpStats) -> None:
-    """Check counts, for each message: without astuple, which copies deeply. Raises WireError."""
-    if max(*BYTES(traffic), *(count for wire in wires for count in _WIRE_COUNTS(wire))) > BYTES_MOST:
+    """Check counts. Raises WireError."""
+    if max(*BYTES(traffic), *(count for wire in wires for count in WIRE_COUNTS(wire))) > BYTES_MOST:
         raise WireError(f"{child} counts more bytes than there are")  # the sums must fit in a message
 
 
@@ -237,9 +238,14 @@ def _traffic(row: list[Any]) -> Traffic:
     return replace(Traffic(*row[:-1]), wire=TcpStats(*row[-1]))
 
 
-def _sent(received: str) -> str:
-    """Return the name of a count in the other direction."""
-    return received.replace("received", "sent")
+def _traffic_row(traffic: Traffic) -> tuple[Any, ...]:
+    """Return what `astuple` does, which copies deeply: it would take seconds for thousands of nodes."""
+    return *BYTES(traffic), WIRE_COUNTS(traffic.wire)
+
+
+def _report_row(report: ChildReport) -> tuple[Any, ...]:
+    measured, traffic, broker = report.measured, report.traffic, report.broker
+    return *_WORK(report), _MEASURED(measured), _traffic_row(traffic), WIRE_COUNTS(broker)
 
 
 def _reports(rows: list[list[Any]]) -> dict[str, ChildReport]:
@@ -251,6 +257,10 @@ def _report(row: list[Any]) -> ChildReport:
     return ChildReport(*values)
 
 
-_WIRE_COUNTS: Final = attrgetter(*(f.name for f in fields(TcpStats)))
-_RECEIVED: Final = tuple(f.name for f in fields(Traffic) if f.name.startswith("received"))
-_LINK_COUNTS: Final = tuple(f.name for f in fields(Traffic) if f.name != "wire")
+_MEASURED: Final = attrgetter(*(f.name for f in fields(Measured)))
+_WORK: Final = attrgetter(*(f.name for f in fields(ChildReport)[:-3]))
+# The place of each count of a link among those of the child, where `sent` is what it received, and those here.
+_OF_LINK: Final = tuple(
+    BYTE_FIELDS.index(name.replace("sent", "received")) + (len(BYTE_FIELDS) if name.startswith("received") else 0)
+    for name in BYTE_FIELDS
+)

@@ -50,6 +50,7 @@ class TcpStats:
 NO_WIRE: Final = TcpStats()
 _NAMES: Final = tuple(f.name for f in fields(TcpStats))
 _GROWING, _STATE, _SUMMED = attrgetter(*_NAMES[:6]), attrgetter(*_NAMES[6:]), attrgetter(*_NAMES[:9])
+WIRE_COUNTS: Final = attrgetter(*_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,15 @@ class Traffic:
     sent_extras_message: int = 0
     received_extras_payload: int = 0
     received_extras_message: int = 0
-    wire: TcpStats = TcpStats()
+    wire: TcpStats = NO_WIRE
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*map(add, _COUNTS(self), _COUNTS(other)))
 
     def __sub__(self, other: Traffic) -> Traffic:
         """Return the difference, at least 0: a child may report less than before."""
+        if other == NOTHING:
+            return self
         counts = (max(0, mine - others) for mine, others in zip(BYTES(self), BYTES(other), strict=True))
         return Traffic(*counts, *[self.wire - other.wire])
 
@@ -103,7 +106,9 @@ class Traffic:
 
 
 _COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic)))
-BYTES: Final = attrgetter(*(f.name for f in fields(Traffic) if f.name != "wire"))
+BYTE_FIELDS: Final = tuple(f.name for f in fields(Traffic) if f.name != "wire")
+BYTES: Final = attrgetter(*BYTE_FIELDS)
+NOTHING: Final = Traffic()
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,5 +389,5 @@ class ChildSession(Session):
         return message
 
     def _counted(self) -> tuple[Traffic, tuple[Traffic, ...]]:
-        link = replace(self.counters.traffic(self.parent), wire=self.meter.sample())
+        link = self.counters.traffic(self.parent, self.meter.sample())
         return link, self._below.tiers() if self._below is not None else ()
