@@ -43,7 +43,7 @@ from device.training.work import result_of
 
 FAREWELL_S = 3.0
 PHASES = ("train", "wait", "pause", "vmapped")
-WAITING_S = 1.0
+WAITING_S = 2.0  # as often as a node reports
 
 log = logging.getLogger("fedstrata.device")
 

@@ -1078,7 +1078,7 @@ class OneChild:
     """A participant in the hand of a test."""
 
     def __init__(self) -> None:
-        self.participant, self.session = Participant(), "p"
+        self.participant, self.session = Participant(idle_s=20.0), "p"
 
     def receive(self, message: Task | Acknowledgement, now: float = 0.0, *, session: str = "p") -> list[object]:
         """Take a message of the parent's session, which may be a new one; return what happened."""

@@ -9,12 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.accounting.traffic import Traffic
 from common.experiment.reading import announced, parse
+from common.experiment.rounds import Closing
 from common.protocol.attendance import Attendance, Lacking
 from common.protocol.coordinator import Coordinator
-from common.protocol.messages import NodeState, Presence
+from common.protocol.manifest import describe
+from common.protocol.messages import Key, NodeState, Phase, Presence, Progress, Task
 from common.protocol.parent_session import ParentSession
-from common.protocol.targets import Targets
+from common.protocol.participant import Participant
+from common.protocol.round_state import HEARTBEAT_S, Assignment, waiting_most_s
+from common.protocol.targets import REPORT_S, Targets
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.subscriptions import TopicTree, matches
 
@@ -94,4 +99,47 @@ def test_targets_that_did_not_change_are_not_compared() -> None:
     assert targets.due == float("inf")  # without an address there is nothing to report
     targets.receive("institution-0", Presence(NodeState.READY, "institution", metrics="h:1"), now=1.0)
     targets.receive("institution-0", ready, now=1.5)
-    assert targets.changed(2.0) is None and targets.due == float("inf")  # as before
+    assert targets.changed(2.5) is None and targets.due == float("inf")  # as before
+
+
+def test_targets_of_nodes_that_join_are_reported_when_they_have_joined() -> None:
+    names = [f"device-{number}" for number in range(300)]
+    targets, reports = Targets(dict.fromkeys(names, ())), 0
+    for number, name in enumerate(names):  # ten a second
+        now = 0.1 * number
+        targets.receive(name, Presence(NodeState.INIT, "device", metrics="h:1"), now=now)
+        reports += targets.changed(now) is not None
+    assert reports == 2  # each goes to all devices
+    assert targets.changed(now + REPORT_S) is not None and len(targets.addresses()) == 300
+
+
+def test_a_child_that_waits_reports_less_and_less_often() -> None:
+    """All devices of a host wait for one another, so a round of N devices has reports of N devices for N trainings."""
+    participant = Participant(idle_s=120.0)
+    manifest = describe(memoryview(bytes(8)), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    participant.receive(Task(Key(0, 0, 0), 1, manifest, None), now=0.0)
+    participant.begin_work(Phase.WAITING, now=0.0)
+    sent, sooner, last = 0, 0, 0.0
+    for tick in range(1200):
+        now = 0.1 * tick
+        sooner += participant.progress(Phase.WAITING, tick, 0, now=now)  # another device of this host has trained
+        if participant.to_send(now, Traffic(), ()):
+            sent, last = sent + 1, now
+    assert sent == 11 and not sooner  # at the model's arrival, and after 2, 4, 8 and 15 seconds
+    assert participant.progress(Phase.TRAINING, 1, 2, now=last + 0.1)  # at once
+
+
+def test_reports_of_waiting_children_fit_the_time_without_progress() -> None:
+    assert waiting_most_s(120.0) == 15.0 and waiting_most_s(40.0) == 5.0 and waiting_most_s(4.0) == HEARTBEAT_S
+
+
+def test_a_waiting_child_does_not_get_its_task_again_meanwhile() -> None:
+    parent = Coordinator(["a"], idle_s=120.0)
+    manifest = describe(memoryview(bytes(8)), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    parent.presence("a", "s", Presence(NodeState.READY, "device"), now=0.0)
+    key = parent.open(
+        global_round=0, local_round=0, assignments={"a": Assignment(manifest, 1)}, closing=Closing(), now=0.0
+    )
+    assert len(parent.to_send(0.0)) == 1
+    parent.receive("a", Progress(key, Phase.WAITING, 0, 0, Traffic(), ()), now=0.5)
+    assert parent.to_send(0.5 + waiting_most_s(120.0)) == [] and len(parent.to_send(25.0)) == 1

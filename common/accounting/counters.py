@@ -83,4 +83,4 @@ class Account:
         for direction, kind in _IN_ORDER:
             cell = self.cells.get((peer, direction, kind), _NONE)
             counts += (cell.payload, cell.message)
-        return Traffic(*counts, wire)
+        return Traffic.of(counts, wire)

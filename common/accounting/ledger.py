@@ -108,7 +108,7 @@ class Ledger:
         for name, page in self._pages.items():
             here, there = BYTES(self._here(name)), page.link_before + page.link
             counted = (*BYTES(there), *here)
-            links[name] = Traffic(*[counted[place] for place in _OF_LINK], there.wire)
+            links[name] = Traffic.of([counted[place] for place in _OF_LINK], there.wire)
         return links
 
     def tiers(self) -> tuple[Traffic, ...]:
@@ -119,8 +119,8 @@ class Ledger:
         """
         pages = self._pages.values()
         below = added(*(counts for page in pages for counts in (page.below_before, page.below)))
-        sums = map(sum, zip(*map(BYTES, self.links().values()), strict=True))
-        link = replace(Traffic(*sums), wire=self.broker())
+        sums = map(sum, zip(BYTES(NOTHING), *map(BYTES, self.links().values()), strict=True))
+        link = Traffic.of(sums, self.broker())
         return tuple(map(_bounded, (link, *below)))
 
     def broker(self) -> TcpStats:
@@ -214,7 +214,7 @@ def _bounded(traffic: Traffic) -> Traffic:
     """Return counts of which none exceeds BYTES_MOST."""
     if max(*BYTES(traffic), *WIRE_COUNTS(traffic.wire)) <= BYTES_MOST:
         return traffic
-    return Traffic(*(min(count, BYTES_MOST) for count in BYTES(traffic)), _bounded_wire(traffic.wire))
+    return Traffic.of((min(count, BYTES_MOST) for count in BYTES(traffic)), _bounded_wire(traffic.wire))
 
 
 def _bounded_wire(wire: TcpStats) -> TcpStats:

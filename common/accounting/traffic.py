@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from operator import add, attrgetter
-from typing import Final
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,12 @@ class Traffic:
     received_extras_message: int = 0
     wire: TcpStats = NO_WIRE
 
+    @classmethod
+    def of(cls, counts: Iterable[int], wire: TcpStats) -> Traffic:
+        """Return the traffic with these counts, in the order of the fields."""
+        values: list[Any] = [*counts, wire]
+        return cls(*values)
+
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*map(add, _COUNTS(self), _COUNTS(other)))
 
@@ -83,7 +90,7 @@ class Traffic:
         if other == NOTHING:
             return self
         counts = (max(0, mine - others) for mine, others in zip(BYTES(self), BYTES(other), strict=True))
-        return Traffic(*counts, *[self.wire - other.wire])
+        return Traffic.of(counts, self.wire - other.wire)
 
     @property
     def sent(self) -> int:

@@ -8,6 +8,7 @@ The only module that imports aiomqtt. It changes these behaviours of aiomqtt:
 - it registers a socket for writing one turn of the event loop late, when the socket may already be closed;
 - it notices only after ten seconds that the broker closes the connection before it answers the connect;
 - after a failed connect or disconnect it leaves the socket open;
+- it wakes up once a second for each connection only to see whether a ping is due;
 - it closes its socket right after DISCONNECT. If the broker still sends something, the reply is a reset, which may
 reach
   the broker before it has read DISCONNECT. It then publishes the will of a node that has left regularly.
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import aiomqtt
 from aiomqtt import MqttError
+from paho.mqtt.client import MQTT_ERR_SUCCESS
 
 from common.net.bulk import CLOSED, BulkClient, usable
 from common.net.packets import FindPlace, Place, Received
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["MqttClient", "MqttError"]
 
 PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent sends to all its children at once
+LOOKS: Final = 6  # within a keep-alive, whether a ping is due; a broker waits for 1.5 keep-alives
 CLOSE_S: Final = 1.0  # for the broker to close the connection after DISCONNECT
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
@@ -86,6 +89,7 @@ class MqttClient(aiomqtt.Client):
             logger=_log,
         )
         self.pending_calls_threshold = PENDING_CALLS_MOST
+        self._look_s = max(1.0, keepalive_s / LOOKS)
         self._loop_thread = threading.get_ident()
         self._received = received
         self._error: Exception | None = None
@@ -144,6 +148,10 @@ class MqttClient(aiomqtt.Client):
         except Exception as error:
             self._error = error
             raise
+
+    async def _misc_loop(self) -> None:
+        while self._client.loop_misc() == MQTT_ERR_SUCCESS:  # noqa: ASYNC110 - as in aiomqtt, but less often
+            await asyncio.sleep(self._look_s)
 
     def _on_disconnect(self, *arguments: Any) -> None:
         if not self._connected.done():

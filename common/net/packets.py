@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 HEAD_BYTES: Final = 4096
-SCRATCH_BYTES: Final = 65_536
+_SCRATCH: Final = memoryview(bytearray(65_536))  # for bytes that nobody reads, of all connections of this process
 PUBLISH_QOS0: Final = 0x30
 RETAINED: Final = 0x01
 
@@ -71,7 +71,6 @@ class PacketReader:
         self._take = take
         self._head = memoryview(bytearray(HEAD_BYTES))
         self._filled = 0
-        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._body: _Body | None = None
 
     def buffers(self) -> list[memoryview]:
@@ -82,7 +81,7 @@ class PacketReader:
         if body.place is None:
             return [memoryview(body.packet)[body.at :], head]
         if body.place.view is None:  # no longer wanted
-            rest = self._scratch[: body.left]
+            rest = _SCRATCH[: body.left]
             return [rest, head] if len(rest) == body.left else [rest]
         return [body.place.view[body.at :], head]
 

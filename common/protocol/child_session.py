@@ -54,9 +54,9 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.outbox import Output, Publish
-from common.protocol.participant import HEARTBEAT_S, Acknowledged, Participant
+from common.protocol.participant import Acknowledged, Participant
 from common.protocol.presence import Proof
-from common.protocol.round_state import LIVING
+from common.protocol.round_state import HEARTBEAT_S, LIVING
 from common.protocol.session import Session
 from common.protocol.session_events import ByteMeter, ProbeReceived
 from common.protocol.time_zero import TimeZero
@@ -101,7 +101,7 @@ class ChildSession(Session):
             persistent=True,
         )
         self.parent = parent
-        self.participant = Participant()
+        self.participant = Participant(idle_s=transfer.idle_s)
         self._form = form
         self._limits = limits
         self._below = below
@@ -127,11 +127,15 @@ class ChildSession(Session):
 
     # Before the rounds
 
-    def preparing(self, done: int, *, waits_for: str = "", now: float) -> None:
-        """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this node waits for."""
+    def preparing(self, done: int, *, waits_for: str = "", now: float) -> bool:
+        """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this node waits for.
+
+        Return whether a message is due sooner than before.
+        """
         changed = self._preparing is None or waits_for != self._preparing.waits_for
-        self._preparing = Preparing(done, waits_for)
+        before, self._preparing = self._prepare_at, Preparing(done, waits_for)
         self._prepare_at = now if changed else min(self._prepare_at, now + HEARTBEAT_S)
+        return self._prepare_at < before
 
     def prepared(self) -> None:
         """Stop reporting preparation."""
@@ -161,9 +165,9 @@ class ChildSession(Session):
         """Note that the model has arrived and been decoded, and that the work begins."""
         self.participant.begin_work(Phase.WAITING, now=now)
 
-    def progress(self, phase: Phase, done: int, total: int, now: float) -> None:
-        """Note the progress of the work."""
-        self.participant.progress(phase, done, total, now=now)
+    def progress(self, phase: Phase, done: int, total: int, now: float) -> bool:
+        """Note the progress of the work; return whether a message is due sooner than before."""
+        return self.participant.progress(phase, done, total, now=now)
 
     def stop_fetching(self, task: Task, now: float) -> None:
         """Stop fetching a task's model; its buffer is not written any more."""

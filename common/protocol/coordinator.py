@@ -36,6 +36,7 @@ from common.protocol.round_state import (
     closed_of,
     returning,
     standing_of,
+    waiting_most_s,
 )
 from common.protocol.timeline import Timeline
 
@@ -49,6 +50,7 @@ class Coordinator:
         self._children = {name: ChildInRound(online=(online or {}).get(name)) for name in children}
         self._begun: float | None = None
         self._idle_s = idle_s
+        self._waiting_most_s = waiting_most_s(idle_s)
         self._key: Key | None = None
         self._closing = Closing()
         self._open = self._buffered = False
@@ -116,7 +118,8 @@ class Coordinator:
             return "of a round that was never open" if self._key is not None and message.key > self._key else ""
         if reason := child.contradiction(message):
             return reason
-        child.repeat_at = now + REPEAT_MOST_S  # it has the task: repeat it only after silence
+        waits = isinstance(message, Progress) and message.phase is Phase.WAITING
+        child.repeat_at = now + REPEAT_MOST_S + waits * self._waiting_most_s  # repeated only after silence
         if child.go(ChildCause.MESSAGE):
             child.moved, child.declined = now, ""
         child.note_progress(message, now)

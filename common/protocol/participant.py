@@ -18,8 +18,8 @@ from typing import Final, TypeAlias
 
 from common.accounting.traffic import Traffic
 from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result, Task
+from common.protocol.round_state import HEARTBEAT_S, waiting_most_s
 
-HEARTBEAT_S: Final = 2.0
 PROGRESS_S: Final = 0.5
 FIRST_PROGRESS_S: Final = 0.2  # shorter than the repeat of the task; a small model that arrives sooner is reported too
 ANNOUNCE_S: Final = 1.0
@@ -77,9 +77,15 @@ ParticipantEvent: TypeAlias = Begin | Acknowledged
 
 
 class Participant:
-    """One child's side of the rounds with one parent."""
+    """One child's side of the rounds with one parent.
 
-    def __init__(self) -> None:
+    A child that waits for its turn reports less and less often: all devices of a host wait for one another, so reports
+    at a fixed rate would take a share of a round that grows with the devices.
+    """
+
+    def __init__(self, *, idle_s: float) -> None:
+        self._waiting_most_s = waiting_most_s(idle_s)
+        self._heartbeat_s = HEARTBEAT_S
         self.state = ParticipantState.IDLE
         self._task: Task | None = None
         self._new_parent = False
@@ -110,15 +116,21 @@ class Participant:
         self._go(ParticipantCause.MODEL)
         self.progress(phase, 0, self._total, now=now)
 
-    def progress(self, phase: Phase, done: int, total: int, *, now: float) -> None:
-        """Note the progress of the work; it is sent at most twice a second, and at least every two seconds."""
+    def progress(self, phase: Phase, done: int, total: int, *, now: float) -> bool:
+        """Note the progress of the work; return whether a message is due sooner than before.
+
+        It is sent at most twice a second, and at least every two seconds; while the child waits, every two to
+        `waiting_most_s`.
+        """
         if self.state not in (ParticipantState.FETCHING, ParticipantState.WORKING):
-            return  # of work that has ended
+            return False  # of work that has ended
+        before = self._send_at
         if phase is not self._phase:
-            self._send_at = now
-        elif done != self._done:
+            self._send_at, self._heartbeat_s = now, HEARTBEAT_S
+        elif done != self._done and phase is not Phase.WAITING:
             self._send_at = min(self._send_at, now + PROGRESS_S)
         self._phase, self._done, self._total = phase, done, total
+        return self._send_at < before
 
     def finish(self, result: Result, *, now: float) -> None:
         """Announce the result of the task that began with its key, from now until it is acknowledged.
@@ -151,7 +163,9 @@ class Participant:
             # A repeat omits the model; a parent that did not get it fetches it.
             result, self._result = self._result, replace(self._result, inline=None)
             return [replace(result, traffic=traffic, below=below)]
-        self._send_at = now + HEARTBEAT_S
+        self._send_at = now + self._heartbeat_s
+        if self._phase is Phase.WAITING:
+            self._heartbeat_s = min(2 * self._heartbeat_s, self._waiting_most_s)
         return [Progress(self._task.key, self._phase, self._done, self._total, traffic, below)]
 
     def next_deadline(self) -> float | None:
@@ -186,6 +200,7 @@ class Participant:
             self._go(ParticipantCause.NEW_TASK)
             self._result = None
             self._phase, self._done, self._total = Phase.FETCHING, 0, 0
+            self._heartbeat_s = HEARTBEAT_S
             self._send_at = now + FIRST_PROGRESS_S
             self._begun = task.key
             self._events.append(Begin(task))

@@ -20,10 +20,17 @@ from common.protocol.closing import Standing
 from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Progress, Result
 
 REPEAT_S: Final = 1.0
+HEARTBEAT_S: Final = 2.0  # between two reports of a child at work
+WAITING_MOST_S: Final = 15.0  # of one that waits for its turn: a thousand devices of one host wait for minutes
 ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's results, repeated once a second at most
 CHUNKS_CARRIED: Final = 2
 CARRIED_BYTES: Final = 16_384  # of a partial chunk; acknowledgements and pings need an hour for as many bytes
 LIVING: Final = (NodeState.INIT, NodeState.READY)
+
+
+def waiting_most_s(idle_s: float) -> float:
+    """Return the longest time between two reports of a child that waits; after `idle_s` without any it has failed."""
+    return max(HEARTBEAT_S, min(WAITING_MOST_S, idle_s / 8))
 
 
 class ChildState(Enum):

@@ -15,7 +15,8 @@ from common.protocol.messages import NodeState, Presence, Target
 
 STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
 AWAITED: Final = (NodeState.LOST, NodeState.DISCONNECTED)
-REPORT_S: Final = 1.0  # a hundred devices that join together are reported in one or two messages
+REPORT_S: Final = 1.0  # without a change, before a report: devices that join together are in one message
+REPORT_MOST_S: Final = 10.0  # after the first change; each report goes to all children, as part of the presence
 ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}):[0-9]{1,5}")
 
 
@@ -30,6 +31,7 @@ class Targets:
         self._own: dict[str, str] = {}
         self._reports: dict[str, dict[str, str]] = {}
         self._reported: tuple[Target, ...] = ()
+        self._changed_at = inf
         self.due = inf
 
     def receive(self, child: str, presence: Presence | None, *, now: float) -> None:
@@ -47,13 +49,15 @@ class Targets:
             report = {}
         if (own, report) != before:
             self._own[child], self._reports[child] = own, report
-            self.due = min(self.due, now + REPORT_S)
+            self._changed_at = min(self._changed_at, now)
+            self.due = min(self._changed_at + REPORT_MOST_S, now + REPORT_S)
 
     def changed(self, now: float) -> tuple[Target, ...] | None:
-        """Return all addresses if they have changed and a report is due, at most once per REPORT_S."""
+        """Return all addresses if they have changed and a report is due."""
         if now < self.due:
             return None
-        before, self.due, self._reported = self._reported, inf, self.addresses()
+        self.due = self._changed_at = inf
+        before, self._reported = self._reported, self.addresses()
         return None if self._reported == before else self._reported
 
     def addresses(self) -> tuple[Target, ...]:

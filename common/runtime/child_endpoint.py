@@ -108,8 +108,8 @@ class ChildEndpoint(Endpoint):
 
     def preparing(self, done: int, *, waits_for: str = "") -> None:
         """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this node waits for."""
-        self.session.preparing(done, waits_for=waits_for, now=self.now())
-        self.wake()
+        if self.session.preparing(done, waits_for=waits_for, now=self.now()):
+            self.wake()
 
     async def began(self) -> float:
         """Wait until the run begins, or its time zero changes; return that in monotonic seconds."""
@@ -237,8 +237,8 @@ class ChildEndpoint(Endpoint):
         self._result_model = None
 
         def report(phase: Phase, done: int, total: int) -> None:
-            if model.complete:  # before that, the progress of the fetch counts
-                session.progress(phase, done, total, self.now())
+            # Before the model is complete, the progress of the fetch counts.
+            if model.complete and session.progress(phase, done, total, self.now()):
                 self.wake()
 
         try:

@@ -13,7 +13,7 @@ from common.experiment.topology import CLOUD
 from common.net.address import BrokerAddress
 from common.net.connection import BrokerConnection
 from common.protocol import topics
-from common.protocol.participant import HEARTBEAT_S
+from common.protocol.round_state import HEARTBEAT_S
 from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs, filters
 

@@ -12,7 +12,7 @@ from typing import Final
 from common.errors import FedstrataError
 from common.net.address import BrokerAddress
 from common.net.connection import BrokerConnection
-from common.protocol.participant import HEARTBEAT_S
+from common.protocol.round_state import HEARTBEAT_S
 from deploy.watching.follower import KEEPALIVE_S, topics_of
 
 CONNECT_S: Final = 5 * HEARTBEAT_S
