@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from common.experiment.tiers import Tier
 from common.experiment.topology import CLOUD
 from deploy.console.reporting import EXTRAS, require
 
+FILES_BESIDE: Final = 100  # of a process, beside its connections
 DATA: Final = "FEDSTRATA_DATA"  # the folder of data sets of a host's institutions and devices
 
 
@@ -28,6 +30,8 @@ def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> Non
     `direct`: all nodes are in this process. Raises InvalidExperiment, StorageFailed.
     """
     tree = experiment.tree
+    if not direct:
+        allow_connections(len(tree.nodes) + 1)
     check_cloud(experiment, runs)
     check_code(experiment)
     for key, tier in experiment.keyed_tiers():
@@ -45,6 +49,20 @@ def check_replayed(experiment: Experiment) -> None:
         problem = f"{traced[0]}'s link has a trace, and on real hosts nothing changes the kernel's rates"
         remedy = 'Use links.enforce = "bucket", or `fedstrata run --netns`.'
         raise InvalidExperiment("links.enforce", "kernel", problem, remedy)
+
+
+def allow_connections(nodes: int) -> None:
+    """Let this process and those that it starts open a connection for each node, as the broker does.
+
+    The soft limit is raised for that, up to the hard one. Raises InvalidExperiment if that is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = nodes + FILES_BESIDE
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        problem = f"the broker needs {needed} open files, and a process here may have {hard}"
+        raise InvalidExperiment("topology", f"{nodes} nodes", problem, f"Raise it as root: ulimit -Hn {needed}.")
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def check_cloud(experiment: Experiment, runs: Path | None) -> None:

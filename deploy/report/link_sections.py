@@ -12,6 +12,7 @@ from deploy.console.tabular import Cell, Column, Table
 from deploy.report import charts, maps
 from deploy.report.charts import Axis
 from deploy.report.figures import Figure
+from deploy.report.many import NODES_MOST
 from deploy.report.maps import Rates
 from deploy.runs.run import Run
 
@@ -91,18 +92,24 @@ def tiers(run: Run) -> Table:
 
 
 def links(run: Run) -> Table:
-    """Return the rows of links.csv, with the declared rates."""
+    """Return the rows of links.csv, with the declared rates; without the links of more than NODES_MOST devices."""
     columns = [Column("tier", text=True), Column("from", text=True), Column("to", text=True), Column("kind", text=True),
                Column("payload"), Column("MQTT"), Column("TCP, noise included"), Column("noise before the run"),
                Column("over payload", "%", 2), Column("sent again"), Column("round trip", "ms", 2),
                Column("least", "ms", 3), Column("declared", "Mbit/s"), Column("measured", "Mbit/s", 2)]  # fmt: skip
     rows: list[list[Cell]] = []
+    of, title, devices = _declared_links(run), "Bytes of each link", frozenset[str]()
+    if len(run.nodes.devices) > NODES_MOST:
+        devices = frozenset(run.nodes.devices)
+        title += f" but those of the {len(devices)} devices (links.csv has them)"
     for link in run.links:
-        declared = _declared(run, link) if link.kind == "all" else None
+        if link.to in devices or link.from_ in devices:
+            continue
+        declared = _declared(run, link, of) if link.kind == "all" else None
         rows.append([link.tier, link.from_, link.to, link.kind, link.payload_bytes, link.message_bytes, link.wire_bytes,
                      link.probe_bytes or 0, link.overhead_percent, link.retransmitted_bytes, link.rtt_ms,
                      link.rtt_min_ms, declared, link.measured_mbit])  # fmt: skip
-    return Table(file_name("links", run), "Bytes of each link", columns, rows)
+    return Table(file_name("links", run), title, columns, rows)
 
 
 def topology(run: Run) -> Figure:
@@ -127,7 +134,7 @@ def _by_direction(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
 
 
 def _goes_down(run: Run, link: LinkRecord) -> bool:
-    return link.to in run.nodes.children.get(link.from_, ())
+    return link.to != CLOUD and link.to in run.nodes and run.nodes.parent(link.to) == link.from_
 
 
 def _carried(whole: Sequence[LinkRecord]) -> int | None:
@@ -144,8 +151,7 @@ def _declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
     )
 
 
-def _declared(run: Run, link: LinkRecord) -> float | None:
-    of = _declared_links(run)
+def _declared(run: Run, link: LinkRecord, of: Mapping[str, Mapping[str, Any]]) -> float | None:
     up, down = None if _goes_down(run, link) else of.get(link.from_), of.get(link.to)
     return _rate(up.get("up_mbit") if up is not None else (down or {}).get("down_mbit"))
 

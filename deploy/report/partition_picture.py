@@ -7,6 +7,7 @@ from typing import Any
 
 from deploy.console.tabular import Column, Table
 from deploy.report.figures import LETTER, Figure, rect, text
+from deploy.report.many import spaced
 
 CELL, TOP, GAP = 14, 52.0, 6  # pixels
 
@@ -14,7 +15,8 @@ CELL, TOP, GAP = 14, 52.0, 6  # pixels
 def figure(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
     """Return the picture of a split, given the content of partition.json.
 
-    The area of a square is proportional to its samples; its title has the number.
+    The area of a square is proportional to its samples; its title has the number. Of many devices evenly spaced ones
+    are shown.
     """
     devices = facts["devices"]
     data = facts.get("data", {})
@@ -26,7 +28,9 @@ def figure(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
     counts = {device: [int(count) for count in held[f"by_{kind}"]] for device, held in devices.items()}
     classes = max(map(len, counts.values()), default=0)
     most = max((count for held in counts.values() for count in held), default=0) or 1
-    rows = [(home, device) for home, members in homes.items() for device in members]
+    rows = spaced([(home, device) for home, members in homes.items() for device in members])
+    if len(rows) < len(devices):
+        split += f", {len(rows)} of {len(devices)} devices, evenly spaced (partition.json has all)"
     left = 12 + LETTER * max((len(f"{home} / {device}") for home, device in rows), default=0)
     elements = [text(2, 16, f"{split}, seed {facts.get('seed', '')}: {facts.get('digest', '')}")]
     for label in range(0, classes, max(1, -(-classes // 20))):

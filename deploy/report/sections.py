@@ -15,6 +15,7 @@ from deploy.report.charts import Axis
 from deploy.report.curves import GLOBAL_ROUND, SECONDS_AXIS
 from deploy.report.figures import Figure
 from deploy.report.link_sections import file_name
+from deploy.report.many import NODES_MOST, quantiles
 from deploy.report.partition_picture import figure as partition_figure
 from deploy.runs.groups import Series, by_seed, firsts, paired
 from deploy.runs.records import Event
@@ -175,7 +176,7 @@ def epochs(run: Run) -> Figure:
 
 
 def work(run: Run) -> Table:
-    """Return a table of each device's total work in the run."""
+    """Return a table of each device's total work in the run, or of the quantiles over more than NODES_MOST devices."""
     columns = [Column("parent", text=True), Column("device", text=True), Column("samples"),
                Column("global rounds"), Column("epochs"), Column("SGD steps"), Column("training", "s", 3),
                Column("waiting for a slot", "s", 3)]  # fmt: skip
@@ -187,6 +188,11 @@ def work(run: Run) -> Table:
         for i, value in enumerate((1, each.epochs, each.sgd_steps, each.train_s, each.wait_s, each.pause_s or 0.0), 1):
             sums[i] += value
         sums[7] = each.path
+    if len(found) > NODES_MOST:
+        title = f"Work of {len(found)} devices, quantiles of each column (devices.csv has each device)"
+        several = [Column("quantile", text=True), *columns[2:], *[Column("slowed by", "s", 3)] * pauses]
+        quantiled = quantiles([[*sums[:6], *sums[6:7] * pauses] for sums in found.values()])
+        return Table(file_name("devices", run), title, several, quantiled)
     columns += [Column("slowed by", "s", 3)] * pauses + [Column("path", text=True)] * paths
     rows = [[*names, *sums[:6], *sums[6:7] * pauses, *sums[7:] * paths] for names, sums in found.items()]
     return Table(file_name("devices", run), "Work of each device", columns, rows)
