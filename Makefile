@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-payloads bench-plan bench-slow bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-payloads bench-plan bench-scale bench-slow bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -40,6 +40,9 @@ bench-payloads: $(INSTALLED) broker ## measure the bytes of each method on its l
 
 bench-plan: $(INSTALLED) broker ## compare what `fedstrata plan` predicts with what is measured
 	.venv/bin/python tests/bench/plan.py
+
+bench-scale: $(INSTALLED) broker ## measure 100 to 3,000 devices on this machine: seconds, CPU seconds and memory
+	.venv/bin/python tests/bench/scale.py
 
 bench-training: $(INSTALLED) ## measure a device's training against a plain PyTorch loop, one core
 	.venv/bin/python tests/bench/training.py

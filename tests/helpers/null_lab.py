@@ -7,6 +7,7 @@ bit for bit. No process imports torch, which takes seconds.
 With NULL_LAB_HOLD=ROUND:FILE devices train from this local round on only when nobody has locked FILE. With
 NULL_LAB_SPLIT=DEVICE:DIGEST a device has this split of the data. With NULL_LAB_EVALUATOR=real the cloud has its own
 evaluator, and so needs the data, and torch. NULL_LAB_BYTES is the size of a model.
+With NULL_LAB_PROCESSES=N the devices of a lab are in N processes.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ def simulate(command: str) -> None:
 
         setattr(device.pool.pool, "Pool", NullPool)  # noqa: B010
     elif command in ("run", "sweep"):
-        from deploy.local import lab
+        from deploy.local import lab, network
 
         setattr(lab, "ROLE", COMMAND)  # noqa: B010
+        if processes := int(os.environ.get("NULL_LAB_PROCESSES", "0")):
+            setattr(network, "cores", lambda: processes)  # noqa: B010
+            setattr(network, "DEVICES_MOST", 1)  # noqa: B010
 
 
 if __name__ == "__main__":
