@@ -1,9 +1,10 @@
 """Gradients without autograd: the operations of one forward and backward pass, captured and replayed.
 
-With small models on a CPU, autograd takes as long as the kernels. For each shape of a batch, the operations that torch
-dispatches below autograd are recorded once and written as a Python function of the batch; from then on it is called
-instead. The same kernels run in the same order, so the gradients are those of autograd bit for bit. The first replay of
-each shape is compared with autograd; where they differ, and where a pass cannot be replayed, autograd goes on.
+With small models on a CPU, autograd and Python take as long as the kernels. For each shape of a batch, the operations
+that torch dispatches below autograd are recorded once and written as a TorchScript function of the batch, which needs
+no compiler and runs without Python. From then on it is called instead. The same kernels run in the same order, so the
+gradients are those of autograd bit for bit. The first replay of each shape is compared with autograd; where they
+differ, and where a pass cannot be replayed, autograd goes on.
 
 Correct only if the operations do not depend on the values of a batch, which is known of fedstrata's models and losses.
 """
@@ -14,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from math import isfinite
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.jit import CompilationUnit, optimized_execution
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -26,6 +29,10 @@ Replay = Callable[[Tensor, Tensor], Sequence[Tensor]]
 _DETACH: Final = torch.ops.aten.detach.default
 _NEW: Final = torch.ops.aten.new_empty_strided.default
 _COPY: Final = torch.ops.aten.copy_.default
+_POOL_BACKWARD: Final = torch.ops.aten.max_pool2d_with_indices_backward.default
+COMPARED_REPLAYS: Final = (
+    3  # TorchScript optimises a function after its first call; it is in its final form in the third
+)
 
 
 class NotReplayable(Exception):
@@ -88,8 +95,7 @@ class CapturedGradients:
             return self._by_autograd(inputs, labels)
         if shape not in self._compared:
             return self._compare(shape, replay, inputs, labels)
-        with torch.no_grad():
-            loss, *gradients = replay(inputs, labels)
+        loss, *gradients = replay(inputs, labels)
         for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.grad = gradient
         return loss
@@ -115,7 +121,7 @@ class CapturedGradients:
 
     def _compare(self, shape: object, replay: Replay, inputs: Tensor, labels: Tensor) -> Tensor:
         replayed: Sequence[Tensor] = ()
-        with torch.no_grad(), suppress(RuntimeError):  # of an operation that makes less without gradients: LSTM's
+        with suppress(RuntimeError):  # of an operation that makes less without gradients: LSTM's
             replayed = replay(inputs, labels)
         loss = self._by_autograd(inputs, labels)
         expected = [loss, *(weight.grad for weight in self._weights)]
@@ -161,53 +167,56 @@ def _is_copy(pair: Sequence[Operation]) -> bool:
 
 @dataclass(slots=True)
 class _Writer:
-    """The lines of a function, the names of its tensors by id, and the values of its constants."""
+    """The lines of a function, the names of its tensors by id, and its constants."""
 
     names: dict[int, str]
-    values: dict[str, Any] = field(default_factory=dict)
+    constants: list[Tensor] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    used: dict[str, int] = field(default_factory=dict)  # a temporary's last line
 
     def write(self, operation: Operation) -> None:
         """Write the call of an operation."""
         arguments = [self.text(value) for value in operation.args]
+        if operation.call is _POOL_BACKWARD and _is_channels_last(operation.args[1]):
+            # With a gradient in another order torch would reorder all that the kernel reads and writes.
+            arguments[0] = f"torch.ops.aten.contiguous({arguments[0]}, memory_format=torch.channels_last)"
         arguments += [f"{key}={self.text(value)}" for key, value in operation.kwargs.items()]
-        call = f"{self._constant(operation.call)}({', '.join(arguments)})"
+        call = f"torch.ops.{operation.call.overloadpacket!s}({', '.join(arguments)})"
         self.lines.append(f"{self._target(operation.result)} = {call}")
 
     def text(self, value: Any) -> str:
-        """Return the text of an argument."""
+        """Return the text of an argument. Raises NotReplayable for one that has none."""
         if isinstance(value, Tensor):
             if id(value) not in self.names:
-                self.names[id(value)] = self._constant(value)
-            name = self.names[id(value)]
-            if name in self.used:
-                self.used[name] = len(self.lines)
-            return name
+                self.names[id(value)] = f"c{len(self.constants)}"
+                self.constants.append(value.detach())  # has the same memory
+            return self.names[id(value)]
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(map(self.text, value))}]"
-        return repr(value) if value is None or isinstance(value, (bool, int)) else self._constant(value)
+        if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+            return str(value)
+        if isinstance(value, torch.device):
+            return f"torch.device({str(value)!r})"
+        if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and isfinite(value)):
+            return repr(value)
+        raise NotReplayable
 
     def function(self, inputs: int, results: Sequence[Tensor]) -> Replay:
-        """Return the function. Temporaries are dropped after their last use."""
-        returned = [self.text(tensor) for tensor in results]
-        ends: dict[int, list[str]] = {}
-        for name, place in self.used.items():
-            ends.setdefault(place, []).append(name)
-        parameters = ", ".join(f"i{place}" for place in range(inputs))
-        text = [f"def replay({parameters}):"]
-        for place, line in enumerate(self.lines):
-            text.append(f"    {line}")
-            text += [f"    del {', '.join(ends[place])}"] if place in ends else []
-        text.append(f"    return {', '.join(returned)}")
-        exec("\n".join(text), self.values)  # its text has names that were made here, and whole numbers
-        made: Replay = self.values["replay"]
-        return made
+        """Return the function."""
+        returned = ", ".join(self.text(tensor) for tensor in results)
+        parameters = [*(f"i{place}" for place in range(inputs)), *(f"c{place}" for place in range(len(self.constants)))]
+        lines = [f"def replay({', '.join(parameters)}):", *self.lines, f"return {returned}\n"]
+        try:
+            made = CompilationUnit("\n    ".join(lines)).replay  # type: ignore[no-untyped-call]
+        except RuntimeError:  # of an operation or an argument that TorchScript does not have
+            raise NotReplayable from None
+        constants = tuple(self.constants)
 
-    def _constant(self, value: Any) -> str:
-        name = f"c{len(self.values)}"
-        self.values[name] = value
-        return name
+        def replay(*batch: Tensor) -> Sequence[Tensor]:
+            with optimized_execution(False):  # type: ignore[no-untyped-call]  # it would merge matrix products
+                found: Sequence[Tensor] = made(*batch, *constants)
+            return found
+
+        return replay
 
     def _target(self, result: Any) -> str:
         """Return the left side of an assignment; an operation in place returns a tensor that has its name."""
@@ -216,8 +225,11 @@ class _Writer:
         if not isinstance(result, Tensor) or id(result) in self.names:
             return "_"
         name = self.names[id(result)] = f"t{len(self.names)}"
-        self.used[name] = len(self.lines)
         return name
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _same(one: Tensor, other: Tensor | None) -> bool:
