@@ -30,7 +30,6 @@ from common.learning.nets.layers import Dropout
 from common.model.layout import Row
 from common.randomness import Purpose, generator
 from device.jobs import Cancelled
-from device.training import sgd
 from device.training import trainer as trainer_module
 from device.training.trainer import LocalResult, Trainer, resolve_accelerator
 
@@ -438,7 +437,7 @@ def test_exhausted_memory_fails_the_run_and_spares_the_trainer(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(sgd, "sgd", exhausted)
+        patch.setattr(torch, "_fused_sgd_", exhausted)
         with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller") as caught:
             run(trainer, initial(lab))
     assert caught.value.__context__ is None
@@ -580,10 +579,10 @@ def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.
         raise RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sgd, "sgd", refused)
+        patch.setattr(torch, "_fused_sgd_", refused)
         with pytest.raises(InvalidExperiment, match=r"^training\.deterministic = True: adaptive.*cuda has no.*false"):
             run(trainer, initial(lab))
-        patch.setattr(sgd, "sgd", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
+        patch.setattr(torch, "_fused_sgd_", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
         with pytest.raises(RuntimeError, match="size"):
             run(trainer, initial(lab))
     assert np.array_equal(run(trainer, initial(lab))[0], run(make(experiment()), initial(lab))[0])

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.jit import CompilationUnit, optimized_execution
+from torch.jit import CompilationUnit, optimized_execution  # type: ignore[attr-defined, unused-ignore]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -206,13 +206,13 @@ class _Writer:
         parameters = [*(f"i{place}" for place in range(inputs)), *(f"c{place}" for place in range(len(self.constants)))]
         lines = [f"def replay({', '.join(parameters)}):", *self.lines, f"return {returned}\n"]
         try:
-            made = CompilationUnit("\n    ".join(lines)).replay  # type: ignore[no-untyped-call]
+            made = CompilationUnit("\n    ".join(lines)).replay
         except RuntimeError:  # of an operation or an argument that TorchScript does not have
             raise NotReplayable from None
         constants = tuple(self.constants)
 
         def replay(*batch: Tensor) -> Sequence[Tensor]:
-            with optimized_execution(False):  # type: ignore[no-untyped-call]  # it would merge matrix products
+            with optimized_execution(False):  # it would merge matrix products
                 found: Sequence[Tensor] = made(*batch, *constants)
             return found
 

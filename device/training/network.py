@@ -15,6 +15,7 @@ from common.learning.inputs import Inputs
 from common.learning.losses import try_loss
 from common.model.layout import ModelLayout
 from device.training.captured import CapturedGradients
+from device.training.convolutions import as_products
 from device.training.objectives.table import objective_of
 from device.training.sgd import (
     FeaturesAt,
@@ -51,6 +52,8 @@ def network_of(experiment: Experiment, inputs: Inputs, *, accelerator: torch.dev
     if accelerator.type == "cpu":
         # torch's types know no such overload before 2.15.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, unused-ignore]
+        if training.precision == "fp32" and not training.compile:
+            as_products(module)
     keep_linear_fp32(module, training, device=accelerator)
     forward = forward_of(module, training, device=accelerator)
     features = None

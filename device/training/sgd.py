@@ -10,7 +10,6 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.sgd import sgd
 
 from common.errors import InvalidExperiment
 from common.experiment.own import is_own
@@ -226,20 +225,21 @@ def step(
                 _clip_each(gradients, training.clip_norm)
             else:
                 nn.utils.clip_grad_norm_(weights, training.clip_norm)
-        # torch.optim.SGD, fused. The functional form: an Optimizer imports torch's compiler, 1.3 s and 150 MB. Each
-        # gradient must have its weight's strides, or the result is silently wrong: those that autograd.backward writes
-        # to .grad have them, those of torch.autograd.grad may not.
-        sgd(
+        # The kernel of torch.optim.SGD, fused, for weights of one device and type. An Optimizer would import torch's
+        # compiler, 1.3 s and 150 MB, and its functional form sorts the weights at each step. Each gradient must have
+        # its weight's strides, or the result is silently wrong: those that autograd.backward writes to .grad have them,
+        # those of torch.autograd.grad may not.
+        torch._fused_sgd_(
             [weights[i] for i in used],
             gradients,
-            [momenta[i] for i in used],
-            fused=True,
+            [momentum for i in used if (momentum := momenta[i]) is not None],
             lr=learning_rate,
             momentum=training.momentum,
             weight_decay=training.weight_decay,
             dampening=0.0,
             nesterov=training.nesterov,
             maximize=False,
+            is_first_step=False,
         )
     for weight in weights:
         weight.grad = None
