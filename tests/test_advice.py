@@ -52,6 +52,14 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
             {"cloud": {"closing": {"rule": "quorum", "quorum": 2, "deadline_s": 9.0}}},
             "cloud.closing.quorum = 2: no effect with closing.rule = 'all'.",
         ),
+        *(
+            (
+                {"training": {"vmapped": mode}},
+                {"training": {"vmapped": "never"}},
+                f"training.vmapped = '{mode}': the last bits of a model depend on which devices train together",
+            )
+            for mode in ("auto", "always")
+        ),
         (
             {"institution": {"rounds": 1, "aggregation": {"name": "fedcross"}}},
             {

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -143,16 +143,15 @@ def test_a_deterministic_run_is_not_vmapped() -> None:
 
 @pytest.mark.parametrize(("vmapped_s", "path"), [(2.0, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
 def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, vmapped_s: float, path: TrainingPath) -> None:
-    monkeypatch.setenv(VARIABLE, "auto")
-    monkeypatch.setattr("device.pool.trainers.most_together", lambda _: 4)
+    monkeypatch.delenv(VARIABLE)
     measured: list[int] = []
 
-    def measure(_: object, turns: Any) -> StepTimes:
+    def measure(_: object, turns: Any, __: object) -> StepTimes:
         measured.append(len(turns))
         return StepTimes(alone_s=1.0, single_s=vmapped_s, vmapped_s=vmapped_s, size=4)
 
     monkeypatch.setattr(trainer, "measure", measure)
-    trainers, work = Trainers(), Work(experiment())
+    trainers, work = Trainers(), Work(experiment(vmapped="auto"))
     assert work.train(trainers) == [path] * 4
     assert work.train(trainers) == [path] * 4
     assert measured == [4], "measured again"
@@ -281,15 +280,92 @@ def test_a_pools_devices_are_trained_vmapped(lane: Callable[[], Executor]) -> No
     assert all(result.wait_s >= 0 and result.wall_s >= result.train_s > 0 for result in results)
 
 
-def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert vmapped_mode() is VmappedMode.ALWAYS and most_together("cpu") == gathering.VMAPPED_DEVICES_MOST
-    monkeypatch.setenv(VARIABLE, "never")
-    assert most_together("cuda:0") == 1
+@pytest.mark.parametrize(
+    ("keys", "on_a_cpu", "on_a_gpu"),
+    [
+        ({}, "never", "auto"),
+        ({"vmapped": "never"}, "never", "never"),
+        ({"vmapped": "auto"}, "auto", "auto"),
+        ({"vmapped": "always"}, "always", "always"),
+        ({"deterministic": True}, "never", "never"),
+        ({"compile": True}, "never", "never"),
+    ],
+)
+def test_experiment_and_accelerator_choose(
+    keys: dict[str, Any], on_a_cpu: str, on_a_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(VARIABLE)
-    assert (most_together("cpu"), most_together("cuda:0")) == (1, gathering.VMAPPED_DEVICES_MOST)
+    training = experiment(**keys).training
+    assert (vmapped_mode(training, "cpu"), vmapped_mode(training, "cuda:0")) == (on_a_cpu, on_a_gpu)
+    assert most_together(training, "cpu") == (1 if on_a_cpu == "never" else gathering.VMAPPED_DEVICES_MOST)
+
+
+def test_the_environment_of_a_host_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = experiment(vmapped="never").training
+    assert vmapped_mode(training, "cpu") is VmappedMode.ALWAYS
+    monkeypatch.setenv(VARIABLE, "auto")
+    assert vmapped_mode(training, "cpu") is VmappedMode.AUTO
+    assert vmapped_mode(experiment(deterministic=True).training, "cpu") is VmappedMode.NEVER
     monkeypatch.setenv(VARIABLE, "sometimes")
     with pytest.raises(InvalidExperiment, match=r"^FEDSTRATA_VMAPPED = 'sometimes'.*auto, never, always"):
-        vmapped_mode()
+        vmapped_mode(training, "cpu")
+
+
+def test_always_is_refused_for_a_model_that_cannot_be_vmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    trainers, lab = Trainers(), experiment(vmapped="always")
+    device = HostedDevice(lab, "digest", "device-0")
+    assert trainers.prepare(device, "cpu").samples > 0
+    monkeypatch.setattr(trainer, "problem_of", lambda *_: "RuntimeError in fp32: no such kernel")
+    with pytest.raises(InvalidExperiment) as raised:
+        trainers.prepare(device, "cpu")
+    assert str(raised.value) == (
+        "training.vmapped = 'always': it is impossible here, because of RuntimeError in fp32: no such kernel. Use auto,"
+        " which trains such models one after another, or never."
+    )
+    trainers.prepare(HostedDevice(experiment(vmapped="auto"), "other", "device-0"), "cpu")
+
+
+def test_groups_that_are_not_faster_are_not_gathered_again() -> None:
+    lanes: list[_Lane] = []
+
+    def lane() -> _Lane:
+        lanes.append(_Lane(TrainingPath.IN_PROCESS))
+        return lanes[-1]
+
+    async def play() -> None:
+        row = np.zeros(8, np.uint8)
+        async with Pool(accelerator="cpu", slots=1, devices=4, thread=lane, worker=lane) as pool:
+            members = [pool.member(f"device-{k}") for k in range(4)]
+            for member in members:
+                await member.prepare(experiment())
+            for _ in range(2):
+                work = [member.train(row, row, epochs=1, local_round=0, progress=lambda *_: None) for member in members]
+                await asyncio.gather(*work)
+
+    asyncio.run(play())
+    assert [len(names) for names in lanes[0].begun] == [4, 1, 1, 1, 1]
+
+
+def test_executors_without_work_share_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "QUIET_S", 0.02)
+    lanes: list[_Lane] = []
+
+    def lane() -> _Lane:
+        lanes.append(_Lane())
+        return lanes[-1]
+
+    async def play() -> None:
+        row = np.zeros(8, np.uint8)
+        async with Pool(accelerator="cpu", slots=2, devices=12, thread=lane, worker=lane) as pool:
+            members = [pool.member(f"device-{k}") for k in range(12)]
+            for member in members:
+                await member.prepare(experiment())
+            work = [member.train(row, row, epochs=1, local_round=0, progress=lambda *_: None) for member in members[:4]]
+            await asyncio.gather(*work)
+
+    asyncio.run(play())
+    assert [len(names) for lane in lanes for names in lane.begun] == [2, 2]
 
 
 def test_the_old_variable_is_read_with_one_warning(
@@ -297,24 +373,26 @@ def test_the_old_variable_is_read_with_one_warning(
 ) -> None:
     gathering._warn_of_old_variable.cache_clear()
     monkeypatch.setenv("FEDSTRATA_STACKING", "never")
-    assert vmapped_mode() is VmappedMode.ALWAYS and not caplog.messages  # the new variable takes precedence
+    mode = partial(vmapped_mode, experiment().training, "cpu")
+    assert mode() is VmappedMode.ALWAYS and not caplog.messages  # the new variable takes precedence
     monkeypatch.delenv(VARIABLE)
-    assert vmapped_mode() is vmapped_mode() is VmappedMode.NEVER
+    assert mode() is mode() is VmappedMode.NEVER
     assert caplog.messages == ["FEDSTRATA_STACKING: the variable is deprecated. Write FEDSTRATA_VMAPPED."]
     monkeypatch.setenv("FEDSTRATA_STACKING", "sometimes")
     with pytest.raises(InvalidExperiment, match=r"^FEDSTRATA_STACKING = 'sometimes'"):
-        vmapped_mode()
+        mode()
 
 
 class _Lane:
-    """A GPU's lane that writes down whom it trains together."""
+    """A lane that writes down whom it trains together."""
 
-    path = TrainingPath.VMAPPED
-    most = 100
-
-    def __init__(self) -> None:
+    def __init__(self, path: TrainingPath = TrainingPath.VMAPPED) -> None:
+        self.path = path
         self.accelerator = "?"
         self.begun: list[list[str]] = []
+
+    def most(self, _: object) -> int:
+        return 100
 
     async def start(self) -> Sequence[str]:
         return ["cpu", "cuda:0"]
@@ -324,6 +402,8 @@ class _Lane:
 
     async def train(self, jobs: Sequence[Job]) -> None:
         self.begun.append([job.device.node for job in jobs])
+        for _ in range(20):  # a training takes longer than the others need to take theirs
+            await asyncio.sleep(0)
         for job in jobs:
             job.finish(LocalResult(7, 0.5, 1, 0.0, 0.0, self.path))
 

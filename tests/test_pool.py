@@ -107,10 +107,12 @@ class FakeLane:
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
-        self.most = notes.most
         self.accelerator = "?"
         self.closed = False
         self.forgotten: list[str] = []
+
+    def most(self, _: object) -> int:
+        return self.notes.most
 
     async def start(self) -> Sequence[str]:
         if self.notes.failure:
@@ -224,7 +226,12 @@ def test_a_training_that_is_called_off_ends_before_its_rows_are_free() -> None:
     asyncio.run(play())
 
 
-def test_a_lane_that_takes_several_gets_trainings_of_one_model() -> None:
+def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(*_: object) -> None:
+        """Wait for nobody."""
+
+    monkeypatch.setattr("device.pool.pool.gather", at_once)
+
     async def play() -> None:
         notes = Notes(["cpu"], most=3)
         other = experiment(learning_rate=0.5)

@@ -91,6 +91,8 @@ def test_rates_written_out() -> None:
     ("settings", "problem"),
     [
         ({"nesterov": True, "momentum": 0.0}, r"training\.nesterov = True: .*momentum above 0"),
+        ({"vmapped": "auto", "deterministic": True}, r"training\.vmapped = 'auto': training\.deterministic trains"),
+        ({"vmapped": "always", "compile": True}, r"training\.vmapped = 'always': training\.compile trains devices"),
         ({"schedule": {"name": "step", "factor": 0.5}}, r"training\.schedule\.every = None: .*'step' needs it.*Set"),
         ({"schedule": {"name": "step", "every": 2}}, r"training\.schedule\.factor = None: .*'step' needs it.*Set"),
         ({"schedule": {"name": "exponential"}}, r"training\.schedule\.factor = None: .*'exponential' needs it"),

@@ -46,6 +46,11 @@ def warnings(experiment: Experiment) -> list[str]:
         *_epochs(experiment),
         *_schedule(experiment.training.schedule, global_rounds=experiment.rounds),
     ]
+    if experiment.training.vmapped in ("auto", "always"):
+        found.append(
+            f"training.vmapped = {experiment.training.vmapped!r}: the last bits of a model depend on which devices"
+            " train together, so two runs may differ by rounding. Use 'never' for equal bits."
+        )
     if experiment.model.name in BATCH_NORM and _skew(experiment.data) <= SKEWED_CONCENTRATION:
         found.append(
             f"model.name = {experiment.model.name!r}: batch norm with label skew costs accuracy (about 9 points on"

@@ -71,10 +71,15 @@ class TrainingSettings(SettingsTable):
     # On CUDA, use only operations that give the same bits again; a model with others is refused. A CPU always gives
     # the same bits.
     deterministic: bool = False
+    # Whether the devices of a process train in common steps: `always`, `never`, or `auto`, where it was measured to be
+    # faster. Not set: `never` on a CPU, `auto` on a GPU. The last bits of a result then depend on who trains together,
+    # so two runs may differ by rounding.
+    vmapped: Literal["never", "auto", "always"] | None = None
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         unnamed = {"loss"} if self.loss == CROSS_ENTROPY else {"objective"} if self.plain else set()
+        unnamed |= set() if self.vmapped else {"vmapped"}
         return {key: value for key, value in dump(self).items() if key not in unnamed}
 
     @property
@@ -105,6 +110,10 @@ def check(training: TrainingSettings, data: Data) -> None:
         raise InvalidExperiment(
             "training.nesterov", True, "it is a form of momentum", "Set training.momentum above 0, or omit it."
         )
+    for key in ("deterministic", "compile"):
+        if training.vmapped in ("auto", "always") and getattr(training, key):
+            problem, remedy = f"training.{key} trains devices one after another", "Omit one of the two keys."
+            raise InvalidExperiment("training.vmapped", training.vmapped, problem, remedy)
     schedule = training.schedule
     needed = {"step": ("every", "factor"), "exponential": ("factor",)}
     for key in needed.get(schedule.name, ()):

@@ -20,7 +20,7 @@ from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
 from common.aggregation.extras import link_layouts
 from common.aggregation.selection.situation import Choose
-from common.errors import FedstrataError, StorageFailed
+from common.errors import FedstrataError, InvalidExperiment, StorageFailed
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
@@ -72,6 +72,9 @@ async def _run(
 ) -> Path:
     asyncio.get_running_loop().set_default_executor(_AtOnce())
     experiment = folder.experiment
+    if experiment.training.vmapped == "always":
+        problem, remedy = "--direct trains devices one after another", "Use auto or never, or omit --direct."
+        raise InvalidExperiment("training.vmapped", "always", problem, remedy)
     folder.note(**{DIRECT: WITHOUT_A_NETWORK})
 
     def record(event: str, facts: dict[str, object]) -> None:

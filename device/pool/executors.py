@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from common.accounting.child_report import TrainingPath
+from common.experiment.training import TrainingSettings
 from common.host.offload import offload
 from device.jobs import Ending, HostedDevice, Job, Order, Prepared
 from device.vmapped.gathering import most_together
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Trains jobs on its accelerator, at most `most` at once; more than one if it trains similar jobs vmapped."""
+    """Trains jobs on its accelerator, at most `most` at once; more than one if it may train similar jobs vmapped."""
 
     path: TrainingPath
     accelerator: str
 
-    @property
-    def most(self) -> int: ...
+    def most(self, training: TrainingSettings) -> int:
+        """Return how many jobs of an experiment may be trained together. Raises InvalidExperiment."""
 
     async def start(self) -> Sequence[str]:
         """Return the accelerators of this machine. Raises RunFailed."""
@@ -53,10 +54,9 @@ class Thread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._made: Trainers | None = None
 
-    @property
-    def most(self) -> int:
-        """The number of jobs that may be trained together."""
-        return most_together(self.accelerator)
+    def most(self, training: TrainingSettings) -> int:
+        """Return how many jobs of an experiment may be trained together. Raises InvalidExperiment."""
+        return most_together(training, self.accelerator)
 
     async def start(self) -> Sequence[str]:
         """Import torch and ask it for the accelerators."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
+from common.accounting.child_report import TrainingPath
 from common.experiment.schema import Experiment
 from common.host.accelerators import choose, may_have_gpu
 from common.model.layout import Row
@@ -59,6 +60,8 @@ class Pool:
         self._came = asyncio.Event()
         self._members = 0
         self._hosted: Counter[str] = Counter()  # devices by the digest of their experiment
+        self._idle: Counter[str] = Counter()  # executors without work, by accelerator
+        self._slower: dict[str, int] = {}  # by digest: the largest group that was not trained vmapped
         self._serving: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
 
@@ -108,6 +111,7 @@ class Pool:
         self._hosted[device.digest] -= 1
         if not self._hosted[device.digest]:
             del self._hosted[device.digest]
+            self._slower.pop(device.digest, None)
             for executor in self._executors:
                 executor.forget(device.digest)
 
@@ -163,11 +167,14 @@ class Pool:
 
     async def _serve(self, executor: Executor) -> None:
         while True:
+            self._idle[executor.accelerator] += 1
             requests = await self._take(executor)
+            self._idle[executor.accelerator] -= 1
             jobs = [request for request in requests if isinstance(request, Job)]
             try:
                 if jobs:
                     await executor.train(jobs)
+                    self._learn(jobs)
                 else:
                     requests[0].finish(await executor.prepare(requests[0].device))
             except Exception as error:  # noqa: BLE001 - after any error nobody may wait forever
@@ -179,18 +186,33 @@ class Pool:
         while not self._of(executor):
             self._came.clear()
             await self._came.wait()
-        most = min(executor.most, self._share(executor))
-        if most > 1 and executor.accelerator != "cpu" and isinstance(self._of(executor)[0], Job):
+        if (most := self._most(executor, self._of(executor)[0])) > 1:
             await gather(self._came, lambda: len(self._of(executor)) >= most)
         mine = self._of(executor)
         if not mine:  # another executor of this accelerator took them meanwhile, or they were cancelled
             return await self._take(executor)
         first = mine[0]
-        more = [request for request in mine[1:] if isinstance(first, Job) and first.alike(request)]
-        taken = [first, *more][:most]
+        alike = [request for request in mine if request is first or (isinstance(first, Job) and first.alike(request))]
+        fair = -(-len(alike) // self._idle[executor.accelerator])
+        taken = alike[: min(self._most(executor, first), fair)]
         for request in taken:
             self._waiting.remove(request)
         return taken
+
+    def _most(self, executor: Executor, request: PoolRequest) -> int:
+        """Return how many requests like this one the executor may take at once."""
+        if not isinstance(request, Job):
+            return 1
+        device = request.device
+        most = min(executor.most(device.experiment.training), self._share(executor))
+        return most if most.bit_length() > self._slower.get(device.digest, 1).bit_length() else 1
+
+    def _learn(self, jobs: Sequence[Job]) -> None:
+        """Note a group of which none was trained vmapped: groups of its size are as fast one after another."""
+        ended = [job.outcome.result() for job in jobs if not job.outcome.cancelled() and not job.outcome.exception()]
+        if len(ended) == len(jobs) > 1 and all(result.path != TrainingPath.VMAPPED for result in ended):
+            digest = jobs[0].device.digest
+            self._slower[digest] = max(self._slower.get(digest, 1), len(jobs))
 
     def _of(self, executor: Executor) -> list[PoolRequest]:
         """Return the requests that wait for an executor's accelerator."""

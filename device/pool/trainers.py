@@ -10,7 +10,7 @@ from common.learning.inputs import Inputs
 from device.jobs import Cancelled, HostedDevice, Prepared
 from device.training.network import Network
 from device.training.trainer import Trainer
-from device.vmapped.gathering import most_together, vmapped_mode
+from device.vmapped.gathering import VmappedMode, vmapped_mode
 from device.vmapped.trainer import Done, VmappedTrainer, Work
 
 
@@ -25,6 +25,8 @@ class Trainers:
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Load a device's data and model, and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
+        if vmapped_mode(device.experiment.training, accelerator) is VmappedMode.ALWAYS:
+            self._vmapped_trainer(accelerator).check(device)
         return Prepared(trainer.layout, trainer.samples, trainer.partition, trainer.vectors.kept_bytes)
 
     def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
@@ -33,8 +35,10 @@ class Trainers:
         Raises what `Trainer.prepare` raises.
         """
         left: Sequence[int] = range(len(work))
-        if most_together(accelerator) > 1:
-            left = self._vmapped_trainer(accelerator).train(work, done)
+        device, _ = work[0]
+        mode = vmapped_mode(device.experiment.training, accelerator)
+        if mode is not VmappedMode.NEVER:
+            left = self._vmapped_trainer(accelerator).train(work, done, timed=mode is VmappedMode.AUTO)
         for number in left:
             device, order = work[number]
             trainer = self._trainer(device, accelerator)
@@ -60,7 +64,7 @@ class Trainers:
 
     def _vmapped_trainer(self, accelerator: str) -> VmappedTrainer:
         if accelerator not in self._vmapped_trainers:
-            self._vmapped_trainers[accelerator] = VmappedTrainer(resolve_accelerator(accelerator), vmapped_mode())
+            self._vmapped_trainers[accelerator] = VmappedTrainer(resolve_accelerator(accelerator))
         return self._vmapped_trainers[accelerator]
 
     def _trainer(self, device: HostedDevice, accelerator: str) -> Trainer:

@@ -11,6 +11,7 @@ import numpy as np
 
 from common.accounting.child_report import TrainingPath
 from common.errors import RunFailed
+from common.experiment.training import TrainingSettings
 from common.host.offload import offload
 from common.host.subprocess_channel import ProcessEnded, SubprocessChannel, error_in
 from common.model.layout import ModelLayout
@@ -31,10 +32,9 @@ class Worker:
         self._known: set[str] = set()  # digests of the experiments that were sent to the process
         self._jobs = 0
 
-    @property
-    def most(self) -> int:
-        """The number of jobs that may be trained together."""
-        return most_together(self.accelerator)
+    def most(self, training: TrainingSettings) -> int:
+        """Return how many jobs of an experiment may be trained together. Raises InvalidExperiment."""
+        return most_together(training, self.accelerator)
 
     @property
     def pid(self) -> int | None:

@@ -24,6 +24,7 @@ from common.learning.datasets import Normalise
 from common.learning.head import head_places
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
+from device.training.network import Network
 from device.training.objectives.table import objective_of
 from device.training.sgd import features_of, forward_of, run_sgd
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
@@ -105,11 +106,14 @@ def _problem(recipe: Recipe, turns: Sequence[Turn], precision: str) -> str:
     return ""
 
 
-def measure(recipe: Recipe, turns: Sequence[Turn]) -> StepTimes:
-    """Time some steps of these turns vmapped, of one vmapped, and of one in-process; discard the results."""
+def measure(recipe: Recipe, turns: Sequence[Turn], network: Network | None = None) -> StepTimes:
+    """Time some steps of these turns vmapped, of one vmapped, and of one in-process; discard the results.
+
+    `network`: the form in which a device alone is trained, if it is another one than the recipe's module.
+    """
 
     def alone(count: int) -> None:
-        _alone(recipe, turns[0], count)
+        _alone(recipe, turns[0], count, network)
 
     alone_s, single_s, vmapped_s = (
         _seconds(recipe, steps) for steps in (alone, _vmapped(recipe, turns[:1]), _vmapped(recipe, turns))
@@ -165,9 +169,10 @@ def _seconds(recipe: Recipe, steps: Callable[[int], None]) -> float:
     return (time.monotonic() - started) / TIMED_STEPS
 
 
-def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
+def _alone(recipe: Recipe, turn: Turn, count: int, network: Network | None = None) -> Row:
     """Take the first step of a turn `count` times as its trainer does, and return the model, uint8 [row_bytes]."""
-    module, layout, size = recipe.module, recipe.layout, min(recipe.training.batch_size, turn.load.samples)
+    module = recipe.module if network is None else network.module.train()
+    layout, size = recipe.layout, min(recipe.training.batch_size, turn.load.samples)
     places = turn.visits.places[:size].to(recipe.accelerator)
     changes = None if turn.visits.changes is None else turn.visits.changes[:size].to(recipe.accelerator)
 
@@ -181,7 +186,7 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
     drawn, dtype = turn.visits.uniform, next(module.parameters()).dtype
     uniform = None if drawn is None else drawn[:size].to(recipe.accelerator, dtype)
     run_sgd(
-        forward_of(module, recipe.training, device=recipe.accelerator),
+        network.forward if network else forward_of(module, recipe.training, device=recipe.accelerator),
         list(module.parameters()),
         batches(),
         training=recipe.training,
@@ -191,6 +196,7 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
         buffers=list(module.buffers()),
         vectors=vectors,
         features=features_of(module, recipe.training, device=recipe.accelerator),
+        captured=None if network is None else network.captured,
         uniform=None if uniform is None else lambda samples: uniform[:samples],
         head=head_places(module, layout) if objective_of(recipe.training).uses_head else (),
     )

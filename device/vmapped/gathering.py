@@ -11,6 +11,7 @@ from functools import cache
 from typing import Final
 
 from common.errors import InvalidExperiment
+from common.experiment.training import TrainingSettings
 
 VARIABLE: Final = "FEDSTRATA_VMAPPED"
 OLD_VARIABLE: Final = "FEDSTRATA_STACKING"  # of earlier releases
@@ -22,20 +23,26 @@ log = logging.getLogger("fedstrata.vmapped")
 
 
 class VmappedMode(StrEnum):
-    """When devices are trained vmapped: if it was measured to be faster, never, or always."""
+    """When devices are trained vmapped: if it was measured to be faster, never, or always, as in `training.vmapped`."""
 
     AUTO = "auto"
     NEVER = "never"
     ALWAYS = "always"
 
 
-def vmapped_mode() -> VmappedMode:
-    """Return the setting of the environment variable. Raises InvalidExperiment."""
+def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
+    """Return when an experiment's devices are trained vmapped here. Raises InvalidExperiment.
+
+    This host's environment variable decides, then the experiment, then the kind of accelerator.
+    """
+    if training.deterministic or training.compile:
+        return VmappedMode.NEVER
+    default = VmappedMode.NEVER if accelerator == "cpu" else VmappedMode.AUTO
     name = VARIABLE
     if VARIABLE not in os.environ and OLD_VARIABLE in os.environ:
         name = OLD_VARIABLE
         _warn_of_old_variable()
-    given = os.environ.get(name, VmappedMode.AUTO)
+    given = os.environ.get(name, training.vmapped or default)
     try:
         return VmappedMode(given)
     except ValueError:
@@ -48,11 +55,9 @@ def _warn_of_old_variable() -> None:
     log.warning("%s: the variable is deprecated. Write %s.", OLD_VARIABLE, VARIABLE)
 
 
-def most_together(accelerator: str) -> int:
-    """Return how many trainings may be vmapped together: one on a CPU, where that is not faster."""
-    choice = vmapped_mode()
-    alone = choice is VmappedMode.NEVER or (choice is VmappedMode.AUTO and accelerator == "cpu")
-    return 1 if alone else VMAPPED_DEVICES_MOST
+def most_together(training: TrainingSettings, accelerator: str) -> int:
+    """Return how many trainings of an experiment may be vmapped together. Raises InvalidExperiment."""
+    return 1 if vmapped_mode(training, accelerator) is VmappedMode.NEVER else VMAPPED_DEVICES_MOST
 
 
 async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:

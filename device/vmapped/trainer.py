@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from common.accounting.child_report import TrainingPath
+from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.learning import datasets, models
 from common.learning.computing import first_line, out_of_memory, set_up
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, load_local_dataset, orders, uniform_numbers
+from device.training.network import network_of
 from device.training.objectives.table import objective_of
 from device.training.sgd import keep_linear_fp32
 from device.training.updates import finish, vectors_of
@@ -28,6 +31,7 @@ from device.vmapped.models import Recipe, keep_batch_norm_fp32
 from device.vmapped.schedule import Load, plan
 
 CPU: Final = torch.device("cpu")
+KEY: Final = "training.vmapped"
 
 log = logging.getLogger("fedstrata.vmapped")
 
@@ -38,32 +42,38 @@ Work = tuple[HostedDevice, Order]
 class VmappedTrainer:
     """Trains devices of one experiment together on one accelerator; another experiment replaces the last one."""
 
-    def __init__(self, accelerator: torch.device, wanted: VmappedMode) -> None:
+    def __init__(self, accelerator: torch.device) -> None:
         self._accelerator = accelerator
-        self._wanted = wanted
         self._digest = ""
         self._shared: _Shared | None = None
         self._failed: set[str] = set()  # the digests of experiments with a failed step
 
-    def train(self, work: Sequence[Work], done: Done) -> list[int]:
-        """Train those that are faster together; `done` gets each one's number and outcome. Return the others' numbers.
+    def check(self, device: HostedDevice) -> None:
+        """Try vmapped steps of the experiment's model with a device's samples. Raises InvalidExperiment."""
+        set_up(self._accelerator, device.experiment.training)
+        try:
+            self._shared_of(device).check(device)
+        except torch.OutOfMemoryError:
+            self._shared = None  # in training, devices without memory for a common step train one after another
 
-        In a deterministic run none are vmapped: a vmapped result depends, by rounding, on the other devices. If a step
-        fails, the devices that are not done are returned, and later rounds of the experiment are not vmapped.
+    def train(self, work: Sequence[Work], done: Done, *, timed: bool) -> list[int]:
+        """Train devices together; `done` gets each one's number and outcome. Return the others' numbers.
+
+        `timed`: only those that are faster together, which is measured. If a step fails, the devices that are not done
+        are returned, and later rounds of the experiment are not vmapped.
         """
         first, _ = work[0]
-        training = first.experiment.training
         left = list(range(len(work)))
-        if len(work) == 1 or training.deterministic or training.compile or first.digest in self._failed:
+        if len(work) == 1 or first.digest in self._failed:
             return left
 
         def end(number: int, how: Ending) -> None:
             left.remove(number)
             done(number, how)
 
-        set_up(self._accelerator, training)
+        set_up(self._accelerator, first.experiment.training)
         try:
-            self._train(work, end)
+            self._train(work, end, timed=timed)
         except RuntimeError as error:
             self._shared = None  # frees its memory for those that are left
             if not out_of_memory(error):
@@ -74,11 +84,13 @@ class VmappedTrainer:
             torch.cuda.empty_cache()  # other processes may train on it too
         return left
 
-    def _train(self, work: Sequence[Work], done: Done) -> None:
-        first, _ = work[0]
-        if self._shared is None or self._digest != first.digest:
-            self._digest, self._shared = first.digest, _Shared(first.experiment, self._accelerator)
-        shared = self._shared
+    def _shared_of(self, device: HostedDevice) -> _Shared:
+        if self._shared is None or self._digest != device.digest:
+            self._digest, self._shared = device.digest, _Shared(device.experiment, self._accelerator)
+        return self._shared
+
+    def _train(self, work: Sequence[Work], done: Done, *, timed: bool) -> None:
+        shared = self._shared_of(work[0][0])
         by_rate: defaultdict[float, list[int]] = defaultdict(list)  # the rate may differ between global rounds
         for number, (_, order) in enumerate(work):
             by_rate[shared.rate(order)].append(number)
@@ -86,14 +98,14 @@ class VmappedTrainer:
         for rate, numbers in by_rate.items():
             recipe = shared.recipe(rate)
             turns = [shared.turn(*work[number], partial(done, number)) for number in numbers]
-            if most := self._most(shared, recipe, turns):
+            if most := self._most(shared, recipe, turns, timed=timed):
                 train(recipe, turns, most=most)
 
-    def _most(self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn]) -> int:
+    def _most(self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> int:
         """Return how many to train in one group, 0 if they are faster one after another."""
         if len(turns) == 1:
             return 0
-        most, speeds = shared.trial(recipe, turns, timed=self._wanted is VmappedMode.AUTO)
+        most, speeds = shared.trial(recipe, turns, timed=timed)
         if most and speeds is not None:
             made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
             return most if speeds.together_s(made) < speeds.one_by_one_s(made) else 0
@@ -126,6 +138,9 @@ class _Shared:
         self._vectors = vectors_of(self._experiment, nodes[0], models.layout_of(module))
         self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, first.inputs.classes)
         self._module = module.to(self._accelerator).train()
+        # On a CPU a device alone is trained with another form of the model.
+        on_cpu = self._accelerator.type == "cpu"
+        self._network = network_of(self._experiment, first.inputs, accelerator=CPU) if on_cpu else None
         data = datasets.load(self._experiment.data, node=nodes[0])
         self._normalise = data.normaliser(self._accelerator)
         self._held: dict[int, tuple[int, Tensor]] = {}  # by source: the offset of its samples here, and their indices
@@ -137,6 +152,19 @@ class _Shared:
             labels.append(parts[0].labels[samples])
             begin += len(samples)
         self._images, self._labels = (torch.cat(each).to(self._accelerator) for each in (images, labels))
+
+    def check(self, device: HostedDevice) -> None:
+        """Try two copies of a device together. Raises InvalidExperiment, torch.OutOfMemoryError."""
+        self.know([device.node])
+        row, layout = self._vectors.received.empty(), self._vectors.layout
+        row[:] = 0
+        models.write_row(self._module, layout, row)
+        order = Order(row, row, 1, 0, lambda *_: None, threading.Event())
+        recipe = self.recipe(self.rate(order))
+        if problem := problem_of(recipe, [self.turn(device, order, lambda _: None)] * 2):
+            problem = f"it is impossible here, because of {problem}"
+            remedy = "Use auto, which trains such models one after another, or never."
+            raise InvalidExperiment(KEY, VmappedMode.ALWAYS.value, problem, remedy)
 
     def rate(self, order: Order) -> float:
         """Return the learning rate of the order's global round."""
@@ -192,7 +220,7 @@ class _Shared:
         size = len(turns).bit_length()
         if size not in self._trials:
             most = most_in_memory(recipe, turns)
-            speeds = measure(recipe, turns[:most]) if timed else None
+            speeds = measure(recipe, turns[:most], self._network) if timed else None
             self._trials[size] = most, speeds
             log.info("%s: at most %d together, %s", name, most, speeds)
         return self._trials[size]
