@@ -1,18 +1,25 @@
 """What `fedstrata plan` and `plan --simulate` predict beside what is measured: `make bench-plan`.
 
-Each lab is predicted and then run on this machine by `fedstrata run --plan`; the first global round, in which caches
-fill and Tempo has not yet decided, is left out of the measured mean. The quick prediction knows neither quorums nor
-deadlines, nor traces of links. Names of labs may be given, by their beginnings.
+    python tests/bench/plan.py [LAB...] [--repetitions N]
+
+Each lab is calibrated, predicted both ways and then run on this machine, again and again: medians of the ratios, and
+their smallest and largest. LAB is the beginning of a lab's name: each lab takes below three minutes. The first global
+round, in which caches fill and Tempo has not yet decided, is left out of the measured mean. The quick prediction knows
+neither quorums nor deadlines, nor traces of links. `others`: cores that other processes used meanwhile.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Final
 
 from rich.console import Console
@@ -25,7 +32,7 @@ IMAGES: Final = '[data]\ndataset = "synthetic"\nclasses = 10\nimage_shape = [3, 
 LABS: Final = {
     "the demo": (ROOT / "deploy" / "experiments" / "demo.toml").read_text(encoding="utf-8"),
     "10 x 45 MB, 50 Mbit/s": f"""
-rounds = 4
+rounds = 3
 {IMAGES}samples = 200
 [topology]
 devices = 10
@@ -36,8 +43,8 @@ lan = "wan-50mbit"
 check = "off"
 """,
     "3 x 8 devices, mixed links": f"""
-rounds = 5
-{IMAGES}samples = 2400
+rounds = 4
+{IMAGES}samples = 960
 [topology]
 institutions = 3
 devices = 24
@@ -85,62 +92,100 @@ wan = {{ trace = {{ seconds = [0, 8, 23], up_mbit = [10, 0, 10], down_mbit = [10
     "1,000 devices": """
 rounds = 3
 [topology]
-institutions = 4
+institutions = 10
 devices = 1000
 [data]
 dataset = "synthetic"
 classes = 10
+image_shape = [1, 28, 28]
 samples = 10000
+test_samples = 1000
 [model]
-name = "mlp_digits"
+name = "lenet5"
+[training]
+batch_size = 10
 [links]
 check = "off"
 """,
 }
-
 WHOLE: Final = ("an outage of 15 s",)  # labs compared with their first round: it may be the one with the outage
 
 
+@dataclass(slots=True)
+class Comparison:
+    """What the repetitions of one lab gave: seconds of a global round, and of its phases in the same order."""
+
+    plan: list[float] = field(default_factory=list)
+    simulated: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+    phases: list[tuple[dict[str, float], dict[str, float], dict[str, float]]] = field(default_factory=list)
+
+
 def main() -> None:
-    """Run each lab and print a table."""
-    table = Table("lab", "plan", "plan --simulate", "measured", "ratios", "phases: plan / simulated / measured")
-    wanted = tuple(sys.argv[1:])
+    """Compare each lab and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("labs", nargs="*", metavar="LAB")
+    parser.add_argument("--repetitions", type=int, default=3)
+    options = parser.parse_args()
+    columns = ("lab", "plan", "plan --simulate", "measured", "plan / measured", "simulated / measured", "others")
+    table, details = Table(*columns), Table("lab", "phases: plan / simulated / measured")
     for name, text in LABS.items():
-        if wanted and not name.startswith(wanted):
+        if options.labs and not name.startswith(tuple(options.labs)):
             continue
-        with tempfile.TemporaryDirectory() as home:
-            file = Path(home) / "lab.toml"
-            file.write_text(text, encoding="utf-8")
-            command = [sys.executable, "-m", "deploy.cli", "run", str(file), "--plan", "--runs", f"{home}/runs"]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            (folder,) = folders(Path(home) / "runs")
-            plan = [
-                sys.executable,
-                "-m",
-                "deploy.cli",
-                "plan",
-                str(file),
-                "--one-host",
-                "--simulate",
-                "--format",
-                "json",
-            ]
-            simulated = json.loads(subprocess.run(plan, check=True, stdout=subprocess.PIPE).stdout)
-            run = Run(folder)
-            reported = run.prediction
-            whole = name in WHOLE
-            rounds = run.rounds if whole else run.rounds[1:]
-        assert reported is not None
-        predicted, measured = sum(reported.seconds.values()), mean(sum(r.phases.values()) for r in rounds)
-        phases = ", ".join(
-            f"{phase} {seconds:.2f}/{simulated['seconds'][phase]:.2f}/{mean(r.phases[phase] for r in rounds):.2f}"
-            for phase, seconds in reported.seconds.items()
-            if seconds > 0.005
-        )
-        also = mean(simulated["simulated_rounds"]) if whole else simulated["global_round_s"]
-        ratios = f"{predicted / measured:.2f}, {also / measured:.2f}"
-        table.add_row(name, f"{predicted:.2f} s", f"{also:.2f} s", f"{measured:.2f} s", ratios, phases)
-    Console(width=150).print(table)
+        found = Comparison()
+        for _ in range(options.repetitions):
+            compare(name, text, found)
+        seconds = (f"{median(each):.2f} s" for each in (found.plan, found.simulated, found.measured))
+        others = f"{median(found.others):.1f} of {os.cpu_count()}"
+        table.add_row(name, *seconds, ratios(found.plan, found), ratios(found.simulated, found), others)
+        details.add_row(name, phases(found))
+    console = Console(width=150)
+    console.print(table)
+    console.print(details)
+
+
+def compare(name: str, text: str, found: Comparison) -> None:
+    """Calibrate, predict and run a lab once."""
+    with tempfile.TemporaryDirectory() as home:
+        file, costs = Path(home) / "lab.toml", f"{home}/calibration.json"
+        file.write_text(text, encoding="utf-8")
+        options = (str(file), "--one-host", "--calibration", costs, "--format", "json")
+        plan = json.loads(command("plan", *options, "--calibrate"))
+        simulated = json.loads(command("plan", *options, "--simulate"))
+        command("run", str(file), "--runs", f"{home}/runs")
+        (folder,) = folders(Path(home) / "runs")
+        run = Run(folder)
+        whole = name in WHOLE
+        rounds = run.rounds if whole else run.rounds[1:]
+    found.plan.append(plan["global_round_s"])
+    found.simulated.append(mean(simulated["simulated_rounds"]) if whole else simulated["global_round_s"])
+    found.measured.append(mean(each.seconds for each in rounds))
+    found.others += [each["load"]["others_cores"] or 0.0 for each in (plan, simulated)]
+    measured = {phase: mean(each.phases[phase] for each in rounds) for phase in plan["seconds"]}
+    found.phases.append((plan["seconds"], simulated["seconds"], measured))
+
+
+def command(*words: str) -> str:
+    """Run a command of fedstrata and return its standard output."""
+    words = (sys.executable, "-m", "deploy.cli", *words)
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def ratios(predicted: Sequence[float], found: Comparison) -> str:
+    """Return the median of predicted / measured, with the smallest and the largest."""
+    each = [ours / theirs for ours, theirs in zip(predicted, found.measured, strict=True)]
+    return f"{median(each):.3f} ({min(each):.3f} to {max(each):.3f})"
+
+
+def phases(found: Comparison) -> str:
+    """Return the median seconds of each phase, of those with more than 5 ms."""
+    texts = []
+    for phase in found.phases[0][0]:
+        seconds = [median(each[way][phase] for each in found.phases) for way in range(3)]
+        if max(seconds) > 5e-3:
+            texts.append(f"{phase} {' / '.join(f'{one:.3f}' for one in seconds)}")
+    return ", ".join(texts)
 
 
 if __name__ == "__main__":
