@@ -41,11 +41,10 @@ class OwnedHandle(asyncio.Handle):
 
 
 class OwnedTimer(asyncio.TimerHandle):
-    """A timer that fires only while its process runs; timers of one instant are ordered by number."""
+    """A timer that fires only while its process runs."""
 
-    __slots__ = ("number", "owner")
+    __slots__ = ("owner",)
     owner: CallbackOwner | None
-    number: int
     _context: Context
     _scheduled: bool
     _when: float
@@ -53,10 +52,6 @@ class OwnedTimer(asyncio.TimerHandle):
     def _run(self) -> None:
         if _may_run(self.owner, self):
             super()._run()
-
-    def __lt__(self, other: object) -> bool:
-        earlier: bool = (self._when, self.number) < (other._when, other.number)  # type: ignore[attr-defined]
-        return earlier
 
 
 class NumberedFuture(asyncio.Future[Any]):

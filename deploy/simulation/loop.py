@@ -21,6 +21,7 @@ from deploy.simulation.callbacks import OWNER, CountingLoop, NumberedFuture, Num
 START_S: Final = 1000.0
 TURNS_BEFORE_CREEP: Final = 200  # loop turns at one instant; an undisturbed lab needs a few dozen
 CREEP_S: Final = 1e-7
+TIMERS_KEPT: Final = 100  # cancelled ones, before they are removed
 TURNS_MOST: Final = 100_000
 
 _T = TypeVar("_T")
@@ -53,7 +54,8 @@ class VirtualLoop(CountingLoop):
     """
 
     _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
+    _stopping: bool
+    _timer_cancelled_count: int
 
     def __init__(self, seed: int = 0, *, executor_delay_s: float = 0.0) -> None:
         self._now = START_S
@@ -64,8 +66,8 @@ class VirtualLoop(CountingLoop):
         self.executor_delay_s = executor_delay_s
         self.work: Callable[[Callable[[], None], Callable[[], None]], None] | None = None
         self.errors: list[dict[str, Any]] = []
+        self._timers: list[tuple[float, int, OwnedTimer]] = []
         super().__init__()
-        self._selector = _Selector(self)
         self._random = random.Random(f"{seed} executor")
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
         self.set_task_factory(_new_task)
@@ -93,8 +95,7 @@ class VirtualLoop(CountingLoop):
         """Call back at a time; timers of one instant fire in the order in which they were set."""
         timer = OwnedTimer(when, callback, args, self, context)
         timer.owner = timer._context.get(OWNER)
-        timer.number = next(self._numbers)
-        heapq.heappush(self._scheduled, timer)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
         timer._scheduled = True
         return timer
 
@@ -148,29 +149,40 @@ class VirtualLoop(CountingLoop):
         for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._ready.clear()
-        self._scheduled.clear()
+        self._timers.clear()
         self.close()
-
-    @property
-    def _clock_resolution(self) -> float:
-        return math.ulp(self._now)  # a timer fires at its time, not a bit before
-
-    @_clock_resolution.setter
-    def _clock_resolution(self, value: float) -> None:
-        pass
-
-    def _process_events(self, events: object) -> None:
-        pass
 
     def _write_to_self(self) -> None:
         pass
 
-    def _advance(self, timeout: float | None) -> None:
-        """Jump to the next timer unless callbacks are waiting."""
-        if timeout is None:
-            raise Deadlock(f"nothing is scheduled after t = {self._now - START_S:.3f} s")
-        when = self._scheduled[0].when() if timeout > 0 else self._now
-        if when > self._now:
+    def _run_once(self) -> None:
+        """Advance the clock unless callbacks are waiting, and run those that are due, like BaseEventLoop.
+
+        Here a timer fires at its time, not a bit before, and timers of one instant in the order in which they were set.
+        """
+        timers, ready = self._timers, self._ready
+        if self._timer_cancelled_count > max(TIMERS_KEPT, len(timers) // 2):
+            timers[:] = [timer for timer in timers if not timer[2]._cancelled]
+            heapq.heapify(timers)
+            self._timer_cancelled_count = 0
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+            self._timer_cancelled_count -= 1
+        self._advance(math.inf if not timers else timers[0][0], waiting=bool(ready) or self._stopping)
+        while timers and timers[0][0] <= self._now:
+            timer = heapq.heappop(timers)[2]
+            timer._scheduled = False
+            ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _advance(self, when: float, *, waiting: bool) -> None:
+        """Jump to the next timer, at `when`, unless callbacks are waiting."""
+        if when > self._now and not waiting:
+            if when == math.inf:
+                raise Deadlock(f"nothing is scheduled after t = {self._now - START_S:.3f} s")
             self._now, self._turns = when, 0
             if when > self.time_limit:
                 raise TimeLimit(f"t = {self._now - START_S:.1f} s")
@@ -181,17 +193,6 @@ class VirtualLoop(CountingLoop):
             self.crept_s += CREEP_S
         if self._turns > TURNS_MOST:
             raise Livelock(f"{TURNS_MOST} turns at t = {self._now - START_S:.6f} s")
-
-
-class _Selector:
-    """Selector of BaseEventLoop: it advances the clock instead of sleeping."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-
-    def select(self, timeout: float | None) -> tuple[()]:
-        self._loop._advance(timeout)
-        return ()
 
 
 def _new_task(
