@@ -28,8 +28,8 @@ from common.experiment.schema import TransferSettings
 from common.experiment.training import TrainingSettings
 from common.host.load import LoadMeter, MachineLoad
 from common.model.layout import ModelLayout, Section
-from deploy.planning import calibration, footprint, predicting, workload
-from deploy.planning.calibration import TrainingSpeed
+from deploy.planning import calibration, footprint, predicting, recording, workload
+from deploy.planning.calibration import MeasuredTraining, TrainingSpeed
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes, seconds
 from deploy.planning.virtual_time import Host, Process, VirtualTime
 from tests.helpers.commands import invoke
@@ -216,13 +216,17 @@ def test_bytes_are_those_of_all_models() -> None:
 @pytest.mark.parametrize("name", WITH_OBJECTIVE)
 def test_a_plan_trains_with_the_rule_that_the_objective_needs(name: str) -> None:
     work = workload.workload(parse({"model": {"name": "mlp_digits"}} | least_lab(name)))
-    assert work.single.cloud.aggregation == work.experiment.cloud.aggregation
-    assert calibration.train(work.single.to_json(), 0.01).step_s > 0
+    assert calibration.train(work.calibrated.to_json(), work.calibrated.tree.devices, 0.01).step_s > 0
 
 
-def test_a_plan_leaves_out_what_single_devices_emulate() -> None:
-    tree = {"topology": {"devices": 4}, "hardware": {"of": {"device-3": {"slowdown": 4}}}}
-    assert workload.workload(parse(tree)).single.hardware.of == {}
+def test_one_device_is_calibrated_if_the_data_of_each_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = {"of": {"device-3": {"slowdown": 4}}}
+    made = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 8, 8], "samples": 120}
+    experiment = parse({"topology": {"devices": 4}, "hardware": hardware, "data": made})
+    assert workload.workload(experiment).calibrated is experiment
+    monkeypatch.setattr(workload, "MOST_LISTED", 3)
+    alone = workload.workload(experiment).calibrated
+    assert len(alone.tree.devices) == 1 and alone.hardware.of == {} and alone.data.samples == 30
 
 
 def test_links_add_up_to_their_tiers() -> None:
@@ -329,17 +333,39 @@ def test_devices_are_distinguished_by_their_samples_and_links() -> None:
 def test_what_is_not_here_is_made_up() -> None:
     work = workload.workload(parse({"data": {"dataset": "mnist", "root": "/nowhere"}, "model": {"name": "lenet5"}}))
     assert work.samples == {"device-0": 60_000} and "mnist is not available" in work.assumed[0]
-    assert work.single.data.dataset == "synthetic" and work.sizes.row == 4 * 61_706
+    assert work.calibrated.data.dataset == "synthetic" and work.sizes.row == 4 * 61_706
 
 
 def test_cores_that_train_together_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = iter([TrainingSpeed(1.0, 0.1, 10.0), TrainingSpeed(3.0, 0.3, 30.0), TrainingSpeed(5.0, 0.5, 50.0)])
     monkeypatch.setattr(calibration, "train", lambda *_: next(measured))
     monkeypatch.setattr(calibration, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
-    found = calibration.measure(parse({}), cores=2, together=True, row_bytes=MB)
+    work = workload.workload(parse({"model": {"name": "mlp_digits"}}))
+    found = calibration.measure(work, cores=2, together=True)
     assert (found.step_s, found.training_s, found.evaluation_s) == pytest.approx((2.0, 0.2, 20.0))
     assert found.cores == 2 and min(found.message_s, found.byte_s, found.mix_byte_s, found.record_s) > 0
-    assert calibration.measure(parse({}), cores=2, together=False, row_bytes=MB).step_s == 5.0
+    assert calibration.measure(work, cores=2, together=False).step_s == 5.0
+
+
+MEASURED = [MeasuredTraining(steps, 0.25 + 0.125 * steps, 0.0) for steps in (8, 24, 7, 21)]
+
+
+def test_a_line_through_trainings_separates_their_steps_from_the_rest() -> None:
+    assert calibration.line(MEASURED, least_s=0.01) == pytest.approx((0.125, 0.25))
+    alike = [MeasuredTraining(8, seconds, 0.0) for seconds in (1.0, 1.2)]
+    assert calibration.line(alike, least_s=0.3) == pytest.approx((0.1, 0.3))
+    noisy = [MeasuredTraining(8, 2.0, 0.0), MeasuredTraining(16, 1.0, 0.0)]
+    step_s, rest_s = calibration.line(noisy, least_s=0.0)
+    assert rest_s >= 0 and step_s > 0 and 24 * step_s + 2 * rest_s == pytest.approx(3.0)
+
+
+def test_what_a_cloud_writes_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (waited.append(file), sync(file)))
+    work = workload.workload(parse({"model": {"name": "mlp_digits"}, "topology": {"institutions": 2, "devices": 4}}))
+    assert recording.record_seconds(work.experiment, layout=work.layout, row=work.first) > 0
+    assert len(waited) >= 6 * recording.REPEATS
 
 
 def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable
 from contextvars import Context
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,23 @@ def test_both_predictions_agree_where_both_model_the_same(tree: dict[str, Any], 
     lab = workload.lab(work, SPEEDS, one_host=one_host, interface_mbit=1000)
     expected = {name: count for name, count in footprint.tiers_of(lab).items() if count}
     assert tiers == {name: pytest.approx(count, rel=0.02) for name, count in expected.items()}
+
+
+def test_results_are_written_after_each_global_round_with_a_checkpoint() -> None:
+    slow = replace(SPEEDS, record_s=3.0, evaluation_s=2.0)
+    for every, records in ((1, [0.0, 3.0, 3.0, 3.0]), (2, [0.0, 0.0, 3.0, 0.0])):
+        work = planned({**TWO_LAYERS, "rounds": 4, "cloud": {"checkpoint_every": every}}, slow)
+        found = run(work, slow)
+        assert [each.phases["record"] for each in found.rounds] == pytest.approx(records, abs=0.1)
+    work = planned(TWO_LAYERS, slow)
+    assert simulated_s(run(work, slow)) == pytest.approx(quick(work, slow), rel=0.05)
+    lab = workload.lab(work, slow, one_host=False, interface_mbit=1000)
+    assert prediction.seconds(lab, slow)["evaluate"] == 0.0  # meanwhile
+
+
+def test_a_simulation_leaves_the_collection_of_garbage_on() -> None:
+    run(planned(TWO_LAYERS))
+    assert gc.isenabled()
 
 
 def test_a_prediction_is_repeatable() -> None:
@@ -212,7 +231,7 @@ def test_plans_use_the_costs_that_this_machine_has(tmp_path: Path, monkeypatch: 
     assert constants.write(COSTS, None) == tmp_path / "fedstrata" / "calibration.json"
     assert constants.read(None) == COSTS
     monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
-    found = calibration.measure(parse({}), cores=1, together=False, row_bytes=1000, fitted=COSTS)
+    found = calibration.measure(planned({}), cores=1, together=False, fitted=COSTS)
     assert (found.message_s, found.round_s, found.byte_s) == (0.25, 0.5, 1e-9)
 
 

@@ -1,35 +1,46 @@
 """Measurement of this machine's speed of training, evaluation, mixing and message handling, in a few seconds.
 
-Training and evaluation use the experiment's own model and data. The other costs of a round were measured by
-`fedstrata plan --calibrate` on this machine, or once on a reference machine (`REFERENCE`). Two small loops, packing
-messages and copying and hashing a model, scale the latter to this machine.
+Training and evaluation use the experiment's own model and data: devices train in turn, as many at once as in the lab.
+The other costs of a round were measured by `fedstrata plan --calibrate` on this machine, or once on a reference machine
+(`REFERENCE`). Two small loops, packing messages and copying and hashing a model, scale the latter to this machine.
 """
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import mean
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from common.experiment.reading import parse
-from common.experiment.schema import Experiment
+from common.model.layout import Row
 from common.protocol import serialization
 from common.protocol.manifest import chunk_digest
 from common.protocol.messages import Key, Manifest, Task
 from deploy.planning.constants import FittedCosts
 from deploy.planning.prediction import MachineSpeeds
+from deploy.planning.recording import record_seconds
+from deploy.planning.workload import PlannedWorkload
+from device.jobs import Cancelled
+
+if TYPE_CHECKING:
+    from common.learning.inputs import Inputs
+    from device.training.network import Network
+    from device.training.trainer import Trainer
 
 TRAINING_S: Final = 2.0
 EVALUATED: Final = 400
+DEVICES_MOST: Final = 8  # that one process trains in turn
+WARM_UP: Final = 1  # trainings that do not count
+LONGER: Final = 3  # times the epochs, of every second training of a device
 MIXED: Final = 3.0  # cost of mixing, in copies of the uploads (tests/bench/aggregation.py)
 NOISE_BYTES: Final = 8_000_000
 REPEATS: Final = 20
@@ -57,7 +68,7 @@ REFERENCE: Final = ReferenceModel()
 class TrainingSpeed:
     """Seconds of one core: per SGD step, per training without its steps, and per evaluation of the test set.
 
-    `share`: of a core, that the training had.
+    `share`: of a core, that the trainings had.
     """
 
     step_s: float
@@ -66,16 +77,25 @@ class TrainingSpeed:
     share: float = 1.0
 
 
-def measure(
-    experiment: Experiment, *, cores: int, together: bool, row_bytes: int, fitted: FittedCosts | None = None
-) -> MachineSpeeds:
-    """Measure this machine with an experiment of one device whose data are available.
+class MeasuredTraining(NamedTuple):
+    """The steps of a training, its seconds, and the CPU seconds of its thread."""
+
+    steps: int
+    seconds: float
+    cpu_s: float
+
+
+def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: FittedCosts | None = None) -> MachineSpeeds:
+    """Measure this machine with an experiment's models and data.
 
     `together`: all cores train at the same time, as in a lab on this host. `fitted`: the costs of messages.
     """
-    jobs, text = cores if together else 1, experiment.to_json()
+    jobs, experiment = cores if together else 1, work.calibrated
+    names, text = experiment.tree.devices, experiment.to_json()
+    shares = [names[index::jobs] or names for index in range(jobs)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = [job.result() for job in [pool.submit(train, text, TRAINING_S) for _ in range(jobs)]]
+        running = [pool.submit(train, text, _some(share), TRAINING_S) for share in shares]
+        found = [job.result() for job in running]
     copy_s, speed = copy_seconds(), _best(_packing) / REFERENCE.packing_s
     if fitted is None:
         message_s, round_s = REFERENCE.message_s * speed, REFERENCE.round_s * speed
@@ -90,52 +110,81 @@ def measure(
         round_s=round_s,
         byte_s=byte_s,
         mix_byte_s=mixing_s(copy_s),
-        record_s=_writing(row_bytes),
+        record_s=record_seconds(experiment, layout=work.layout, row=work.first),
         cores=cores,
         share=min(one.share for one in found),
     )
 
 
-def train(experiment_json: str, training_s: float) -> TrainingSpeed:
-    """Train the device of an experiment for `training_s` or longer on one core, and evaluate the first model."""
+def train(experiment_json: str, devices: Sequence[str], training_s: float) -> TrainingSpeed:
+    """Train some devices of an experiment in turn for `training_s` or longer on one core; evaluate the first model."""
     from common.learning import datasets, models
     from common.learning.evaluation import evaluate
-    from device.jobs import Cancelled
     from device.training.trainer import Trainer
 
     experiment = parse(experiment_json)
     data = datasets.load(experiment.data)
     module = models.of(experiment, inputs=data.inputs)
-    trainer = Trainer(experiment, node=experiment.tree.devices[0], accelerator="cpu")
-    trainer.prepare()
-    row, out = (np.zeros(each.row_bytes, np.uint8) for each in (trainer.vectors.received, trainer.vectors.returned))
-    models.write_row(module, trainer.layout, row)
-    epochs, steps, spent_s, cpu_s = 1, 0, 0.0, 0.0
-    enough, start, cpu_start = threading.Event(), 0.0, 0.0
-
-    def progress(done: int, _: int) -> None:
-        nonlocal steps, spent_s, cpu_s
-        steps, spent_s, cpu_s = done, time.monotonic() - start, time.thread_time() - cpu_start
-        if spent_s >= training_s:
-            enough.set()
-
-    while not enough.is_set():
-        start, cpu_start = time.monotonic(), time.thread_time()
-        try:
-            trainer.train(row, out, epochs=epochs, local_round=0, progress=progress, cancelled=enough)
-        except Cancelled:
-            break
-        epochs *= 2  # the first trainings are warm-up; only the last one counts
-    nothing = threading.Event()
-    overhead = [
-        trainer.train(row, out, epochs=0, local_round=0, progress=lambda *_: None, cancelled=nothing).train_s
-        for _ in range(5)
-    ]
+    networks: dict[Inputs, Network] = {}  # shared, as in a worker process
+    trainers = [Trainer(experiment, node=name, accelerator="cpu", networks=networks) for name in devices]
+    for trainer in trainers:
+        trainer.prepare()
+    vectors = trainers[0].vectors
+    row, out = (np.zeros(each.row_bytes, np.uint8) for each in (vectors.received, vectors.returned))
+    models.write_row(module, trainers[0].layout, row)
+    until = time.monotonic() + training_s
+    measured = list[MeasuredTraining]()
+    epochs = experiment.training.epochs
+    while time.monotonic() < until or len(measured) <= WARM_UP:
+        trainer = trainers[len(measured) % len(trainers)]
+        longer = len(measured) // len(trainers) % 2  # so that the steps and the rest of a training can be told apart
+        measured.append(_measured(trainer, row, out, epochs=epochs * (LONGER if longer else 1), until=until))
+    nothing = min(_measured(trainers[0], row, out, epochs=0, until=inf).seconds for _ in range(5))
     images, labels = data.test_images[:EVALUATED], data.test_labels[:EVALUATED]
     start = time.monotonic()
     evaluate(module, images, labels=labels, normalise=data.normaliser())
     evaluation_s = (time.monotonic() - start) * len(data.test_labels) / max(1, len(labels))
-    return TrainingSpeed(spent_s / steps, min(overhead), evaluation_s, min(1.0, cpu_s / spent_s))
+    settled = measured[WARM_UP:]
+    step_s, rest_s = line(settled, least_s=nothing)
+    share = sum(each.cpu_s for each in settled) / sum(each.seconds for each in settled)
+    return TrainingSpeed(step_s, rest_s, evaluation_s, min(1.0, share))
+
+
+def line(measured: Sequence[MeasuredTraining], *, least_s: float) -> tuple[float, float]:
+    """Return the seconds of a step, and of a training without its steps, which are at least `least_s`.
+
+    A weighted least squares fit: a training's noise grows with its steps. It keeps the sum of the seconds. If all
+    trainings have as many steps, or noise makes one of them too small, the rest is `least_s`.
+    """
+    steps, seconds = (np.array(column, float) for column in zip(*(each[:2] for each in measured), strict=True))
+    weights = 1 / np.sqrt(steps)
+    matrix = np.stack([weights, steps * weights], axis=1)
+    (rest_s, step_s), _, rank, _ = np.linalg.lstsq(matrix, seconds * weights, rcond=None)
+    if rank < 2 or rest_s < least_s or step_s <= 0:
+        return max(0.0, seconds.sum() - least_s * len(steps)) / steps.sum(), least_s
+    return float(step_s), float(rest_s)
+
+
+def _measured(trainer: Trainer, row: Row, out: Row, *, epochs: int, until: float) -> MeasuredTraining:
+    """Train once, and cancel it if it lasts until a time, of the monotonic clock, and a first progress message."""
+    enough, done = threading.Event(), MeasuredTraining(0, 0.0, 0.0)
+    start, cpu_start = time.monotonic(), time.thread_time()
+
+    def progress(steps: int, _: int) -> None:
+        nonlocal done
+        done = MeasuredTraining(steps, time.monotonic() - start, time.thread_time() - cpu_start)
+        if time.monotonic() >= until:
+            enough.set()
+
+    with suppress(Cancelled):
+        result = trainer.train(row, out, epochs=epochs, local_round=0, progress=progress, cancelled=enough)
+        done = MeasuredTraining(result.steps, result.train_s, time.thread_time() - cpu_start)
+    return done
+
+
+def _some(names: Sequence[str]) -> Sequence[str]:
+    """Return at most DEVICES_MOST of the names, evenly spread."""
+    return names[:: -(-len(names) // DEVICES_MOST)]
 
 
 def copy_seconds() -> float:
@@ -171,11 +220,3 @@ def _copying() -> Callable[[], None]:
         chunk_digest(target.data)
 
     return copy
-
-
-def _writing(nbytes: int) -> float:
-    """Return the seconds of writing a checkpoint of `nbytes` bytes, with the tables."""
-    with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
-        start = time.perf_counter()
-        (Path(home) / "model").write_bytes(bytes(nbytes))
-        return time.perf_counter() - start + REFERENCE.message_s

@@ -1,7 +1,8 @@
 """Measurement of the costs of messages on this machine: labs whose devices compute nothing, on a real broker.
 
-The agents run in this process. Their CPU seconds and the broker's are counted, not the time that passes, so that other
-programs on this machine disturb little.
+The cloud runs in this process, the devices in another, as in a lab: a process that is woken for one message does more
+work for it than one that has many. Their CPU seconds and the broker's are counted, not the time that passes, so that
+other programs on this machine disturb little.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
-from statistics import median
 from typing import Final
 
 import numpy as np
@@ -37,7 +39,7 @@ from deploy.simulation.workload import NULL_CHANGE, NullWorkload
 from device.agent import DeviceAgent
 
 CONNECT_TIMEOUT_S: Final = 30.0
-ROUNDS: Final = 20
+ROUNDS: Final = 40
 SMALL_BYTES: Final = 10_000
 
 
@@ -90,30 +92,57 @@ def _cpu_of_a_round(home: Path, devices: int, model_bytes: int, rounds: int) -> 
     tree = {"name": "calibration", "rounds": rounds, "topology": {"institutions": 0, "devices": devices}}
     experiment = parse(tree | {"links": {"check": "off"}, "cloud": {"checkpoint_every": rounds}})
     guard, marks = one_login(), list[float]()
-    hardware = SimulatedHardware(_CheapWorkload(model_bytes), Durations(0.0, 0.0, 0.0, 0.0), seed=1)
     with broker.start(directory=home, guard=guard) as served:
         username, password = guard.login or ("", "")
         address = BrokerAddress(served.host, served.port, username=username, password=password)
+        with _served(address, experiment.tree.devices, model_bytes) as pid:
 
-        def observe(event: str, facts: dict[str, object]) -> None:
-            if event == "global_round":
-                marks.append(time.process_time() + _cpu_of(served.process.pid))
+            def observe(event: str, facts: dict[str, object]) -> None:
+                if event == "global_round":
+                    marks.append(time.process_time() + _cpu_of(served.process.pid) + _cpu_of(pid))
 
-        async def lab() -> None:
             folder = RunFolder.create(home / "runs", experiment)
-            evaluator, metrics = SimulatedEvaluator(hardware), Metrics()
-            new = partial(DeviceAgent, parent="cloud", broker=address, connect_timeout_s=CONNECT_TIMEOUT_S)
+            evaluator = SimulatedEvaluator(_hardware(model_bytes))
             cloud = CloudAgent(
                 folder, broker=address, resume=False, observe=observe, evaluator=lambda *_: evaluator,
-                connect_timeout_s=CONNECT_TIMEOUT_S, metrics=metrics,
+                connect_timeout_s=CONNECT_TIMEOUT_S, metrics=Metrics(),
             )  # fmt: skip
-            async with asyncio.TaskGroup() as group:
-                group.create_task(cloud.run())
-                for name in experiment.tree.devices:
-                    group.create_task(new(name, pool=hardware.pool(name), metrics=metrics).run())
+            asyncio.run(cloud.run())
+    return (marks[-1] - marks[0]) / (len(marks) - 1)  # the clocks of other processes are too coarse for one round
 
-        asyncio.run(lab())
-    return median(after - before for before, after in pairwise(marks))
+
+@contextmanager
+def _served(address: BrokerAddress, devices: Sequence[str], model_bytes: int) -> Iterator[int]:
+    """Run devices in another process, whose id is yielded."""
+    context = get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_serve, args=(ready, address, devices, model_bytes), daemon=True)
+    process.start()
+    try:
+        ready.wait(CONNECT_TIMEOUT_S)
+        assert process.pid is not None
+        yield process.pid
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _serve(ready: Event, address: BrokerAddress, devices: Sequence[str], model_bytes: int) -> None:
+    """Run devices until they end or this process is terminated."""
+
+    async def serve() -> None:
+        hardware, metrics = _hardware(model_bytes), Metrics()
+        new = partial(DeviceAgent, parent="cloud", broker=address, connect_timeout_s=CONNECT_TIMEOUT_S, metrics=metrics)
+        async with asyncio.TaskGroup() as group:
+            for name in devices:
+                group.create_task(new(name, pool=hardware.pool(name)).run())
+
+    ready.set()
+    asyncio.run(serve())
+
+
+def _hardware(model_bytes: int) -> SimulatedHardware:
+    return SimulatedHardware(_CheapWorkload(model_bytes), Durations(0.0, 0.0, 0.0, 0.0), seed=1)
 
 
 def _cpu_of(pid: int) -> float:

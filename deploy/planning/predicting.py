@@ -52,7 +52,7 @@ def predict(
     processes = f"{cores} processes, as many as cores" if one_host and cores > 1 else "one process"
     begin(f"measures training and evaluation of {experiment.model.name}, {processes}")
     meter = LoadMeter()
-    speeds = measure(work.single, cores=cores, together=one_host, row_bytes=work.sizes.row, fitted=fitted)
+    speeds = measure(work, cores=cores, together=one_host, fitted=fitted)
     load = meter.read()
     begin("finds the epochs of each institution")
     workload.rehearse(work, speeds)

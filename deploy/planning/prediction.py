@@ -32,7 +32,8 @@ class MachineSpeeds:
     message_s: messaging of a round with one child, at both ends and in the broker
     round_s: opening, closing and keeping a round at the parent, however many children
     byte_s: the same per byte of a model, in each direction    mix_byte_s: mixing, per byte of the uploads
-    record_s: writing the results of a global round    share: of a core, that the measured trainings had
+    record_s: writing the results of a global round, with a checkpoint
+    share: of a core, that the measured trainings had
     """
 
     step_s: float
@@ -97,7 +98,8 @@ class PlannedLab:
     """A lab to simulate: the children of the cloud that take part in a global round.
 
     `interface`: rate of each host's network interface, bytes per second, in each direction. `payload`: share of a
-    link's rate that carries MQTT; the rest is headers, where the links count those.
+    link's rate that carries MQTT; the rest is headers, where the links count those. `recorded`: share of the global
+    rounds after which a checkpoint is written.
     """
 
     children: tuple[Branch | PlannedDevice, ...]
@@ -106,6 +108,7 @@ class PlannedLab:
     one_host: bool
     interface: float
     payload: float = 1.0
+    recorded: float = 1.0
 
 
 def seconds(lab: PlannedLab, speeds: MachineSpeeds) -> dict[str, float]:
@@ -127,14 +130,16 @@ class _SimulatedGlobalRound:
         self._clock.run(self._beside([self._rounds(), self._evaluation()]))
         timeline = self._timeline
         timeline.first_result, timeline.last_result = self._first, self._last
-        phases = {"record": self._speeds.record_s} | timeline.phases()
+        phases = {"record": timeline.opened} | timeline.phases()
         phases["aggregate"] = self._aggregated - (timeline.closed or 0.0)
         phases["evaluate"] = max(0.0, self._evaluated - self._aggregated)
         return phases
 
     def _rounds(self) -> Process:
-        """Simulate the cloud: all its children, then the mixing of their models."""
+        """Simulate the cloud: the writes of the last global round, all children, then the mixing of their models."""
         cloud = Host(1)
+        yield self._lab.recorded * self._speeds.record_s
+        self._timeline.opened = self._clock.now
         yield self._children(self._lab.children, 0, cloud, (0.0, 0.0))
         self._timeline.closed = self._clock.now
         yield self._shared or cloud, self._closing(self._lab.children)

@@ -7,9 +7,11 @@ it takes here.
 
 from __future__ import annotations
 
+import gc
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any, Final
 
@@ -39,7 +41,7 @@ LOOPBACK_S: Final = 2e-5
 # Of a round with one child whose models are inside the messages.
 AGENT_PACKETS: Final = 8  # sent and received by both agents
 BROKER_PACKETS: Final = 8
-WORK_CALLS: Final = 4  # of a round, to functions that run beside the parent's event loop
+WORK_CALLS: Final = 3  # of a round without a checkpoint, to functions that run beside the parent's event loop
 AT_CHILD: Final = 0.4  # share of a round's messaging work done by the child; the rest is the parent's and the broker's
 ALL_KINDS: Final = "all"  # of bytes: the row of links.csv that sums the others
 CHANGE: Final = 0.01  # of each weight, by a training
@@ -144,13 +146,15 @@ def simulate(
     `rounds`: global rounds to simulate, by default at most `ROUNDS_MOST`.
     """
     experiment = _simulated(work, rounds)
+    # The evaluation runs beside the writes of the results, which leave the cores to it.
+    evaluate_s = max(0.0, speeds.evaluation_s - speeds.record_s / work.experiment.cloud.checkpoint_every)
     found: list[SimulatedRun] = []
 
     def keep(lab: SimulatedLab) -> None:
         folder = next(lab.agents.runs.glob("*/manifest.json"), None)
         if folder is not None:
             run = Run(folder.parent)
-            found.append(SimulatedRun(run.rounds, run.links))
+            found.append(SimulatedRun(_recorded(run.rounds, work.experiment, speeds.record_s), run.links))
 
     async def set_links(lab: SimulatedLab) -> None:
         for node in experiment.tree.nodes:
@@ -162,7 +166,7 @@ def simulate(
         seed=experiment.seed,
         scenario=set_links,
         workload=NoiseWorkload(work),
-        durations=PlannedDurations(boot_s=0.01, evaluate_s=speeds.evaluation_s, work=work, speeds=speeds),
+        durations=PlannedDurations(boot_s=0.01, evaluate_s=evaluate_s, work=work, speeds=speeds),
         conditions=LinkConditions(delay_s=LOOPBACK_S),
         placement=placement_of(experiment, speeds, one_host=one_host, interface_mbit=interface_mbit, work_s=work_s),
         broker_each=not one_host,
@@ -170,10 +174,21 @@ def simulate(
         time_limit_s=LIMIT_S,
         at_end=keep,
     )
-    outcome = lab.run()
+    with _uncollected():
+        outcome = lab.run()
     if not outcome.ended.get(CLOUD) == "" or not found or not found[0].rounds:
         raise RunFailed(f"the simulated run failed: {outcome.ended.get(CLOUD) or outcome.result}")
     return found[0]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave out garbage collections, which would search all agents again and again; they leave few cycles."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def placement_of(
@@ -228,8 +243,20 @@ def _simulated(work: PlannedWorkload, rounds: int | None) -> Experiment:
     tree["rounds"] = min(experiment.rounds, rounds or ROUNDS_MOST)
     tree["target_accuracy"] = None
     tree["links"]["check"] = "off"
+    tree["cloud"]["checkpoint_every"] = tree["rounds"]  # the seconds of the writes are those of `_recorded`
     tree["cloud"]["epoch_control"] = {"name": "fixed"}  # Tempo's epochs are those of `rehearse`
     return parse(tree)
+
+
+def _recorded(
+    rounds: Sequence[GlobalRoundRecord], experiment: Experiment, record_s: float
+) -> Sequence[GlobalRoundRecord]:
+    """Return the global rounds with the writes of the global round before each."""
+    found, every = list(rounds), experiment.cloud.checkpoint_every
+    for place, each in enumerate(found):
+        if place and place % every == 0:
+            found[place] = replace(each, phases={**each.phases, "record": each.phases["record"] + record_s})
+    return found
 
 
 def _conditions(experiment: Experiment, node: str, *, delay_s: float) -> dict[str, float | None]:

@@ -66,13 +66,14 @@ KNOWN: Final = MappingProxyType(
 class PlannedWorkload:
     """The work of an experiment.
 
-    single: the same experiment with one device, for calibration    layout, first: of its models, and the first one
+    calibrated: for calibration: the same experiment, or with one device if the data of each device are not known
+    layout, first: of its models, and the first one
     samples: by device, or one number for all devices
     here: whether the data set is available    epochs: by child of the cloud    assumed: the assumptions, as text
     """
 
     experiment: Experiment
-    single: Experiment
+    calibrated: Experiment
     sizes: Sizes
     layout: ModelLayout
     first: Row
@@ -118,17 +119,12 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     else:
         assumed.append(f"each device has {mean} samples")
         samples = dict.fromkeys(experiment.tree.devices, mean)
-    last = experiment.every_tier[-1].aggregation  # its devices' objective may need it
-    rule = last.model_dump(mode="json") if last.objective or last.sends or last.returns else {}
-    alone: dict[str, object] = {"topology": {"institutions": 0, "devices": 1}, "tiers": [], "institution": {}}
-    alone |= {"cloud": {"aggregation": rule}, "links": {}, "hardware": {}}
-    alone |= {"transfer": experiment.transfer.model_dump(mode="json") | {"wan": {}, "lan": {}}}
-    single = parse(here.model_dump(mode="json") | alone)
+    calibrated = experiment if isinstance(samples, dict) and not assumed else _alone(here, mean)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
     sizes = _sizes(experiment, tester.layout, tester.first)
     return PlannedWorkload(
         experiment,
-        single,
+        calibrated,
         sizes,
         tester.layout,
         tester.first,
@@ -161,7 +157,8 @@ def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interfa
     children = _listed(work, speeds, CLOUD, work.experiment.training.epochs) if work.listed else _alike(work, speeds)
     interface = math.inf if one_host else interface_mbit * 1e6 / 8
     payload = PAYLOAD if work.experiment.links.enforce == "kernel" else 1.0
-    return PlannedLab(children, work.sizes, work.experiment.transfer, one_host, interface, payload)
+    recorded = 1 / work.experiment.cloud.checkpoint_every
+    return PlannedLab(children, work.sizes, work.experiment.transfer, one_host, interface, payload, recorded)
 
 
 def _listed(work: PlannedWorkload, speeds: MachineSpeeds, parent: str, epochs: int) -> tuple[Kind, ...]:
@@ -232,6 +229,18 @@ def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment
     made = {"dataset": "synthetic", "classes": classes, "image_shape": list(shape.image), "partition": "iid"}
     made |= {"samples": shape.samples, "test_samples": shape.test_samples}
     return parse(experiment.model_dump(mode="json") | {"data": made})
+
+
+def _alone(experiment: Experiment, samples: int) -> Experiment:
+    """Return an experiment of one device, which has as many samples of synthetic data."""
+    last = experiment.every_tier[-1].aggregation  # its devices' objective may need it
+    rule = last.model_dump(mode="json") if last.objective or last.sends or last.returns else {}
+    alone: dict[str, object] = {"topology": {"institutions": 0, "devices": 1}, "tiers": [], "institution": {}}
+    alone |= {"cloud": {"aggregation": rule}, "links": {}, "hardware": {}}
+    alone |= {"transfer": experiment.transfer.model_dump(mode="json") | {"wan": {}, "lan": {}}}
+    if experiment.data.dataset == "synthetic":
+        alone["data"] = experiment.data.model_dump(mode="json") | {"samples": samples}
+    return parse(experiment.model_dump(mode="json") | alone)
 
 
 def _mean_samples(experiment: Experiment, dataset: Dataset, devices: int) -> int:

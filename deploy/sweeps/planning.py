@@ -70,7 +70,7 @@ def without_network(experiment: Experiment, found: Mapping[str, Any]) -> dict[st
     work.epochs = found["epochs"]
     speeds = MachineSpeeds(**found["speeds"])
     lab = workload.lab(work, speeds, one_host=True, interface_mbit=1.0)
-    seconds = computing_s(lab.children, lab.sizes.row * speeds.mix_byte_s) + speeds.record_s
+    seconds = computing_s(lab.children, lab.sizes.row * speeds.mix_byte_s) + lab.recorded * speeds.record_s
     seconds += speeds.evaluation_s / experiment.cloud.evaluate_every
     memory = {"worker": direct_bytes(experiment.to_json())}
     return {**found, "global_round_s": seconds, "memory": memory}

@@ -69,7 +69,7 @@ def _predict(experiment: Experiment) -> dict[str, Any]:
         work = workload(experiment)
     except InvalidExperiment:  # text that is missing
         return {"global_round_s": 0.0, "tiers": {}, "memory": {}, "assumed": []}
-    inputs = datasets.load(work.single.data).inputs
+    inputs = datasets.load(work.calibrated.data).inputs
     step_s = _step_s(experiment.model.name, inputs, experiment.training.batch_size)
     speeds = MachineSpeeds(step_s, 0, 0, 0, 0, 0, 0, 0, cores=1)
     planned = lab(work, speeds, one_host=True, interface_mbit=1.0)

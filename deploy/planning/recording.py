@@ -1,0 +1,45 @@
+"""Measurement of what a cloud writes after a global round: tables, byte counts and a checkpoint, all on the disk."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from cloud import checkpoint
+from cloud.results import RunFolder
+from common.accounting.child_report import ChildReport
+from common.accounting.counters import Account
+from common.accounting.ledger import Ledger
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
+from common.model.layout import ModelLayout, Row
+from common.storage import rule_states
+
+REPEATS: Final = 5
+ENOUGH_S: Final = 2.0
+
+
+def record_seconds(experiment: Experiment, *, layout: ModelLayout, row: Row) -> float:
+    """Return the seconds of writing the results of a global round, and a checkpoint, into a folder for such files."""
+    tree, seconds = experiment.tree, list[float]()
+    below = tree.below_each(CLOUD)
+    ledger = Ledger(tree.children[CLOUD], Account(), below=below)
+    for child, names in below.items():
+        ledger.enter_reports(child, "session", map(ChildReport, names))
+    devices = [ChildReport(name) for name in tree.devices]
+    with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
+        folder = RunFolder.create(Path(home), experiment)
+        while len(seconds) < REPEATS and sum(seconds) < ENOUGH_S:
+            start = time.perf_counter()
+            name = f"round-{len(seconds):06d}"
+            folder.add_devices(len(seconds), devices)
+            folder.write_links(ledger)
+            folder.sync()
+            rule_states.write(folder.checkpoints, name, lambda path: {})
+            checkpoint.save_model(folder.checkpoints / f"{name}.safetensors", layout=layout, row=row, facts={})
+            seconds.append(time.perf_counter() - start)
+        folder.release()
+    return median(seconds)
