@@ -137,7 +137,7 @@ def train(experiment_json: str, devices: Sequence[str], training_s: float) -> Tr
     epochs = experiment.training.epochs
     while time.monotonic() < until or len(measured) <= WARM_UP:
         trainer = trainers[len(measured) % len(trainers)]
-        longer = len(measured) // len(trainers) % 2  # so that the steps and the rest of a training can be told apart
+        longer = len(measured) // len(trainers) % 2  # to separate the steps from the rest
         measured.append(_measured(trainer, row, out, epochs=epochs * (LONGER if longer else 1), until=until))
     nothing = min(_measured(trainers[0], row, out, epochs=0, until=inf).seconds for _ in range(5))
     images, labels = data.test_images[:EVALUATED], data.test_labels[:EVALUATED]
