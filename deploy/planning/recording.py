@@ -36,7 +36,7 @@ def record_seconds(experiment: Experiment, *, layout: ModelLayout, row: Row) -> 
             start = time.perf_counter()
             name = f"round-{len(seconds):06d}"
             folder.add_devices(len(seconds), devices)
-            folder.write_links(ledger)
+            folder.write_of_links(ledger)()
             folder.sync()
             rule_states.write(folder.checkpoints, name, lambda path: {})
             checkpoint.save_model(folder.checkpoints / f"{name}.safetensors", layout=layout, row=row, facts={})
