@@ -318,11 +318,10 @@ def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.Mon
     for objective in (None, {"name": "fedsam"}):
         passes = 0
         lab = lab_of(objective, "mlp_digits")
-        data = len(datasets.load(lab.data).train_labels)
-        speed = planning.train(lab.to_json(), 0.0)
+        speed = planning.train(lab.to_json(), lab.tree.devices[:1], 0.0)
         assert speed.step_s > 0
-        steps.append(passes / -(-data // lab.training.batch_size))
-    assert steps[1] == 2 * steps[0]
+        steps.append(passes)
+    assert steps[1] == 2 * steps[0] > 0
 
 
 # Labs

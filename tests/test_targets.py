@@ -24,7 +24,7 @@ from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.limits import ChildLimits
 from common.protocol.messages import NodeState, Presence, Target
-from common.protocol.targets import REPORT_S, STAYING, Targets
+from common.protocol.targets import REPORT_MOST_S, REPORT_S, STAYING, Targets
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.targets import discovery, reachable
@@ -173,11 +173,18 @@ def test_many_that_come_together_are_reported_at_once() -> None:
         targets.receive(f"d{i:02}", Presence(NodeState.INIT, "device", f"h{i}:1"), now=10.0 + i / 1000)
     targets.receive("d07", Presence(NodeState.LOST, "device"), now=10.5)
     targets.receive("d08", Presence(NodeState.READY, "device", "h8:1"), now=10.5)
-    assert targets.due == 10.0 + REPORT_S and targets.changed(10.9) is None
-    reported = targets.changed(11.0)
+    assert targets.due == 10.5 + REPORT_S and targets.changed(11.4) is None
+    reported = targets.changed(11.5)
     assert reported is not None and [target.name for target in reported] == [f"d{i:02}" for i in range(100) if i != 7]
     targets.receive("d08", Presence(NodeState.READY, "device", "h8:1"), now=12.0)
     assert targets.due == inf and targets.changed(20.0) is None  # nothing new
+
+
+def test_changes_without_an_end_are_reported_in_time() -> None:
+    targets = watching(TREE)
+    for i in range(100):
+        targets.receive("d07", Presence(NodeState.INIT, "device", f"h{i}:1"), now=10.0 + i / 5)
+        assert targets.due == min(10.0 + REPORT_MOST_S, 10.0 + i / 5 + REPORT_S)
 
 
 def test_who_comes_back_is_a_target_again() -> None:
@@ -232,7 +239,7 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
 
         async def pass_on() -> None:
             while True:
-                up.session.set_targets(await down.targets_changed())
+                up.session.own.set_targets(await down.targets_changed())
                 up.wake()
 
         async def until(*wanted: str) -> None:

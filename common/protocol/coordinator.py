@@ -248,7 +248,7 @@ class Coordinator:
             return due
         for name, child in self._children.items():
             given = child.assignment
-            if given is None or child.key is None or not self._needs_task(child) or now < child.repeat_at:
+            if given is None or child.key is None or not child.needs_task or now < child.repeat_at:
                 continue
             # Repeats omit an inline model: a child that did not get it fetches it.
             inline = None if child.sent else given.inline
@@ -295,7 +295,7 @@ class Coordinator:
 
     def _earliest(self) -> float:
         """Return when a message or a decision becomes due in the present state; later events only delay it."""
-        times = [child.repeat_at for child in self._taking_part() if self._needs_task(child)]
+        times = [child.repeat_at for child in self._taking_part() if child.needs_task]
         # Deadlines that were evaluated do not count: a dropped child must not keep the event loop spinning.
         idle = (self._idle_at(child) for child in self._taking_part() if child.state in UNFINISHED)
         times += [at for at in idle if at > self._judged]
@@ -370,10 +370,6 @@ class Coordinator:
         child.has_model, child.absent = True, False  # it is working, regardless of its presence
         if self.timeline.dispatched is None and not self._without_model.any(lambda c: not c.has_model):
             self.timeline.dispatched = now
-
-    @staticmethod
-    def _needs_task(child: ChildInRound) -> bool:
-        return child.present and child.state in (ChildState.ASSIGNED, ChildState.WORKING)
 
     def _judge(self, now: float) -> None:
         self._judged = now

@@ -158,6 +158,11 @@ class ChildInRound:
         return self.presence in LIVING
 
     @property
+    def needs_task(self) -> bool:
+        """Whether its task may have to be sent again."""
+        return self.present and self.state in (ChildState.ASSIGNED, ChildState.WORKING)
+
+    @property
     def chunk_bytes(self) -> int:
         """The largest chunk of the model that it uploads, or else receives."""
         transferred = self.assignment if self.result is None else self.result

@@ -146,7 +146,7 @@ def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Itera
 
 def _wire(experiment: Experiment, child: str, *, number: int, hosts: tuple[str, str]) -> VethPair:
     link = experiment.link(child)
-    up, down = (None if way.rate is None else way.rate * 8e-6 for way in (link.up, link.down))
+    up, down = (None if way.rate is None else way.rate * 8 / 1e6 for way in (link.up, link.down))
     return VethPair(number, child, *hosts, up, down, 1e3 * link.up.delay_s)
 
 

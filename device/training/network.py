@@ -52,7 +52,7 @@ def network_of(experiment: Experiment, inputs: Inputs, *, accelerator: torch.dev
     if accelerator.type == "cpu":
         # torch's types know no such overload before 2.15.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, unused-ignore]
-        if training.precision == "fp32" and not training.compile:
+        if training.precision != "bf16" and not training.compile:
             as_products(module)
     keep_linear_fp32(module, training, device=accelerator)
     forward = forward_of(module, training, device=accelerator)
