@@ -17,8 +17,8 @@ from deploy.simulation.losses import copes_with_a_loss, spends_few_deadlines
 from deploy.simulation.monitor import LabRun
 from deploy.simulation.outcome import LabOutcome
 
-DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
-GONE_STATE: Final = re.compile(r"RunFailed: .*(after its task \d+ (is|are) lost|gave up)")
+DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|StateLost|InvalidBelow|ConnectionFailed")
+GONE_STATE: Final = re.compile(r"StateLost|RunFailed: .* gave up")
 STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # (base, per child)
 SIZE_MOST: Final = 48
