@@ -327,44 +327,13 @@ def test_always_is_refused_for_a_model_that_cannot_be_vmapped(monkeypatch: pytes
 
 
 def test_groups_that_are_not_faster_are_not_gathered_again() -> None:
-    lanes: list[_Lane] = []
-
-    def lane() -> _Lane:
-        lanes.append(_Lane(TrainingPath.IN_PROCESS))
-        return lanes[-1]
-
-    async def play() -> None:
-        row = np.zeros(8, np.uint8)
-        async with Pool(accelerator="cpu", slots=1, devices=4, thread=lane, worker=lane) as pool:
-            members = [pool.member(f"device-{k}") for k in range(4)]
-            for member in members:
-                await member.prepare(experiment())
-            for _ in range(2):
-                work = [member.train(row, row, epochs=1, local_round=0, progress=lambda *_: None) for member in members]
-                await asyncio.gather(*work)
-
-    asyncio.run(play())
+    lanes = played([4, 4], slots=1, devices=4, path=TrainingPath.IN_PROCESS)
     assert [len(names) for names in lanes[0].begun] == [4, 1, 1, 1, 1]
 
 
 def test_executors_without_work_share_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "QUIET_S", 0.02)
-    lanes: list[_Lane] = []
-
-    def lane() -> _Lane:
-        lanes.append(_Lane())
-        return lanes[-1]
-
-    async def play() -> None:
-        row = np.zeros(8, np.uint8)
-        async with Pool(accelerator="cpu", slots=2, devices=12, thread=lane, worker=lane) as pool:
-            members = [pool.member(f"device-{k}") for k in range(12)]
-            for member in members:
-                await member.prepare(experiment())
-            work = [member.train(row, row, epochs=1, local_round=0, progress=lambda *_: None) for member in members[:4]]
-            await asyncio.gather(*work)
-
-    asyncio.run(play())
+    lanes = played([4], slots=2, devices=12)
     assert [len(names) for lane in lanes for names in lane.begun] == [2, 2]
 
 
@@ -411,29 +380,44 @@ class _Lane:
         pass
 
 
+def played(
+    rounds: Sequence[int],
+    *,
+    slots: int,
+    devices: int,
+    accelerator: str = "cpu",
+    path: TrainingPath = TrainingPath.VMAPPED,
+) -> list[_Lane]:
+    """Let the first so many devices of a pool train in each round, all at once; return its lanes."""
+    lanes: list[_Lane] = []
+
+    def lane() -> _Lane:
+        lanes.append(_Lane(path))
+        return lanes[-1]
+
+    async def play() -> None:
+        row = np.zeros(8, np.uint8)
+        async with Pool(accelerator=accelerator, slots=slots, devices=devices, thread=lane, worker=lane) as pool:
+            members = [pool.member(f"device-{k}") for k in range(devices)]
+            for member in members:
+                await member.prepare(experiment())
+            for count in rounds:
+                some = members[:count]
+                work = [member.train(row, row, epochs=1, local_round=0, progress=lambda *_: None) for member in some]
+                await asyncio.gather(*work)
+
+    asyncio.run(play())
+    return lanes
+
+
 @pytest.mark.parametrize(("slots", "sizes"), [(1, [4, 3]), (2, [2, 2, 2, 1])])
 def test_a_gpus_lane_waits_for_those_who_come_together(
     slots: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gathering, "QUIET_S", 0.02)
-    lanes: list[_Lane] = []
-
-    def lane() -> _Lane:
-        lanes.append(_Lane())
-        return lanes[-1]
-
-    async def play() -> None:
-        row = np.zeros(8, np.uint8)
-        async with Pool(accelerator="auto", slots=slots, devices=4, thread=lane, worker=lane) as pool:
-            members = [pool.member(f"device-{k}") for k in range(4)]
-            for member in members:
-                await member.prepare(experiment())
-            for some in (members, members[:3]):  # of all nobody waits longer, for the fourth only a moment
-                work = [member.train(row, row, epochs=1, local_round=0, progress=lambda *_: None) for member in some]
-                await asyncio.gather(*work)
-
     monkeypatch.setattr("device.pool.pool.may_have_gpu", lambda: True)
-    asyncio.run(play())
+    # In the first round nobody waits longer, in the second only a moment for the fourth.
+    lanes = played([4, 3], slots=slots, devices=4, accelerator="auto")
     assert sorted((len(names) for lane in lanes for names in lane.begun), reverse=True) == sorted(sizes, reverse=True)
 
 

@@ -59,18 +59,16 @@ class OnlineTimes:
 
     @cached_property
     def _trace(self) -> RateTrace:
-        return self._with_rates((0.0, 1.0))
+        """The times as a rate: 1 while the device is available, else 0."""
+        skipped = self.changes[0] == 0  # then it is never away at the begin
+        starts = self.changes if skipped else (0.0, *self.changes)
+        rates = tuple(float((place + skipped) % 2) for place in range(len(starts)))
+        return RateTrace(starts, rates, (0.0,) * len(starts), self.repeat_s)
 
     @cached_property
     def _patience(self) -> RateTrace:
         trace = self._trace
         return trace if self.repeat_s else RateTrace(trace.starts, (*trace.rates[:-1], 1.0), trace.delays)
-
-    def _with_rates(self, rates: tuple[float, float]) -> RateTrace:
-        skipped = self.changes[0] == 0  # then it is never away at the begin
-        starts = self.changes if skipped else (0.0, *self.changes)
-        each = tuple(rates[(place + skipped) % 2] for place in range(len(starts)))
-        return RateTrace(starts, each, (0.0,) * len(starts), self.repeat_s)
 
 
 Online: TypeAlias = Mapping[str, OnlineTimes | None]  # by node; None: always

@@ -10,8 +10,7 @@ The only module that imports aiomqtt. It changes these behaviours of aiomqtt:
 - after a failed connect or disconnect it leaves the socket open;
 - it wakes up once a second for each connection only to see whether a ping is due;
 - it closes its socket right after DISCONNECT. If the broker still sends something, the reply is a reset, which may
-reach
-  the broker before it has read DISCONNECT. It then publishes the will of a node that has left regularly.
+  reach the broker before it has read DISCONNECT. It then publishes the will of a node that has left regularly.
 
 Callers must handle two more: its time-outs end publications on slow links, so use none (`math.inf`). Then a call that
 waits when the connection ends waits forever, so cancel it.
