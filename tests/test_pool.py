@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +23,8 @@ from common.experiment import reading, schema
 from common.host.accelerators import choose, may_have_gpu
 from common.learning import datasets, models, splits
 from common.model.layout import ModelLayout, Row, Section
-from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, Prepared
-from device.pool.executors import Thread
+from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared
+from device.pool.executors import Executor, Thread
 from device.pool.pool import Member, Pool
 from device.pool.worker import Worker
 from device.training.trainer import Trainer
@@ -224,6 +225,33 @@ def test_a_training_that_is_called_off_ends_before_its_rows_are_free() -> None:
             assert (await second).samples == 7
 
     asyncio.run(play())
+
+
+def test_a_training_alone_costs_no_look_at_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Counter[str]()
+    alike, share = Job.alike, Pool._share
+
+    def counted_alike(job: Job, other: PoolRequest) -> bool:
+        looks["alike"] += 1
+        return alike(job, other)
+
+    def counted_share(pool: Pool, executor: Executor) -> int:
+        looks["share"] += 1
+        return share(pool, executor)
+
+    monkeypatch.setattr(Job, "alike", counted_alike)
+    monkeypatch.setattr(Pool, "_share", counted_share)
+
+    async def play(most: int) -> int:
+        notes = Notes(["cpu"], most=most)
+        notes.gate.set()
+        async with fake_pool(notes, devices=50) as pool:
+            members = await members_of(pool, [f"device-{number}" for number in range(50)])
+            await asyncio.gather(*map(trains, members))
+        return looks.total()
+
+    assert asyncio.run(play(1)) == 0
+    assert asyncio.run(play(50)) > 0
 
 
 def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

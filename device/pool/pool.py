@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
@@ -56,7 +56,8 @@ class Pool:
         self._new = thread if min(slots or cores(), devices) == 1 else worker
         self._executors: list[Executor] = []
         self._places: Sequence[str] = ()
-        self._waiting: deque[PoolRequest] = deque()
+        self._early: deque[PoolRequest] = deque()  # requests that came before the accelerators were known
+        self._waiting: defaultdict[str, deque[PoolRequest]] = defaultdict(deque)  # by accelerator
         self._came = asyncio.Event()
         self._members = 0
         self._hosted: Counter[str] = Counter()  # devices by the digest of their experiment
@@ -119,14 +120,14 @@ class Pool:
         """Wait for the request's outcome. A cancelled caller still waits until its rows are its own again."""
         if self._failure is not None:
             raise self._failure
-        self._waiting.append(request)
+        self._queue_of(request).append(request)
         self._came.set()
         try:
             return await asyncio.shield(request.outcome)
         except asyncio.CancelledError:
             request.cancel()
-            if request in self._waiting:
-                self._waiting.remove(request)
+            if request in (queue := self._queue_of(request)):
+                queue.remove(request)
             else:
                 await asyncio.wait((request.outcome,))
             raise
@@ -138,19 +139,22 @@ class Pool:
             # On a CPU all executors import torch at the same time.
             sure = self._accelerator == "cpu" or (self._accelerator == "auto" and not may_have_gpu())
             there = (await self._start(most if sure else 1))[0]
-            self._places = choose(self._accelerator, there)
-            if self._places != ("cpu",):
-                most = min(self._slots or len(self._places), self._devices)
+            places = choose(self._accelerator, there)
+            if places != ("cpu",):
+                most = min(self._slots or len(places), self._devices)
             await self._start(most - len(self._executors))
             for executor in self._executors[most:]:
                 await executor.close()
             del self._executors[most:]
         except Exception as error:
             self._failure = error
-            while self._waiting:
-                self._waiting.popleft().fail(error)
+            while self._early:
+                self._early.popleft().fail(error)
             raise
-        self._places = self._places[:most]
+        self._places = places[:most]
+        while self._early:
+            request = self._early.popleft()
+            self._queue_of(request).append(request)
         for index, executor in enumerate(self._executors):
             executor.accelerator = self._places[index % len(self._places)]
             self._serving.append(asyncio.create_task(self._serve(executor), name=f"executor {index}"))
@@ -183,20 +187,22 @@ class Pool:
 
     async def _take(self, executor: Executor) -> list[PoolRequest]:
         """Wait for a request for the executor's accelerator; return it with others that can be vmapped with it."""
-        while not self._of(executor):
+        queue = self._waiting[executor.accelerator]
+        while not queue:
             self._came.clear()
             await self._came.wait()
-        if (most := self._most(executor, self._of(executor)[0])) > 1:
-            await gather(self._came, lambda: len(self._of(executor)) >= most)
-        mine = self._of(executor)
-        if not mine:  # another executor of this accelerator took them meanwhile, or they were cancelled
+        if (most := self._most(executor, queue[0])) > 1:
+            await gather(self._came, lambda: len(queue) >= most)
+        if not queue:  # another executor of this accelerator took them meanwhile, or they were cancelled
             return await self._take(executor)
-        first = mine[0]
-        alike = [request for request in mine if request is first or (isinstance(first, Job) and first.alike(request))]
+        first = queue[0]
+        if (most := self._most(executor, first)) == 1:
+            return [queue.popleft()]  # no look at the others: there may be thousands
+        alike = [request for request in queue if request is first or (isinstance(first, Job) and first.alike(request))]
         fair = -(-len(alike) // self._idle[executor.accelerator])
-        taken = alike[: min(self._most(executor, first), fair)]
+        taken = alike[: min(most, fair)]
         for request in taken:
-            self._waiting.remove(request)
+            queue.remove(request)
         return taken
 
     def _most(self, executor: Executor, request: PoolRequest) -> int:
@@ -204,7 +210,9 @@ class Pool:
         if not isinstance(request, Job):
             return 1
         device = request.device
-        most = min(executor.most(device.experiment.training), self._share(executor))
+        if (most := executor.most(device.experiment.training)) == 1:
+            return 1
+        most = min(most, self._share(executor))
         return most if most.bit_length() > self._slower.get(device.digest, 1).bit_length() else 1
 
     def _learn(self, jobs: Sequence[Job]) -> None:
@@ -214,13 +222,9 @@ class Pool:
             digest = jobs[0].device.digest
             self._slower[digest] = max(self._slower.get(digest, 1), len(jobs))
 
-    def _of(self, executor: Executor) -> list[PoolRequest]:
-        """Return the requests that wait for an executor's accelerator."""
-        return [
-            request
-            for request in self._waiting
-            if self._places[request.place % len(self._places)] == executor.accelerator
-        ]
+    def _queue_of(self, request: PoolRequest) -> deque[PoolRequest]:
+        """Return the queue in which a request waits."""
+        return self._waiting[self._places[request.place % len(self._places)]] if self._places else self._early
 
     def _share(self, executor: Executor) -> int:
         """Return the number of devices of an executor if all executors of its accelerator have equal shares."""
