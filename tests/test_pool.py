@@ -432,6 +432,7 @@ def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab) -> 
     async def play() -> Row:
         member = lab.member("device-0")
         out = (await member.prepare(what)).layout.empty()
+        before.update(lab.pids())
         out[:] = 7
         moved = asyncio.Event()
 
@@ -449,7 +450,7 @@ def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab) -> 
         await member.train(row, out, epochs=1, local_round=0, progress=progress)
         return out
 
-    before = lab.pids()
+    before: set[int] = set()
     out = lab.do(play())
     assert np.array_equal(out, alone(what, "device-0", row, epochs=1, local_round=0)[0])
     assert 0 < seen[0][0] < seen[0][1] == 3_600_000 and seen[-1] == (36, 36)
