@@ -157,6 +157,7 @@ def test_devices_below_the_cloud_give_the_same_model(address: str, tmp_path: Pat
     assert {row["node"] for row in table(folder / "devices.csv")} == {f"cloud/device-{i}" for i in range(3)}
 
 
+@pytest.mark.slow
 def test_lossy_codecs_give_the_same_model_wherever_the_roles_run_in_any_order(coded: Path) -> None:
     # In chunks, which the institutions pass on as they come; in virtual time the models travel inside the messages.
     assert model_digest(coded.parent) == null_model(load(DEMO, (*SMALL, *LOSSY)))

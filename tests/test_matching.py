@@ -61,9 +61,18 @@ def outputs(name: str, layout: ModelLayout, row: Row) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("keys", [{"sweeps": 0}, {"sweeps": 5}, {"name": "gamf"}], ids=str)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "char_lstm" else []) for name in MODELS]
+    ("name", "keys"),
+    [
+        pytest.param(name, keys, marks=[pytest.mark.slow] if name == "char_lstm" or slow else [])
+        for name in MODELS
+        for keys, slow in (
+            ({"sweeps": 0}, False),
+            ({"sweeps": 5}, False),
+            ({"name": "gamf"}, name.startswith("resnet20")),
+        )
+    ],
+    ids=str,
 )
 def test_permuted_copies_merge_back_to_the_same_function(name: str, keys: dict[str, Any]) -> None:
     layout, row = random_row(name, 1)

@@ -38,7 +38,13 @@ def built(name: str, seed: int, inputs: Inputs, *, projection: int = 0) -> nn.Mo
 
 
 @pytest.mark.parametrize("projection", [0, 16])
-@pytest.mark.parametrize(("name", "inputs"), {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items())
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        pytest.param(name, inputs, marks=[pytest.mark.slow] if name == "vgg16_bn" else [])
+        for name, inputs in {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items()
+    ],
+)
 def test_a_permuted_model_computes_the_same(name: str, inputs: Inputs, projection: int) -> None:
     draw = np.random.default_rng(1)
     module = built(name, 1, inputs, projection=projection)

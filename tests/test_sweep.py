@@ -57,6 +57,7 @@ def models(runs: Path) -> dict[str, bytes]:
     return {str(Run(path).manifest["experiment_digest"]): tensors(path) for path in folders(runs)}
 
 
+@pytest.mark.slow
 def test_two_at_once_give_the_same_bits_and_nothing_is_run_again(tmp_path: Path) -> None:
     file = sweep_file(tmp_path)
     found = {}
