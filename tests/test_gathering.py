@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
@@ -117,6 +118,19 @@ class Work:
 )
 def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Work(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4
+
+
+def dropping(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Return a model of one's own with dropout."""
+    layers = [nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, classes)]
+    return nn.Sequential(*layers)
+
+
+def test_each_device_has_the_dropout_masks_that_it_has_alone() -> None:
+    lab = experiment("tests.test_gathering:dropping")
+    work = Work(lab, rounds=(2, 2, 5, 5))
+    assert work.train() == [TrainingPath.VMAPPED] * 4
+    assert alone(lab, 0, epochs=1, local_round=2)[1].loss != alone(lab, 0, epochs=1, local_round=3)[1].loss
 
 
 def test_linear_layers_stay_fp32_in_small_batches_on_a_cpu_vmapped_too() -> None:

@@ -187,6 +187,17 @@ def test_dropout_draws_from_its_own_generator() -> None:
     assert torch.equal(module.eval()[0](x), x)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_dropout_does_not_depend_on_the_memory_format(whole: bool) -> None:
+    drop = layers.Dropout(whole=whole)
+    rows = torch.ones(2, 3, 4, 5)
+    outs = []
+    for x in (rows, rows.to(memory_format=torch.channels_last)):
+        layers.reseed(drop, 1, torch.device("cpu"))
+        outs.append(drop(x))
+    assert torch.equal(*outs) and outs[1].is_contiguous(memory_format=torch.channels_last)
+
+
 def test_one_tensor_under_two_names_is_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].weight = module[0].weight

@@ -19,7 +19,7 @@ from common.experiment.training import TrainingSettings
 from common.learning import models
 from common.learning.computing import set_up
 from common.learning.inputs import Inputs
-from common.learning.nets.layers import Dropout
+from common.learning.nets.layers import Dropout, reseed
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.augmentation import Changes, change, draw
@@ -63,6 +63,28 @@ class _Odd(nn.Module):
         return logits
 
 
+class _Sequences(nn.Module):
+    """An LSTM without biases over the rows of images, the batch second, from a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.linspace(-1, 1, 6))
+        self.lstm = nn.LSTM(8, 6, bias=False)
+        self.fc = nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.first.expand(1, len(x), 6), torch.zeros_like(self.first).expand(1, len(x), 6)
+        steps, (_, cell) = self.lstm(x[:, 0].transpose(0, 1), state)
+        logits: Tensor = self.fc(torch.cat([steps[-1], cell[0]], 1))
+        return logits
+
+
+def dropping(norm: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(1, 4, 3), norm or nn.Identity(), Dropout(0.25, whole=True), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(144, 32), nn.ReLU(), Dropout(), nn.Linear(32, 10))
+
+
 @dataclass
 class Case:
     """Devices with models of their own, and what each gives alone."""
@@ -73,6 +95,7 @@ class Case:
     training: TrainingSettings = BATCHES_OF_4
     dtype: torch.dtype = torch.float64
     device: torch.device = CPU
+    tokens: int = 0  # of texts in place of images
     cancelled: list[threading.Event] = field(default_factory=list)
     progress: list[list[tuple[int, int]]] = field(default_factory=list)
     ended: list[VmappedResult | Exception | None] = field(default_factory=list)
@@ -80,6 +103,8 @@ class Case:
     def __post_init__(self) -> None:
         draw_ = np.random.default_rng(1)
         self.images = torch.from_numpy(draw_.integers(0, 256, (100, *self.shape), np.uint8))
+        if self.tokens:
+            self.images = self.images.long() % self.tokens
         self.labels = torch.from_numpy(draw_.integers(0, 10, 100))
         self.layout: ModelLayout = models.layout_of(self.module)
         self.module = self.module.to(self.device, self.dtype).train()
@@ -106,7 +131,7 @@ class Case:
         return Visits(torch.from_numpy(places), changes)
 
     def normalise(self, images: Tensor) -> Tensor:
-        return images.to(self.dtype) / 255 - 0.5
+        return images if self.tokens else images.to(self.dtype) / 255 - 0.5
 
     @property
     def recipe(self) -> Recipe:
@@ -124,7 +149,7 @@ class Case:
     @property
     def turns(self) -> list[Turn]:
         return [
-            Turn(row, load, visits, self._reported(k), self.cancelled[k], self._done(k))
+            Turn(row, load, visits, self._reported(k), self.cancelled[k], self._done(k), seed=k)
             for k, (row, load, visits) in enumerate(zip(self.rows, self.loads, self.visits, strict=True))
         ]
 
@@ -146,6 +171,7 @@ class Case:
         """Train one device as its trainer does; return its state, its loss, and its steps."""
         module, load = copy.deepcopy(self.module).cpu(), self.loads[k]
         models.read_row(module, self.layout, self.rows[k])
+        reseed(module, k, CPU)
         losses, taken = run_sgd(
             forward_of(module, self.training, device=CPU),
             list(module.parameters()),
@@ -191,6 +217,11 @@ def of(name: str, shape: tuple[int, ...]) -> nn.Module:
     return models.build(name, 1, inputs=Inputs(shape, 10))
 
 
+def text_case(name: str, loads: tuple[Load, ...] = RAGGED, dtype: torch.dtype = torch.float64) -> Case:
+    module = models.build(name, 1, inputs=Inputs((6,), 10, tokens=20))
+    return Case(module, (6,), loads=loads, dtype=dtype, tokens=20)
+
+
 def with_objective(objective: dict[str, Any], **more: Any) -> TrainingSettings:
     settings = {"batch_size": 4, "weight_decay": 0.01, "objective": objective, **more}
     return TrainingSettings.model_validate(settings)
@@ -222,6 +253,12 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "lenet5": lambda: Case(of("lenet5", (1, 28, 28)), (1, 28, 28)),
     "cnn_fedavg": lambda: Case(of("cnn_fedavg", (1, 20, 20)), (1, 20, 20)),
+    "dropout": lambda: Case(dropping(), (1, 8, 8)),
+    "dropout, fedsam": lambda: Case(dropping(), (1, 8, 8), training=with_objective({"name": "fedsam"})),
+    "dropout, batch norm": lambda: Case(dropping(nn.BatchNorm2d(4)), (1, 8, 8), loads=RAGGED[:3]),
+    "char_lstm": lambda: text_case("char_lstm", RAGGED[:3]),
+    "sent_lstm": lambda: text_case("sent_lstm", RAGGED[:3]),
+    "lstm, seldom form": lambda: Case(_Sequences(), (1, 8, 8), loads=RAGGED[:3]),
     "resnet20": lambda: Case(of("resnet20", (3, 16, 16)), (3, 16, 16), loads=RAGGED[:3]),
     "resnet20_preact": lambda: Case(of("resnet20_preact", (1, 16, 16)), (1, 16, 16), loads=RAGGED[:3]),
 }
@@ -468,7 +505,28 @@ def test_a_cap_makes_several_groups(most: int, monkeypatch: pytest.MonkeyPatch) 
     assert max(sizes) == most and all(isinstance(how, VmappedResult) for how in case.ended)
 
 
-def test_layers_that_draw_cannot_be_vmapped() -> None:
+def test_memory_that_runs_out_after_a_draw_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    plenty, case = (Case(dropping(), (1, 8, 8), dtype=torch.float32) for _ in range(2))
+    plenty.train()
+    step_of, calls = vmapped_models.sgd.step, 0
+
+    def tight(batch: Any, *rest: Any, **settings: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            batch.forward()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step_of(batch, *rest, **settings)
+
+    monkeypatch.setattr(vmapped_models.sgd, "step", tight)
+    case.train()
+    assert calls > 3
+    for mine, its in zip(case.ended, plenty.ended, strict=True):
+        assert isinstance(mine, VmappedResult) and isinstance(its, VmappedResult)
+        np.testing.assert_allclose(case.layout.floats(mine.row), case.layout.floats(its.row), rtol=0, atol=1e-6)
+
+
+def test_layers_that_draw_from_torchs_own_generator_cannot_be_vmapped() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))
     with pytest.raises(RuntimeError, match="random"):
         Case(module, (1, 8, 8), dtype=torch.float32).train()
@@ -484,6 +542,19 @@ class _Centred(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(1)
         logits: Tensor = self.fc(flat - flat.mean(0))
+        return logits
+
+
+class _SharedMask(nn.Module):
+    """Drops the same values for all its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+        self.drop = Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(x.flatten(1) * self.drop(torch.ones(1, 64, dtype=x.dtype)))
         return logits
 
 
@@ -509,7 +580,8 @@ class _Single(nn.Module):
     [
         (mlp(Inputs((1, 8, 8), 10)), ""),
         (nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10)), "random"),
-        (nn.Sequential(nn.Flatten(), Dropout(), nn.Linear(64, 10)), "random"),
+        (nn.Sequential(nn.Flatten(), Dropout(), nn.Linear(64, 10)), ""),
+        (_SharedMask(), "dropout of values that all devices share"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10, momentum=None)), "RuntimeError"),
         (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 10)), ""),
         (_Centred(), "vmapped steps in float64 that differ by"),
@@ -633,23 +705,12 @@ def test_both_paths_take_the_objective_of_one_step_function(monkeypatch: pytest.
         assert not torch.allclose(state["1.weight"], plain.alone(k)[0]["1.weight"], rtol=0, atol=1e-3)
 
 
-def test_recurrent_layers_cannot_be_vmapped() -> None:
-    layout_of = models.build("char_lstm", 1, inputs=Inputs((6,), 20, 20))
-    case = quick(RAGGED[:2])
-    texts = torch.randint(0, 20, (100, 6))
-    recipe = Recipe(
-        layout_of,
-        TaskVectors(LinkLayouts.plain(models.layout_of(layout_of))),
-        texts,
-        texts[:, 0],
-        lambda rows: rows,
-        case.training,
-        0.05,
-    )
-    row = recipe.layout.empty()
-    models.write_row(layout_of, recipe.layout, row)
-    turns = [Turn(row, turn.load, turn.visits, turn.progress, turn.cancelled, turn.done) for turn in case.turns]
-    assert "lstm" in problem_of(recipe, turns)
+def test_what_vmap_lacks_is_found_out_and_an_lstm_is_not_among_it() -> None:
+    lstm = text_case("char_lstm", RAGGED[:2], torch.float32)
+    assert problem_of(lstm.recipe, lstm.turns) == ""
+    lstm.module.lstm = nn.LSTM(8, 128, num_layers=2, batch_first=True, bidirectional=True)
+    both = Case(lstm.module, (6,), RAGGED[:2], dtype=torch.float32, tokens=20)
+    assert "lstm" in problem_of(both.recipe, both.turns)
 
 
 def test_trying_and_timing_leave_the_turns_as_they_were() -> None:

@@ -15,7 +15,7 @@ from common.errors import InvalidExperiment
 from common.experiment import schema
 from common.learning import datasets, splits
 from common.learning.inputs import Inputs
-from common.randomness import Purpose, generator
+from common.randomness import Purpose, generator, torch_seed
 from device.training import augmentation
 
 BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: they stay in a core's cache
@@ -116,3 +116,8 @@ def uniform_numbers(
         return torch.from_numpy(source.random((samples, draws), np.float32)).to(device)
 
     return numbers
+
+
+def dropout_seed(experiment: schema.Experiment, *, node: str, local_round: int) -> int:
+    """Return the seed of a local round's dropout masks."""
+    return torch_seed(experiment.seed, Purpose.DROPOUT, node, local_round)

@@ -23,9 +23,8 @@ from common.learning.computing import first_line, out_of_memory, resolve_acceler
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
-from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
-from device.training.batches import LocalDataset, batches, load_local_dataset, uniform_numbers
+from device.training.batches import LocalDataset, batches, dropout_seed, load_local_dataset, uniform_numbers
 from device.training.network import Network, network_of
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
@@ -123,7 +122,7 @@ class Trainer:
         try:
             models.read_row(module, layout, row)
             self._move_to(self._accelerator)
-            reseed(module, self._dropout_seed(local_round), self._accelerator)
+            reseed(module, dropout_seed(self._experiment, node=self._node, local_round=local_round), self._accelerator)
             vectors = made.vectors.read(row)
             loss, steps = self._run_sgd(
                 vectors, epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled
@@ -149,9 +148,6 @@ class Trainer:
         if self._made is None:
             raise RuntimeError("call Trainer.prepare first")
         return self._made
-
-    def _dropout_seed(self, local_round: int) -> int:
-        return torch_seed(self._experiment.seed, Purpose.DROPOUT, self._node, local_round)
 
     def _run_sgd(
         self,

@@ -22,6 +22,7 @@ from common.learning import models
 from common.learning.computing import first_line
 from common.learning.datasets import Normalise
 from common.learning.head import head_places
+from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.network import Network
@@ -149,7 +150,7 @@ def _vmapped(recipe: Recipe, turns: Sequence[Turn]) -> Callable[[int], None]:
     made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
     ordered = [turns[k] for k in made.order]
     fullest = max(range(len(made.steps)), key=lambda i: int(made.steps[i].counts.sum()))
-    state = VmappedModels(recipe, [turn.row for turn in ordered])
+    state = VmappedModels(recipe, [turn.row for turn in ordered], [turn.seed for turn in ordered])
     places, batch = Batches(recipe, made, ordered).of(fullest)
 
     def steps(count: int) -> None:
@@ -181,6 +182,7 @@ def _alone(recipe: Recipe, turn: Turn, count: int, network: Network | None = Non
             yield 0, recipe.inputs(places, changes), recipe.labels.index_select(0, places)
 
     models.read_row(module, layout, turn.row)
+    reseed(module, turn.seed, recipe.accelerator)
     found = recipe.vectors.read(turn.row)
     vectors = {name: list(recipe.parts_of(name, vector).values()) for name, vector in found.items()}
     drawn, dtype = turn.visits.uniform, next(module.parameters()).dtype
@@ -212,7 +214,7 @@ def _repeated(turn: Turn, count: int, layout: ModelLayout, done: Callable[[Vmapp
     uniform = None if turn.visits.uniform is None else turn.visits.uniform[some]
     visits = Visits(turn.visits.places[some], changes, uniform)
     row = _with_noise(turn.row, layout)
-    return Turn(row, Load(count, TRIAL_STEPS), visits, lambda *_: None, threading.Event(), done)
+    return Turn(row, Load(count, TRIAL_STEPS), visits, lambda *_: None, threading.Event(), done, turn.seed)
 
 
 def _with_noise(row: Row, layout: ModelLayout) -> Row:

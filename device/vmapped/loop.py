@@ -52,7 +52,7 @@ class Visits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One device's vmapped training; `row`, a model and its vectors, uint8, is read-only.
+    """One device's vmapped training; `row`, a model and its vectors, uint8, is read-only; `seed`: of dropout masks.
 
     `progress(steps_done, steps_total)` and, at most once, `done` are called from the training thread.
     """
@@ -63,6 +63,7 @@ class Turn:
     progress: Progress
     cancelled: threading.Event
     done: Callable[[VmappedResult | Cancelled], None]
+    seed: int = 0
 
 
 def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
@@ -129,7 +130,8 @@ class _Group:
         self._looked = time.monotonic()
         self._began = self._began or self._looked
         if self._state is None:
-            self._state = VmappedModels(self._recipe, [member.turn.row for member in self._members])
+            turns = [member.turn for member in self._members]
+            self._state = VmappedModels(self._recipe, [turn.row for turn in turns], [turn.seed for turn in turns])
         self._state.move_to(self._recipe.accelerator)
         batches = Batches(self._recipe, self._plan, [member.turn for member in self._members])
         self._look(self._state)
@@ -240,6 +242,7 @@ class Batches:
             counts = self._counts[rows, None]
             weights = (torch.arange(step.width, device=counts.device) < counts).to(self._dtype) / counts
         batch = Batch(
+            step,
             self._samples[slots].view(len(step.places), step.width),
             None if self._changes is None else self._changes[slots],
             weights,

@@ -28,6 +28,8 @@ from device.training.augmentation import Changes, change
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.vectors import TaskVectors
+from device.vmapped.layers import VmappedLayers
+from device.vmapped.schedule import VmappedStep
 
 Tensors = dict[str, Tensor]
 
@@ -92,12 +94,13 @@ def _of_fp32(layer: _NormBase, inputs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step's samples: `samples` int64 [A, W] are indices of images, `changes` the augmentation of the A * W images.
+    """A step and its samples: `samples` int64 [A, W] are indices of images, `changes` the augmentation of A * W images.
 
     `weights` [A, W], each row of sum 1, are the samples' weights in the loss; None = equal. `counted` float64 [A]: the
     factor of each loss in the last epoch's sum. `uniform`: the samples' random numbers, float32 [A, W, draws].
     """
 
+    step: VmappedStep
     samples: Tensor
     changes: Changes | None
     weights: Tensor | None
@@ -111,9 +114,13 @@ class VmappedModels:
     For an objective that uses them, also the received weights and the vectors.
     """
 
-    def __init__(self, recipe: Recipe, rows: Sequence[Row]) -> None:
-        """Start with each device's flat model and the vectors behind it, uint8, and zero momenta."""
+    def __init__(self, recipe: Recipe, rows: Sequence[Row], seeds: Sequence[int]) -> None:
+        """Start with each device's flat model and the vectors behind it, uint8, and zero momenta.
+
+        `seeds`: of each device's dropout masks.
+        """
         self._recipe = recipe
+        self._layers = VmappedLayers(recipe.module, seeds, device=recipe.accelerator)
         self._objective = objective_of(recipe.training)
         self._weights, self._buffers = _tensors(recipe, np.stack([row[: recipe.layout.model_bytes] for row in rows]))
         kept = self._weights if self._objective.uses_received else {}
@@ -148,23 +155,25 @@ class VmappedModels:
             passes.append(moved)
             return logits, found
 
-        losses = sgd.step(
-            Minibatch(
-                forward,
-                recipe.labels[batch.samples],
-                list(weights.values()),
-                list(_some(self._received, places).values()),
-                batch.weights,
-                {name: list(_some(parts, places).values()) for name, parts in self._vectors.items()},
-                features,
-                batch.uniform,
-                self._head,
-            ),
-            [momenta.get(name) for name in weights],
-            objective=self._objective,
-            training=recipe.training,
-            learning_rate=recipe.learning_rate,
+        minibatch = Minibatch(
+            forward,
+            recipe.labels[batch.samples],
+            list(weights.values()),
+            list(_some(self._received, places).values()),
+            batch.weights,
+            {name: list(_some(parts, places).values()) for name, parts in self._vectors.items()},
+            features,
+            batch.uniform,
+            self._head,
         )
+        with self._layers.batched(batch.step):
+            losses = sgd.step(
+                minibatch,
+                [momenta.get(name) for name in weights],
+                objective=self._objective,
+                training=recipe.training,
+                learning_rate=recipe.learning_rate,
+            )
         moved = passes[0]  # the batch statistics of the first pass
         with torch.no_grad():
             if isinstance(places, int):  # weights and momenta are views of the state's
@@ -191,6 +200,7 @@ class VmappedModels:
         """Return the places from start to stop as a separate state, on the CPU until it is moved."""
         made = object.__new__(VmappedModels)
         made._recipe, made._objective, made._head = self._recipe, self._objective, self._head
+        made._layers = self._layers.part(start, stop)
         made._weights, made._received, made._momenta, made._buffers = (
             _part(tensors, start, stop) for tensors in (self._weights, self._received, self._momenta, self._buffers)
         )

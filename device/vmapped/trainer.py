@@ -19,7 +19,7 @@ from common.learning import datasets, models
 from common.learning.computing import first_line, out_of_memory, set_up
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
-from device.training.batches import LocalDataset, load_local_dataset, orders, uniform_numbers
+from device.training.batches import LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
 from device.training.network import network_of
 from device.training.objectives.table import objective_of
 from device.training.sgd import keep_linear_fp32
@@ -206,7 +206,8 @@ class _Shared:
             costs = (how.train_s, how.wall_s - how.train_s)
             done(LocalResult(load.samples, how.loss, how.steps, *costs, TrainingPath.VMAPPED, how.wall_s))
 
-        return Turn(order.row, load, visits, order.progress, order.cancelled, end)
+        seed = dropout_seed(self._experiment, node=device.node, local_round=order.local_round)
+        return Turn(order.row, load, visits, order.progress, order.cancelled, end, seed)
 
     def trial(self, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> tuple[int, StepTimes | None]:
         """Return how many fit in one group, 0 for none, and their step times if `timed`; measured once per size."""

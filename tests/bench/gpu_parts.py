@@ -248,7 +248,7 @@ def _vmapped_step(
     turns = [shared.turn(hosted, order, lambda _: None) for hosted, order in work]
     made = plan([turn.load for turn in turns], batch_size=BATCH, pad=recipe.pads)
     ordered = [turns[k] for k in made.order]
-    state = VmappedModels(recipe, [turn.row for turn in ordered])
+    state = VmappedModels(recipe, [turn.row for turn in ordered], [turn.seed for turn in ordered])
     places, batch = Batches(recipe, made, ordered).of(0)
     return lambda: recipe.layout.floats(state.read([0])[0][0]).copy(), lambda: state.step(places, batch)
 

@@ -34,9 +34,15 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.p:
             return x
-        like = x.new_empty((*x.shape[:2], *(1 for _ in x.shape[2:]))) if self.whole else torch.empty_like(x)
-        keep = like.bernoulli_(1 - self.p, generator=self.source)
-        return x * keep / (1 - self.p)
+        return x * self.mask(x) / (1 - self.p)
+
+    def mask(self, x: Tensor) -> Tensor:
+        """Draw which of the values to keep: 1, else 0. The result does not depend on the memory format."""
+        return x.new_empty(self.mask_shape(x)).bernoulli_(1 - self.p, generator=self.source)
+
+    def mask_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of a batch's mask."""
+        return (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.whole else tuple(x.shape)
 
 
 def own_dropout(module: nn.Module) -> None:
