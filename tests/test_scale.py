@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
+from weakref import ref
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.accounting.counters import Account
 from common.accounting.traffic import Traffic
+from common.experiment.links import LinkDirection, LinkSet
 from common.experiment.reading import announced, parse
 from common.experiment.rounds import Closing
 from common.protocol.attendance import Attendance, Lacking
 from common.protocol.coordinator import Coordinator
+from common.protocol.identity import Identity
 from common.protocol.manifest import describe
-from common.protocol.messages import Key, NodeState, Phase, Presence, Progress, Task
+from common.protocol.messages import Key, NodeState, Phase, Presence, Progress, Result, Task
+from common.protocol.outbox import Outbox, Publish
 from common.protocol.parent_session import ParentSession
-from common.protocol.participant import Participant
-from common.protocol.round_state import HEARTBEAT_S, Assignment, waiting_most_s
+from common.protocol.participant import Begin, Participant
+from common.protocol.round_state import HEARTBEAT_S, Assignment, ResultAnnounced, waiting_most_s
+from common.protocol.sender import Sender
+from common.protocol.serialization import decode
 from common.protocol.targets import REPORT_S, Targets
+from common.runtime.arriving import shared_row
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.subscriptions import TopicTree, matches
 
@@ -143,3 +152,48 @@ def test_a_waiting_child_does_not_get_its_task_again_meanwhile() -> None:
     assert len(parent.to_send(0.0)) == 1
     parent.receive("a", Progress(key, Phase.WAITING, 0, 0, Traffic(), ()), now=0.5)
     assert parent.to_send(0.5 + waiting_most_s(120.0)) == [] and len(parent.to_send(25.0)) == 1
+
+
+def test_equal_tasks_are_one_message_in_memory() -> None:
+    """A parent sends all tasks of a round at once: with a copy of the model in each they fill its memory."""
+    model = bytes(5000)
+    manifest = describe(memoryview(model), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    ways = LinkSet(to=dict.fromkeys("abc", LinkDirection()), from_={}, shaped=False)
+    outbox = Outbox(
+        Identity("r-1", "p", "institution", "s"), sender=Sender(first_number=1), counters=Account(), ways=ways
+    )
+    for name, epochs in (("a", 1), ("b", 1), ("c", 2)):
+        outbox.send(name, Task(Key(0, 0, 0), epochs, manifest, model), 0.0)
+    one, other, third = (output.body for output in outbox.to_send(0.0) if isinstance(output, Publish))
+    assert one is other and third != one
+    assert [decode(body)[1] for body in (one, third)] == [Task(Key(0, 0, 0), e, manifest, model) for e in (1, 2)]
+
+
+def test_the_state_of_a_round_has_no_models() -> None:
+    model = bytes(5000)
+    manifest = describe(memoryview(model), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    parent, child = Coordinator(["a"], idle_s=120.0), Participant(idle_s=120.0)
+    parent.presence("a", "s", Presence(NodeState.READY, "device"), now=0.0)
+    key = parent.open(
+        global_round=0, local_round=0, assignments={"a": Assignment(manifest, 1, model)}, closing=Closing(), now=0.0
+    )
+    ((_, task),) = parent.to_send(0.0)
+    assert isinstance(task, Task) and task.inline is model
+    child.receive(task, now=0.0)
+    assert child.next_event() == Begin(task)
+    result = Result(key, manifest, model, 1, 0.5, 1, 1, 1, 0.1, 0.0, 0.0, (), "")
+    parent.receive("a", result, now=1.0)
+    assert parent.next_event() == ResultAnnounced("a", result)
+    assert all(model not in gc.get_referents(each) for each in (child._task, parent._children["a"].result))
+
+
+def test_nodes_of_a_process_share_the_model_inside_their_tasks() -> None:
+    one, equal, other = bytes(range(100)), bytes(range(100)), bytes(100)
+    assert one is not equal
+    row = shared_row("id", one)
+    assert shared_row("id", equal) is row and row.tobytes() == one and not row.flags.writeable
+    different = shared_row("id", other)  # the id may be anybody's
+    assert different.tobytes() == other and row.tobytes() == one
+    gone = ref(different)
+    del different
+    assert gone() is None  # with the last node that uses it

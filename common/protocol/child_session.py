@@ -148,9 +148,9 @@ class ChildSession(Session):
     # A task
 
     def fetch(
-        self, task: Task, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
+        self, task: Task, buffer: memoryview | None, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
     ) -> None:
-        """Fetch a task's model into `buffer`, uint8 [its size].
+        """Fetch a task's model into `buffer`, uint8 [its size]; None: check it where it is, inside the task.
 
         `lacking`, bool [chunks], marks the chunks that the buffer lacks, None: all. It is kept up to date, so that
         others may follow the fetch.
@@ -158,7 +158,7 @@ class ChildSession(Session):
         self._fetching = task
         if task.inline is not None:
             self.receiver.take(self.parent, task.model, buffer, task.inline)
-        else:
+        elif buffer is not None:
             self.receiver.fetch(self.parent, task.model, buffer, lacking=lacking, now=now)
 
     def begin_work(self, now: float) -> None:
@@ -171,7 +171,7 @@ class ChildSession(Session):
 
     def stop_fetching(self, task: Task, now: float) -> None:
         """Stop fetching a task's model; its buffer is not written any more."""
-        if self._fetching is task:
+        if self._fetching is not None and self._fetching.model.blob == task.model.blob:
             self._fetching = None
         self.receiver.drop(self.parent, blob=task.model.blob, now=now)
 

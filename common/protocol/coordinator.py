@@ -128,7 +128,7 @@ class Coordinator:
                 self._received_model(child, now)
         elif child.go(ChildCause.RESULT):
             self._received_model(child, now)
-            child.result, child.moved = message, now
+            child.result, child.moved = replace(message, inline=None), now  # the event has the model
             child.seconds = now - child.assigned
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first

@@ -76,6 +76,7 @@ class Outbox:
         self._waiting: list[tuple[float, int, _Departure]] = []  # by time, then in order
         self._number = 0
         self._in_client = 0
+        self._last_task: tuple[Task, bytes] | None = None
         self.noise: dict[tuple[str, str], None] = {}
 
     def begin(self, begun: float) -> None:
@@ -100,7 +101,7 @@ class Outbox:
         """Send a control message to a peer's inbox; return when it leaves."""
         identity = self._identity
         topic = topics.inbox(identity.lab, identity.run, peer, identity.name)
-        body = serialization.encode(message, identity.session)
+        body = self._encoded(message)
         size = packet_bytes(topic, len(body), qos=0)
         due = self._shaper.reserve((peer,), size, now)
         counted = peer if peer in self._peers else OTHERS
@@ -154,6 +155,14 @@ class Outbox:
             if isinstance(departure.output, PublishChunk):
                 self._sender.left(departure.output.chunk)
         self._waiting.clear()
+
+    def _encoded(self, message: Message) -> bytes:
+        """Return a message's bytes; tasks that follow one another and are equal share them, with the model inside."""
+        if not isinstance(message, Task):
+            return serialization.encode(message, self._identity.session)
+        if self._last_task is None or self._last_task[0] != message:
+            self._last_task = message, serialization.encode(message, self._identity.session)
+        return self._last_task[1]
 
     def _reserve(self, chunk: Publication, now: float) -> None:
         identity = self._identity

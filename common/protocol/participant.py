@@ -186,7 +186,7 @@ class Participant:
         return after is not None
 
     def _take(self, task: Task, now: float) -> None:
-        mine, self._task = self._task, task
+        mine, self._task = self._task, replace(task, inline=None)  # only the event has the model
         same = mine is not None and (
             (mine.key.global_round, mine.key.local_round, mine.model.blob, mine.epochs, mine.follows)
             == (task.key.global_round, task.key.local_round, task.model.blob, task.epochs, task.follows)

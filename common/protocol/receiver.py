@@ -120,8 +120,8 @@ class Receiver:
         self._promote(now)
         return True
 
-    def take(self, owner: str, manifest: Manifest, buffer: memoryview, data: bytes) -> None:
-        """Handle a blob that was sent inside its announcement."""
+    def take(self, owner: str, manifest: Manifest, buffer: memoryview | None, data: bytes) -> None:
+        """Handle a blob that was sent inside its announcement; without a buffer it is used where it is."""
         whole = len(data) == manifest.size
         view = memoryview(data)
         for index in range(manifest.chunks if whole else 0):
@@ -131,7 +131,8 @@ class Receiver:
             reason = "wrong digest of an inline model"
             self._events.append(FetchFailed(owner, manifest.blob, FetchFailure.DAMAGED, reason))
             return
-        buffer.cast("B")[:] = view
+        if buffer is not None:
+            buffer.cast("B")[:] = view
         self._events.append(Fetched(owner, manifest.blob))
 
     def drop(self, owner: str, *, blob: str | None = None, now: float) -> None:

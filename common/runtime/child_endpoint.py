@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ from common.protocol.limits import TaskLimits
 from common.protocol.manifest import missing, shared
 from common.protocol.messages import Manifest, NodeState, Phase, Task
 from common.protocol.session_events import NoiseFetched, ProbeReceived
-from common.runtime.arriving import Arriving, ModelUnavailable
+from common.runtime.arriving import Arriving, ModelUnavailable, shared_row
 from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
 from common.runtime.endpoint import Endpoint
@@ -141,8 +142,6 @@ class ChildEndpoint(Endpoint):
         self._layouts = layouts
         self.session.set_form(self.models.form(layouts.down))
         self.session.prepared()
-        self._rows = self._spool.rows("model", 1, layouts.down.row_bytes)
-        row = self._rows.array[0]
         current: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as group:
             while True:
@@ -152,7 +151,7 @@ class ChildEndpoint(Endpoint):
                 if self._over.done():  # a task that arrived together with the end is void
                     begin.cancel()
                     break
-                current = group.create_task(self._do(begin.result(), layouts, row, work), name="task")
+                current = group.create_task(self._do(begin.result(), layouts, work), name="task")
         self._model = None
         self._check_end()
 
@@ -227,13 +226,14 @@ class ChildEndpoint(Endpoint):
 
     # Work
 
-    async def _do(self, task: Task, layouts: LinkLayouts, row: Row, work: Work) -> None:
+    async def _do(self, task: Task, layouts: LinkLayouts, work: Work) -> None:
         session = self.session
         if self._result_model is not None:
             self.retire(self._result_model[0].blob)  # its row will be overwritten
             self.models.release(self._result_model[0].blob)
         self.probes.end()
-        model = await self._fetch(task, layouts.down, row)
+        model = await self._fetch(task, layouts.down)
+        task = replace(task, inline=None)  # the model has its bytes
         self._result_model = None
 
         def report(phase: Phase, done: int, total: int) -> None:
@@ -252,7 +252,7 @@ class ChildEndpoint(Endpoint):
             self._fetching = None
             session.stop_fetching(task, self.now())
             await _stop(self._decoding)  # it writes the row
-        reference = DeltaReference(task.model.blob, row) if self.models.sent.delta else None
+        reference = DeltaReference(task.model.blob, model.row) if self.models.sent.delta else None
         manifest, blob = await self.models.encode(
             layouts.up, result.row, cut=session.offers.cut(session.peers), reference=reference
         )
@@ -261,15 +261,25 @@ class ChildEndpoint(Endpoint):
         session.finish(result.announcement(task, manifest, inline), self.now())
         self.wake()
 
-    async def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> Arriving:
-        """Start fetching the task's model into the row, or the chunks that the row lacks."""
+    async def _fetch(self, task: Task, layout: ModelLayout) -> Arriving:
+        """Start fetching the task's model into the row, or the chunks that the row lacks.
+
+        A model inside the task needs no row of its own, and is not kept after the work: the next one arrives likewise.
+        """
         manifest = task.model
+        if task.inline is not None and self.models.received.is_row:
+            row, self._model = shared_row(manifest.blob, task.inline), None
+            model = self._fetching = Arriving(manifest, row, row.data, np.ones(manifest.chunks, np.bool_))
+            self.session.fetch(task, None, self.now())
+            self.wake()
+            return model
+        row = self._row(layout)
         buffer = self._buffer(layout, row, size=manifest.size)
         had = self._model if self._model is not None and self._model.manifest.blob == manifest.blob else None
         lacking = np.ones(manifest.chunks, np.bool_) if had is None else had.lacking
         if self.models.received.is_row and self._rows.take_found(0):
             lacking = await offload(partial(missing, manifest, buffer))
-        elif self.models.received.is_row and had is None and task.inline is None:
+        elif self.models.received.is_row and had is None:
             last, self._model = self._model, None  # its row will be overwritten
             lacking = await offload(partial(self._lacking, manifest, buffer, last))
         model = self._model = Arriving(manifest, row, buffer, lacking)
@@ -296,6 +306,13 @@ class ChildEndpoint(Endpoint):
                 buffer[manifest.span(index)] = row.data[manifest.span(index)]
                 lacking[index] = False
         return lacking
+
+    def _row(self, layout: ModelLayout) -> Row:
+        """Return the row in which models are assembled."""
+        if not self._rows.array.size:
+            self._rows = self._spool.rows("model", 1, layout.row_bytes)
+        row: Row = self._rows.array[0]
+        return row
 
     def _buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
         """Return the memory for a blob: the row if it is the row, else separate memory, from which it is forwarded."""
