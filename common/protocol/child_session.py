@@ -158,7 +158,8 @@ class ChildSession(Session):
         self._fetching = task
         if task.inline is not None:
             self.receiver.take(self.parent, task.model, buffer, task.inline)
-        elif buffer is not None:
+        else:
+            assert buffer is not None
             self.receiver.fetch(self.parent, task.model, buffer, lacking=lacking, now=now)
 
     def begin_work(self, now: float) -> None:

@@ -191,16 +191,15 @@ class Pool:
         while not queue:
             self._came.clear()
             await self._came.wait()
-        if (most := self._most(executor, queue[0])) > 1:
-            await gather(self._came, lambda: len(queue) >= most)
+        if (most := self._most(executor, queue[0])) == 1:
+            return [queue.popleft()]  # no look at the others: there may be thousands
+        await gather(self._came, lambda: len(queue) >= most)
         if not queue:  # another executor of this accelerator took them meanwhile, or they were cancelled
             return await self._take(executor)
         first = queue[0]
-        if (most := self._most(executor, first)) == 1:
-            return [queue.popleft()]  # no look at the others: there may be thousands
         alike = [request for request in queue if request is first or (isinstance(first, Job) and first.alike(request))]
         fair = -(-len(alike) // self._idle[executor.accelerator])
-        taken = alike[: min(most, fair)]
+        taken = alike[: min(self._most(executor, first), fair)]
         for request in taken:
             queue.remove(request)
         return taken
