@@ -78,7 +78,7 @@ def test_training_is_that_of_autograd_bit_for_bit(
     lab = lab_of(model, objective, **keys)
     captured, replayed, loss = trained(lab)
     assert captured is not None and captured.replays()
-    monkeypatch.setattr(network, "captured_of", lambda *_, **__: None)
+    monkeypatch.setattr(network, "is_captured", lambda *_, **__: False)
     assert trained(lab) == (None, replayed, loss)
 
 
@@ -107,15 +107,14 @@ def compared(forward: Forward) -> CapturedGradients:
     """Compare a few steps of a linear layer's gradients with autograd's, and return the captured ones."""
     layer, other = nn.Linear(6, 3), nn.Linear(6, 3)
     other.load_state_dict(layer.state_dict())
-    captured = CapturedGradients(
-        lambda inputs, labels: functional.cross_entropy(forward(layer, inputs), labels), list(layer.parameters())
-    )
+    weights = list(layer.parameters())
+    captured = CapturedGradients(lambda _, inputs, labels: functional.cross_entropy(forward(layer, inputs), labels))
     for inputs, labels in batches(5):
-        loss = captured.backward(inputs, labels)
+        loss = captured.backward(weights, inputs, labels)
         expected = functional.cross_entropy(forward(other, inputs), labels)
         torch.autograd.backward(expected)
         assert torch.equal(loss, expected) and not loss.requires_grad
-        for one, same in zip(layer.parameters(), other.parameters(), strict=True):
+        for one, same in zip(weights, other.parameters(), strict=True):
             if one.grad is None or same.grad is None:
                 assert one.grad is same.grad
             else:
@@ -161,9 +160,9 @@ def test_recording_does_not_import_the_compiler() -> None:
         "import sys, torch\n"
         "from device.training.captured import CapturedGradients\n"
         "weight = torch.ones(3, requires_grad=True)\n"
-        "captured = CapturedGradients(lambda inputs, labels: (inputs * weight).sum(), [weight])\n"
+        "captured = CapturedGradients(lambda _, inputs, labels: (inputs * weight).sum())\n"
         "for _ in range(3):\n"
-        "    captured.backward(torch.ones(2, 3), torch.ones(2))\n"
+        "    captured.backward([weight], torch.ones(2, 3), torch.ones(2))\n"
         "    weight.grad = None\n"
         "assert captured.replays()\n"
         "sys.exit('torch._dynamo' in sys.modules)\n"

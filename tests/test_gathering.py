@@ -120,6 +120,19 @@ def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Work(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4
 
 
+@pytest.mark.parametrize(("training", "captured"), [({}, True), ({"precision": "bf16", "batch_size": 10}, False)])
+def test_gradients_of_small_models_are_captured_vmapped_too(
+    training: dict[str, Any], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes: list[Recipe] = []
+    monkeypatch.setattr(
+        trainer, "train", lambda recipe, turns, most: (recipes.append(recipe), train_together(recipe, turns, most=most))
+    )
+    assert Work(experiment(**training)).train() == [TrainingPath.VMAPPED] * 4
+    for recipe in recipes:
+        assert recipe.captured.replays() if captured and recipe.captured else recipe.captured is None and not captured
+
+
 def dropping(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
     """Return a model of one's own with dropout."""
     layers = [nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, classes)]

@@ -248,11 +248,9 @@ def test_an_objective_may_have_a_loss_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 def lab_of(objective: dict[str, Any] | None, model: str = "cnn_digits", **training: Any) -> Experiment:
     chosen = {} if objective is None else {"objective": objective}
-    data = (
-        {"dataset": "synthetic", "image_shape": [3, 16, 16], "samples": 50, "classes": 10}
-        if model == "resnet20"
-        else {}
-    )
+    shapes = {"resnet20": [3, 16, 16], "mlp_digits": [1, 8, 8]}
+    small = {"dataset": "synthetic", "samples": 50, "classes": 10}
+    data = {**small, "image_shape": shapes[model]} if model in shapes else {}
     return parse({"model": {"name": model}, "data": data, "training": {**training, **chosen}})
 
 
@@ -317,7 +315,7 @@ def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.Mon
     steps = []
     for objective in (None, {"name": "fedsam"}):
         passes = 0
-        lab = lab_of(objective, "mlp_digits", epochs=1)  # ends before a first progress message, half a second
+        lab = lab_of(objective, "mlp_digits", epochs=1)  # so short that it ends before a first progress message
         speed = planning.train(lab.to_json(), lab.tree.devices[:1], 0.0)
         assert speed.step_s > 0
         steps.append(passes)

@@ -6,7 +6,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ from device.vmapped import calibration, loop
 from device.vmapped import models as vmapped_models
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult
-from device.vmapped.models import Recipe, VmappedModels, keep_batch_norm_fp32
+from device.vmapped.models import Recipe, VmappedModels, captured_of, keep_batch_norm_fp32
 from device.vmapped.schedule import Load, plan
 
 CPU = torch.device("cpu")
@@ -278,6 +278,24 @@ def test_vmapped_training_gives_what_each_gives_alone(name: str, monkeypatch: py
         for entry, view in views.items():
             np.testing.assert_allclose(view, wanted[entry], rtol=0, atol=1e-6)
         assert np.abs(case.layout.floats(how.row) - before.numpy()).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "replays"),
+    [
+        *((name, True) for name in ("mlp", "no momentum", "nesterov, clipped", "augmented", "fedsam", "lenet5")),
+        *((name, False) for name in ("odd", "dropout")),
+    ],
+)
+def test_captured_gradients_give_the_same_bits(name: str, replays: bool) -> None:
+    """A layer that is never called has no gradient, and masks are drawn: both are left to autograd."""
+    case, wanted = CASES[name](), CASES[name]()
+    wanted.rows = case.rows
+    captured = captured_of(case.module, case.training)
+    loop.train(replace(case.recipe, captured=captured), case.turns, most=100)
+    assert captured.replays() == replays
+    for how, other in zip(case.ended, wanted.train(), strict=True):
+        assert isinstance(how, VmappedResult) and how.loss == other.loss and np.array_equal(how.row, other.row)
 
 
 @pytest.mark.parametrize("name", ["lenet5", "resnet20"])

@@ -1,10 +1,10 @@
 """Gradients without autograd: the operations of one forward and backward pass, captured and replayed.
 
 With small models on a CPU, autograd and Python take as long as the kernels. For each shape of a batch, the operations
-that torch dispatches below autograd are recorded once and written as a TorchScript function of the batch, which needs
-no compiler and runs without Python. From then on it is called instead. The same kernels run in the same order, so the
-gradients are those of autograd bit for bit. The first replay of each shape is compared with autograd; where they
-differ, and where a pass cannot be replayed, autograd goes on.
+that torch dispatches below autograd are recorded once and written as a TorchScript function of the batch and the
+weights, which needs no compiler and runs without Python. From then on it is called instead. The same kernels run in the
+same order, so the gradients are those of autograd bit for bit. The first replay of each shape is compared with
+autograd; where they differ, and where a pass cannot be replayed, autograd goes on.
 
 Correct only if the operations do not depend on the values of a batch, which is known of fedstrata's models and losses.
 """
@@ -23,16 +23,13 @@ from torch import Tensor
 from torch.jit import CompilationUnit, optimized_execution  # type: ignore[attr-defined, unused-ignore]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-Replay = Callable[[Tensor, Tensor], Sequence[Tensor]]
+Loss = Callable[..., Tensor]
+Replay = Callable[..., Sequence[Tensor]]
 
 _DETACH: Final = torch.ops.aten.detach.default
 _NEW: Final = torch.ops.aten.new_empty_strided.default
 _COPY: Final = torch.ops.aten.copy_.default
 _POOL_BACKWARD: Final = torch.ops.aten.max_pool2d_with_indices_backward.default
-COMPARED_REPLAYS: Final = (
-    3  # TorchScript optimises a function after its first call; it is in its final form in the third
-)
 
 
 class NotReplayable(Exception):
@@ -74,29 +71,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CapturedGradients:
-    """The gradients of a loss [] at `weights`, which are leaves and keep their memory.
+    """The gradients of a loss: of one model, or of A models at once, whose weights are [A, ...] and losses [A].
 
-    The loss is a function of inputs [b, ...] and labels [b], and updates nothing.
+    `loss(weights, *batch)`, of leaves and of a batch's tensors, returns the loss [] or the losses [A], and updates
+    nothing.
     """
 
-    def __init__(self, loss: Loss, weights: Sequence[Tensor]) -> None:
+    def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self._weights = weights
         self._replays: dict[object, Replay | None] = {}
         self._compared: set[object] = set()
 
-    def backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Write each weight's gradient to `.grad`, None before; return the loss [], detached."""
-        shape = inputs.shape, inputs.stride()
+    def backward(self, weights: Sequence[Tensor], *batch: Tensor) -> Tensor:
+        """Write each weight's gradient to `.grad`, None before; return the loss [] or the losses [A], detached."""
+        shape = tuple((tensor.shape, tensor.stride()) for tensor in batch)
         if shape not in self._replays:
-            return self._record(shape, inputs, labels)
+            return self._record(shape, weights, batch)
         replay = self._replays[shape]
         if replay is None:
-            return self._by_autograd(inputs, labels)
+            return self._by_autograd(weights, batch)
         if shape not in self._compared:
-            return self._compare(shape, replay, inputs, labels)
-        loss, *gradients = replay(inputs, labels)
-        for weight, gradient in zip(self._weights, gradients, strict=True):
+            return self._compare(shape, replay, weights, batch)
+        loss, *gradients = replay(*batch, *weights)
+        for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
         return loss
 
@@ -104,27 +101,27 @@ class CapturedGradients:
         """Return whether the shapes of batches so far are all replayed."""
         return bool(self._replays) and all(self._replays.values())
 
-    def _by_autograd(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        loss = self._loss(inputs, labels)
-        torch.autograd.backward(loss)
-        return loss.detach()
+    def _by_autograd(self, weights: Sequence[Tensor], batch: Sequence[Tensor]) -> Tensor:
+        losses = self._loss(weights, *batch)
+        torch.autograd.backward(losses.sum() if losses.dim() else losses)  # each depends on its own model's weights
+        return losses.detach()
 
-    def _record(self, shape: object, inputs: Tensor, labels: Tensor) -> Tensor:
+    def _record(self, shape: object, weights: Sequence[Tensor], batch: Sequence[Tensor]) -> Tensor:
         with Recorder() as recorder:
-            loss = self._by_autograd(inputs, labels)
-        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+            loss = self._by_autograd(weights, batch)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
         self._replays[shape] = None
-        if len(gradients) == len(self._weights):
+        if len(gradients) == len(weights):
             with suppress(NotReplayable):
-                self._replays[shape] = function_of(recorder.operations, (inputs, labels), (loss, *gradients))
+                self._replays[shape] = function_of(recorder.operations, (*batch, *weights), (loss, *gradients))
         return loss
 
-    def _compare(self, shape: object, replay: Replay, inputs: Tensor, labels: Tensor) -> Tensor:
+    def _compare(self, shape: object, replay: Replay, weights: Sequence[Tensor], batch: Sequence[Tensor]) -> Tensor:
         replayed: Sequence[Tensor] = ()
         with suppress(RuntimeError):  # of an operation that makes less without gradients: LSTM's
-            replayed = replay(inputs, labels)
-        loss = self._by_autograd(inputs, labels)
-        expected = [loss, *(weight.grad for weight in self._weights)]
+            replayed = replay(*batch, *weights)
+        loss = self._by_autograd(weights, batch)
+        expected = [loss, *(weight.grad for weight in weights)]
         if len(replayed) == len(expected) and all(map(_same, replayed, expected)):
             self._compared.add(shape)
         else:
@@ -135,8 +132,8 @@ class CapturedGradients:
 def function_of(operations: Sequence[Operation], inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Replay:
     """Return a function of `inputs` that runs the operations and returns `results`. Raises NotReplayable.
 
-    All other tensors that the operations read and did not make are constants, such as weights: they are read anew in
-    each call. Results have the strides that they had.
+    All other tensors that the operations read and did not make are constants: they are read anew in each call. Results
+    have the strides that they had.
     """
     for operation in operations:
         tags = operation.call.tags
@@ -212,7 +209,8 @@ class _Writer:
         constants = tuple(self.constants)
 
         def replay(*batch: Tensor) -> Sequence[Tensor]:
-            with optimized_execution(False):  # it would merge matrix products
+            # Optimised it would merge matrix products; the weights are leaves.
+            with torch.no_grad(), optimized_execution(False):
                 found: Sequence[Tensor] = made(*batch, *constants)
             return found
 

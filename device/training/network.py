@@ -24,6 +24,7 @@ from device.training.sgd import (
     check_features,
     features_of,
     forward_of,
+    is_captured,
     keep_linear_fp32,
 )
 
@@ -60,7 +61,7 @@ def network_of(experiment: Experiment, inputs: Inputs, *, accelerator: torch.dev
     if objective.uses_features:
         check_features(module, training)
         features = features_of(module, training, device=accelerator)
-    captured = captured_of(module, forward, experiment, device=accelerator)
+    captured = captured_of(forward, training) if is_captured(module, experiment, device=accelerator) else None
     return Network(
         module, layout, forward, features, captured, head_places(module, layout) if objective.uses_head else ()
     )

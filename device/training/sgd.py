@@ -64,28 +64,30 @@ def features_of(module: nn.Module, training: TrainingSettings, *, device: torch.
     return features
 
 
-def captured_of(
-    module: nn.Module, forward: Forward, experiment: Experiment, *, device: torch.device
-) -> CapturedGradients | None:
-    """Return the captured gradients of the objective's losses, or None where they cannot be, or do not pay.
+def is_captured(module: nn.Module, experiment: Experiment, *, device: torch.device) -> bool:
+    """Return whether the gradients of the objective's losses are captured: where they can be, and it pays.
 
     They are for fedstrata's own small models and losses in fp32 on a CPU. In large models, and with batch norm, nearly
     all the time is the kernels', and a pass that is recorded takes more memory.
     """
     training, objective = experiment.training, objective_of(experiment.training)
     if is_own(experiment.model.name) or is_own(training.loss) or type(objective).losses is not Objective.losses:
-        return None
+        return False
     if device.type != "cpu" or training.compile or training.precision == "bf16":
-        return None
-    weights = list(module.parameters())
-    if any(True for _ in module.buffers()) or sum(weight.numel() for weight in weights) > CAPTURED_PARAMETERS:
-        return None
+        return False
+    few = sum(weight.numel() for weight in module.parameters()) <= CAPTURED_PARAMETERS
+    return few and not any(True for _ in module.buffers())
 
-    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
+
+def captured_of(forward: Forward, training: TrainingSettings) -> CapturedGradients:
+    """Return the captured gradients of the objective's losses for a model with these passes, at its own weights."""
+    objective = objective_of(training)
+
+    def loss(weights: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         logits = forward(inputs)
         return objective.losses(Minibatch(lambda: logits, labels, weights, ()), logits)
 
-    return CapturedGradients(loss, weights)
+    return CapturedGradients(loss)
 
 
 def keep_linear_fp32(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> None:
@@ -133,7 +135,7 @@ def run_sgd(
     received = [weight.detach().clone() for weight in weights] if objective.uses_received else []
     momenta = [torch.zeros_like(weight) if training.momentum else None for weight in weights]
     losses = torch.zeros((), dtype=torch.float64, device=weights[0].device)
-    steps, passes = 0, _Passes(forward, features, captured, buffers)
+    steps, passes = 0, _Passes(forward, features, captured, weights, buffers)
     for epoch, inputs, labels in batches:
         watch(steps)
         batch = Minibatch(partial(passes.logits, inputs), labels, weights, received, vectors=vectors, head=head)
@@ -159,11 +161,13 @@ class _Passes:
         forward: Forward,
         features: FeaturesAt | None,
         captured: CapturedGradients | None,
+        weights: Sequence[Tensor],
         buffers: Sequence[Tensor],
     ) -> None:
         self._forward = forward
         self._features = features
         self._captured = captured
+        self._weights = weights
         self._buffers = buffers
         self._taken = 0
         self._after_first: list[Tensor] = []
@@ -183,7 +187,7 @@ class _Passes:
         """Write the gradients of the losses; return the loss."""
         assert self._captured is not None
         self._begin()
-        return self._captured.backward(inputs, labels)
+        return self._captured.backward(self._weights, inputs, labels)
 
     def _begin(self) -> None:
         if self._taken == 1:

@@ -25,6 +25,7 @@ from common.learning.head import head_places, with_features
 from common.model.layout import ModelLayout, Row, Section
 from device.training import sgd
 from device.training.augmentation import Changes, change
+from device.training.captured import CapturedGradients
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.vectors import TaskVectors
@@ -36,7 +37,10 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator."""
+    """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator.
+
+    `captured`: the gradients of the objective's losses by `captured_of`, or None.
+    """
 
     module: nn.Module
     vectors: TaskVectors
@@ -45,6 +49,7 @@ class Recipe:
     normalise: Normalise
     training: TrainingSettings
     learning_rate: float
+    captured: CapturedGradients | None = None
 
     @property
     def layout(self) -> ModelLayout:
@@ -90,6 +95,23 @@ def keep_batch_norm_fp32(module: nn.Module, training: TrainingSettings, *, devic
 def _of_fp32(layer: _NormBase, inputs: Tensor) -> Tensor:
     outputs: Tensor = type(layer).forward(layer, inputs.float() if inputs.dtype is torch.bfloat16 else inputs)
     return outputs
+
+
+def captured_of(module: nn.Module, training: TrainingSettings) -> CapturedGradients:
+    """Return the captured gradients of the objective's losses of A models at once; the module has no buffers."""
+    names, objective = [name for name, _ in module.named_parameters()], objective_of(training)
+
+    def one(weights: Tensors, inputs: Tensor) -> Tensor:
+        logits: Tensor = functional_call(module, weights, (inputs,))
+        return logits
+
+    def losses(
+        weights: Sequence[Tensor], inputs: Tensor, labels: Tensor, sample_weights: Tensor | None = None
+    ) -> Tensor:
+        logits: Tensor = vmap(one, randomness="error")(dict(zip(names, weights, strict=True)), inputs)
+        return objective.losses(Minibatch(lambda: logits, labels, weights, (), sample_weights), logits)
+
+    return CapturedGradients(losses)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +188,10 @@ class VmappedModels:
             batch.uniform,
             self._head,
         )
+        if (captured := recipe.captured) is not None:
+            given = [] if batch.weights is None else [batch.weights]
+            leaves, labels = minibatch.weights, minibatch.labels
+            minibatch.captured = lambda: captured.backward(leaves, self._inputs(batch), labels, *given)
         with self._layers.batched(batch.step):
             losses = sgd.step(
                 minibatch,
@@ -174,7 +200,7 @@ class VmappedModels:
                 training=recipe.training,
                 learning_rate=recipe.learning_rate,
             )
-        moved = passes[0]  # the batch statistics of the first pass
+        moved = passes[0] if passes else {}  # the batch statistics of the first pass
         with torch.no_grad():
             if isinstance(places, int):  # weights and momenta are views of the state's
                 self._losses[:places].addcmul_(losses, batch.counted)
@@ -218,13 +244,16 @@ class VmappedModels:
         self, run: Callable[..., tuple[Sequence[Tensor], Tensors]], weights: Tensors, buffers: Tensors, batch: Batch
     ) -> tuple[Sequence[Tensor], Tensors]:
         """Return what `run` computes of one device's tensors, for A devices, and the buffers after the batch."""
-        recipe = self._recipe
-        inputs = recipe.inputs(batch.samples.flatten(), batch.changes)
-        inputs = inputs.view(*batch.samples.shape, *inputs.shape[1:])
+        recipe, inputs = self._recipe, self._inputs(batch)
         bf16 = recipe.training.precision == "bf16"
         with torch.autocast(recipe.accelerator.type, torch.bfloat16, enabled=bf16):
             outputs, moved = vmap(run, randomness="error")(weights, buffers, inputs)
         return [output.float() for output in outputs] if bf16 else outputs, moved
+
+    def _inputs(self, batch: Batch) -> Tensor:
+        """Return the model's inputs [A, W, ...]."""
+        inputs = self._recipe.inputs(batch.samples.flatten(), batch.changes)
+        return inputs.view(*batch.samples.shape, *inputs.shape[1:])
 
     def _forward(self, weights: Tensors, buffers: Tensors, inputs: Tensor) -> tuple[Sequence[Tensor], Tensors]:
         """Return one device's logits [W, classes] and its buffers after the batch."""

@@ -31,11 +31,11 @@ def local_round(model: str, shape: list[int], samples: int, *, captured: bool) -
     """Return a device's local round of one epoch, which gives its CPU milliseconds a step."""
     data = {"dataset": "synthetic", "image_shape": shape, "classes": 10, "samples": samples}
     lab = reading.parse({"data": data, "model": {"name": model}, "training": {"batch_size": BATCH}})
-    chosen = network.captured_of
-    network.captured_of = chosen if captured else lambda *_, **__: None
+    chosen = network.is_captured
+    network.is_captured = chosen if captured else lambda *_, **__: False
     trainer = Trainer(lab, node="device-0", accelerator="cpu")
     trainer.prepare()
-    network.captured_of = chosen
+    network.is_captured = chosen
     row, out = trainer.layout.empty(), trainer.layout.empty()
     first = models.build(model, lab.seed, inputs=datasets.load(lab.data).inputs)
     models.write_row(first, trainer.layout, row)
