@@ -217,6 +217,18 @@ def test_a_quorum_goes_on_without_devices_that_are_away() -> None:
     assert found.ended[CLOUD] == "" and len(found.rounds) == 3 and found.ended["device-0"] == ""
 
 
+def test_a_quorum_waits_for_a_return_though_another_device_is_lost() -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        await asyncio.sleep(4.0)
+        lab.kill("device-2")
+
+    closing = {"rule": "quorum", "quorum": 2, "deadline_s": 5.0}
+    topology = {"institutions": 1, "devices": 3}
+    institution = {"rounds": 4, "closing": closing}
+    found = run({"device-0": [0, 3, 63]}, topology=topology, institution=institution, scenario=kill)
+    assert found.ok and found.virtual_s > 63, found  # thrice idle_s, after which the cloud would give up
+
+
 def test_a_device_that_left_for_good_ends_a_round_of_all_with_the_reason() -> None:
     found = run({"device-0": [0, 3]})
     assert not found.ok

@@ -280,10 +280,11 @@ class Coordinator:
         since = {name: self._idle_at(child) - self._idle_s for name, child in self._children.items()}
         return {name: max(0.0, now - since[name]) if waiting[name] else 0.0 for name in since}
 
-    def away(self, now: float) -> dict[str, float]:
-        """Return the seconds until each child returns for which the round, or the first one, waits, if all are away."""
+    def away(self, now: float) -> tuple[dict[str, float], bool]:
+        """Return the seconds until each child returns for which the round, or the first one, waits; are all away?"""
         begun = self._begun if self._open or self._key is None else None
-        return {} if begun is None else returning(self._children, now - begun, in_round=self._open)
+        idle = {name for name, seconds in self.idle(now).items() if seconds >= self._idle_s}
+        return ({}, False) if begun is None else returning(self._children, now - begun, in_round=self._open, idle=idle)
 
     def is_announced(self, name: str, key: Key) -> bool:
         """Return whether a child's result under this key is to be accepted or refused."""

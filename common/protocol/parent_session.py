@@ -343,9 +343,9 @@ class ParentSession(Session):
         if self._connected:
             self.coordinator.tick(now)
         if now >= self._absence.due:
-            away = self.coordinator.away(now)
-            self.moves += bool(away)  # to wait for them is no idleness
-            if self._absence.look(away, now):
+            away, all_away = self.coordinator.away(now)
+            self.moves += bool(away)  # to wait for them is no idleness, whoever else is lost
+            if self._absence.look(away if all_away else (), now):
                 self._events.append(DevicesAway(away))
         targets = self.targets.changed(now)
         if targets is not None:

@@ -242,14 +242,17 @@ def standing_of(part: Sequence[tuple[str, ChildInRound]], idle: Collection[str])
     return Standing(accepted, refused, len(idle), len(part) - accepted - refused - len(idle) - absent, absent)
 
 
-def returning(children: Mapping[str, ChildInRound], t: float, *, in_round: bool) -> dict[str, float]:
-    """Return the seconds until each child returns that is still to answer, if all of them are away by their traces.
+def returning(
+    children: Mapping[str, ChildInRound], t: float, *, in_round: bool, idle: Collection[str]
+) -> tuple[dict[str, float], bool]:
+    """Return the seconds until each child returns that is still to answer and away by its trace; are all of them away?
 
-    Without `in_round`: each that is not present.
+    `idle` ones are given up. Without `in_round`: each that is not present.
     """
-    lacking = (n for n, c in children.items() if (c.state in UNFINISHED if in_round else not c.present))
-    found = {name: children[name].returns(t) for name in lacking}
-    return found if all(found.values()) else {}
+    waiting = (n for n, c in children.items() if (c.state in UNFINISHED if in_round else not c.present))
+    lacking = [name for name in waiting if name not in idle]
+    found = {name: left_s for name in lacking if (left_s := children[name].returns(t))}
+    return found, len(found) == len(lacking)
 
 
 def closed_of(key: Key, children: Mapping[str, ChildInRound]) -> Closed:
