@@ -35,6 +35,7 @@ MANY = (
     *range(200_000, 200_100),
     *range(300_000, 300_060),
     *range(400_000, 400_100),
+    *range(500_000, 500_100),
 )
 FOUND = (
     83,  # a task and the end of the run come at once: the child began the task, and never ended
@@ -68,7 +69,10 @@ FOUND = (
     2102,  # links that nobody declared are slow: their measurement had too little patience
     401243,  # a second institution without the first one's state failed before it learned that the name was taken
 )
-PERMANENT = (134,)  # a broker comes back with an old store, in which a device that was killed for good is READY
+PERMANENT = (
+    134,  # a broker comes back with an old store, in which a device that was killed for good is READY
+    840_039,  # a device is killed while another is away by its trace, without which there is no quorum
+)
 
 
 def violations(seeds: list[int]) -> list[str]:
@@ -131,6 +135,18 @@ def test_every_fifth_seed_has_one_permanent_fault_and_no_seed_that_once_failed()
     assert {faults[0].kind for faults in lasting.values() if faults} == set(KINDS)
     assert all(draw_lab(seed).permanent is None for seed in FOUND)
     assert "for ever kill device-6" in describe(PERMANENT[0])
+
+
+def test_labs_of_the_newest_seeds_have_devices_that_leave_and_return() -> None:
+    traces = [draw_lab(seed).experiment.availability.trace for seed in range(499_999, 500_040)]
+    assert traces[0] is None and all(traces[1:])
+    changes = [each for trace in traces if trace is not None for each in trace.changes.values()]
+    assert {each[0] > 0 for each in changes} == {True, False} and all(len(each) % 2 for each in changes)
+    assert {draw_lab(seed).timed for seed in range(500_000, 500_020)} == {
+        True,
+        False,
+    }  # the latter's models are compared
+    assert "leaves" in describe(500_000) and "leaves" not in describe(499_999)
 
 
 @pytest.mark.parametrize(("seed", "failed"), [(14, False), (24, True)], ids=["a quorum without it", "it is needed"])

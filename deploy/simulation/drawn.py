@@ -13,6 +13,7 @@ from common.experiment.reading import parse
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from deploy.simulation.absence_draws import ABSENCES_FROM, methods_of, with_absences
 from deploy.simulation.fault_draws import draw_faults
 from deploy.simulation.faults import Fault
 from deploy.simulation.hardware import Durations
@@ -66,7 +67,7 @@ class DrawnLab:
 
 def draw_lab(seed: int) -> DrawnLab:
     """Return the lab of a seed."""
-    rng = random.Random(f"{seed} experiment")
+    rng, methods = random.Random(f"{seed} experiment"), methods_of(seed)
     for attempt in range(TRIES):
         durations = _durations(rng)
         tree = _tree(rng, durations)
@@ -75,19 +76,20 @@ def draw_lab(seed: int) -> DrawnLab:
                 tree = _without_institutions(tree)
             elif seed % 20 in DEEP:
                 tree = _with_regions(random.Random(f"{seed} regions"), tree, durations)
-            if seed >= METHODS_FROM:
+            if methods >= METHODS_FROM:
                 tree = with_methods(random.Random(f"{seed} methods"), tree)
-            if seed >= STATES_FROM:
+            if methods >= STATES_FROM:
                 tree = with_states(random.Random(f"{seed} states"), tree)
-            if seed >= BUFFERS_FROM:
+            if methods >= BUFFERS_FROM:
                 tree = with_buffers(random.Random(f"{seed} buffers {attempt}"), tree)
-            elif seed >= CLUSTERS_FROM:
+            elif methods >= CLUSTERS_FROM:
                 tree = with_clusters(random.Random(f"{seed} clusters"), tree)
             experiment = parse(tree)
         except InvalidExperiment:
             continue
         drawn = _around(seed, rng, experiment, durations)
-        return _with_permanent_fault(drawn) if has_permanent_fault(seed) else drawn
+        drawn = _with_permanent_fault(drawn) if has_permanent_fault(seed) else drawn
+        return _with_absences(drawn) if seed >= ABSENCES_FROM else drawn
     raise AssertionError(f"seed {seed} gives no valid experiment")
 
 
@@ -118,6 +120,11 @@ def _with_permanent_fault(drawn: DrawnLab) -> DrawnLab:
     model_bytes = max(drawn.model_bytes, MODEL_BYTES_LEAST)
     expected_s = _expected_s(experiment, drawn.durations, model_bytes, drawn.conditions)
     return replace(drawn, experiment=experiment, model_bytes=model_bytes, expected_s=expected_s, faults=faults)
+
+
+def _with_absences(drawn: DrawnLab) -> DrawnLab:
+    rng = random.Random(f"{drawn.seed} absences")
+    return replace(drawn, experiment=with_absences(rng, drawn.experiment, drawn.expected_s))
 
 
 def _durations(rng: random.Random) -> Durations:

@@ -10,10 +10,11 @@ from typing import Final
 from common.experiment.rounds import participants
 from common.experiment.topology import CLOUD
 from common.protocol.messages import Presence
+from deploy.simulation.absence_draws import departures
 from deploy.simulation.accounts import exact_accounts, plausible_accounts
 from deploy.simulation.drawn import DrawnLab
-from deploy.simulation.faults import RESTARTS, FaultKind, longest_s
-from deploy.simulation.losses import copes_with_a_loss, spends_few_deadlines
+from deploy.simulation.faults import RESTARTS, FaultKind, longest_s, recovery_s
+from deploy.simulation.losses import copes_with_a_loss, returned_s, spends_few_deadlines
 from deploy.simulation.monitor import LabRun
 from deploy.simulation.outcome import LabOutcome
 
@@ -62,9 +63,9 @@ def does_not_stall(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 
 def gap_and_bound(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[float, float]:
-    """Return the seconds from the end of the last fault to the next closing, and their bound."""
+    """Return the seconds from the end of the last fault, or the last return, to the next closing, and their bound."""
     outcome, closed = faulty.outcome, faulty.evidence.closed_s
-    last = max((fault.end_s for fault in drawn.faults if not fault.permanent), default=0.0)
+    last = max(returned_s(drawn, faulty), *(fault.end_s for fault in drawn.faults if not fault.permanent), 0.0)
     following = [at for at in closed if at > last] or [outcome.virtual_s if outcome.ok and not closed else last]
     longest = max((after - before for before, after in pairwise([0.0, *twin.evidence.closed_s])), default=0.0)
     transfer = drawn.experiment.transfer
@@ -116,8 +117,9 @@ def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str
     wrong = []
     for (device, local_round), times in faulty.evidence.trained.items():
         again = sum(evidence.starts[node] - 1 for node in (device, *_above(drawn, device)))
-        if times > 1 + again:
-            wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts")
+        left = departures(drawn.experiment, device) * evidence.starts[CLOUD]  # a resumed run repeats them
+        if times > 1 + again + left:
+            wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts, {left} absences")
     if faulty.outcome.ok and not drawn.timed:
         lacking = twin.evidence.trained.keys() - evidence.trained.keys()
         if lacking:
@@ -136,9 +138,10 @@ def has_no_unhandled_errors(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None
 def warns_of_no_bug(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     """Check that faults explain all warnings."""
     kinds = {fault.kind for fault in drawn.faults}
+    expected = [*_EXPECTED, *([_AWAY] if drawn.experiment.availability.trace is not None else [])]
     strange = []
     for warning in faulty.outcome.warnings:
-        if any(pattern.search(warning) for pattern in _EXPECTED):
+        if any(pattern.search(warning) for pattern in expected):
             continue
         needed = next((kind for pattern, kind in _EXPLAINED if pattern.search(warning)), None)
         if needed is None or not kinds & needed:
@@ -182,6 +185,9 @@ def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
 def may_fail(drawn: DrawnLab) -> bool:
     """Return whether the faults may leave a node without progress for `idle_s`."""
     transfer = drawn.experiment.transfer
+    if drawn.experiment.availability.trace is not None:  # an absence does not count: the time before and after it does
+        lasting = (fault for fault in drawn.faults if not fault.permanent)
+        return sum(f.for_s + recovery_s(f, keepalive_s=transfer.keepalive_s) for f in lasting) >= transfer.idle_s
     return longest_s(drawn.faults, keepalive_s=transfer.keepalive_s) >= transfer.idle_s
 
 
@@ -228,6 +234,7 @@ _EXPECTED: Final = [
     re.compile(r"\(unknown (session|sender)\)"),
     re.compile(r"could not be measured"),
 ]
+_AWAY: Final = re.compile(r"waits for devices that are away by their traces")
 _EXPLAINED: Final = [
     (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER}),
     (re.compile(r"drops messages"), {FaultKind.LOSS, FaultKind.MUTE, FaultKind.REORDERING}),  # no broker reorders

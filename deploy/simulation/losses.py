@@ -12,6 +12,7 @@ from typing import Final
 from common.experiment.aggregation import FedBuff
 from common.experiment.rounds import Cloud, Institution, participants
 from common.experiment.topology import CLOUD
+from deploy.simulation.absence_draws import last_return_s
 from deploy.simulation.drawn import DrawnLab
 from deploy.simulation.faults import FaultKind
 from deploy.simulation.monitor import LabRun
@@ -39,9 +40,9 @@ def copes_with_a_loss(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 
 def seconds_to_the_end(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[float, float]:
-    """Return the seconds from the loss, or the last closing after it, to the cloud's failure, and their bound."""
+    """Return the seconds from the loss, the last closing or the last return to the cloud's failure, and their bound."""
     evidence = faulty.evidence
-    begun_s = max([_lost_s(drawn, faulty), *evidence.closed_s])
+    begun_s = max([_lost_s(drawn, faulty), returned_s(drawn, faulty), *evidence.closed_s])
     ended_s = faulty.outcome.virtual_s if evidence.failed_s is None else evidence.failed_s
     hangs = drawn.permanent is not None and drawn.permanent.kind is FaultKind.HANG
     gathering_s = drawn.experiment.institution.closing.deadline_s if hangs else None  # for which a quorum waits for it
@@ -59,10 +60,18 @@ def spends_few_deadlines(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
         return ""
     if _round_s(drawn, twin) + RESTART_S > deadline_s:
         return ""  # a round may last as long for another reason
-    lost_s, closed_s = _lost_s(drawn, faulty), faulty.evidence.closed_s
-    paid = [int((after - before) // deadline_s) for before, after in pairwise([0.0, *closed_s]) if after > lost_s]
+    back_s, closed_s = returned_s(drawn, faulty), faulty.evidence.closed_s
+    begun_s = max(_lost_s(drawn, faulty), back_s)
+    rounds = [(max(before, back_s), after) for before, after in pairwise([0.0, *closed_s]) if after > begun_s]
+    paid = [int((after - before) // deadline_s) for before, after in rounds]
     few = sum(paid) <= 1 if fault.kind in KNOWN else max(paid, default=0) <= institution.rounds
     return "" if few else f"{paid} deadlines of {deadline_s:.1f} s spent on {fault.node} in the global rounds"
+
+
+def returned_s(drawn: DrawnLab, faulty: LabRun) -> float:
+    """Return when the last device had returned that was away by its trace, 0 without traces, or if they never began."""
+    zero_s, after_s = faulty.evidence.zero_s, last_return_s(drawn.experiment)
+    return zero_s + after_s if zero_s is not None and after_s else 0.0
 
 
 def _home(drawn: DrawnLab, device: str) -> tuple[str, list[str]]:

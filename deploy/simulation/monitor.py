@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from common.accounting.counters import packet_bytes
 from common.accounting.traffic import Traffic
@@ -41,7 +41,8 @@ class Evidence:
     """Observations of one lab.
 
     sizes: the largest size of each container, by its path    tasks: the most asyncio tasks of each role
-    closed_s: when each global round closed    failed_s: when the cloud failed
+    zero_s: when the traces began, as the cloud's last process has it    closed_s: when each global round closed
+    failed_s: when the cloud failed
     retained: topics retained by the brokers at the end
     up, down: each child's link to its parent, by (parent, child)
     ledgers: each parent's byte ledger at the end, every link below it
@@ -51,6 +52,7 @@ class Evidence:
 
     sizes: Counter[str] = field(default_factory=Counter)
     tasks: Counter[str] = field(default_factory=Counter)
+    zero_s: float | None = None
     closed_s: list[float] = field(default_factory=list)
     failed_s: float | None = None
     retained: list[str] = field(default_factory=list)
@@ -81,7 +83,9 @@ class Monitor:
 
     def observe(self, event: str, facts: dict[str, object]) -> None:
         """Record an event of the cloud."""
-        if event == "global_round":
+        if event == "begun":
+            self.evidence.zero_s = self.lab.now() - cast(float, facts["elapsed_s"])
+        elif event == "global_round":
             self.evidence.closed_s.append(self.lab.now())
         elif event == "failed":
             self.evidence.failed_s = self.lab.now()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from common.experiment.rounds import Closing
+from common.experiment.schema import Experiment
 from common.experiment.tiers import Tier
 from deploy.simulation.drawn import draw_lab
 from deploy.simulation.faults import FaultKind
@@ -43,9 +44,16 @@ def describe(seed: int) -> str:
         f"  model {drawn.model_bytes} B, inline {transfer.inline_bytes}, chunks {transfer.chunk_bytes}, idle "
         f"{transfer.idle_s:g} s, keep-alive {transfer.keepalive_s} s, codecs {each(lambda tier: tier.transfer.up)}, "
         f"{'files' if drawn.spool else 'no files'}, train {drawn.durations.train_s:g} s",
+        *_absences(experiment),
         *(f"  [{place}] {fault}" for place, fault in enumerate(drawn.faults)),
     ]
     return "\n".join(lines)
+
+
+def _absences(experiment: Experiment) -> list[str]:
+    trace = experiment.availability.trace
+    found = {} if trace is None else trace.changes
+    return [f"  {device} comes, leaves, comes ... at {', '.join(map(str, times))} s" for device, times in found.items()]
 
 
 def _closing(closing: Closing) -> str:

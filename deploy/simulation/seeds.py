@@ -1,4 +1,4 @@
-"""One seed: a random lab with faults and its undisturbed twin, checked against the invariants."""
+"""One seed: a random lab with faults and absences, and its undisturbed twin, checked against the invariants."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from deploy.simulation.absence_draws import last_return_s, without_absences
 from deploy.simulation.drawn import DrawnLab, draw_lab
 from deploy.simulation.fault_injection import inject_faults, set_links, supervise
 from deploy.simulation.faults import Fault
@@ -45,8 +46,9 @@ def run_seed(seed: int, *, only: Collection[int] | None = None, watch: Watch | N
     drawn = draw_lab(seed)
     if only is not None:
         drawn = replace(drawn, faults=tuple(fault for place, fault in enumerate(drawn.faults) if place in only))
-    twin = run_lab(drawn, seed=seed + TWIN_SEED, faults=())
-    violations = [(name, wrong) for name, check in UNDISTURBED.items() if (wrong := check(drawn, twin))]
+    undisturbed = replace(drawn, experiment=without_absences(drawn.experiment))
+    twin = run_lab(undisturbed, seed=seed + TWIN_SEED, faults=())
+    violations = [(name, wrong) for name, check in UNDISTURBED.items() if (wrong := check(undisturbed, twin))]
     faulty = run_lab(drawn, seed=seed, faults=drawn.faults, watch=watch)
     gap_s, bound_s = gap_and_bound(drawn, faulty, twin)
     if not violations:
@@ -94,7 +96,7 @@ def run_lab(
             for task in beside:
                 task.cancel()
 
-    idle_s = drawn.experiment.transfer.idle_s
+    idle_s, absent_s = drawn.experiment.transfer.idle_s, last_return_s(drawn.experiment)
     lab = SimulatedLab(
         drawn.experiment,
         seed=seed,
@@ -105,8 +107,8 @@ def run_lab(
         broker_each=drawn.broker_each,
         spool=drawn.spool,
         executor_delay_s=drawn.executor_delay_s,
-        time_limit_s=TIME_FACTOR * drawn.expected_s + TIME_SPARE_S + 4 * idle_s,
-        grace_s=2 * idle_s + GRACE_S + max((f.for_s for f in drawn.faults if not f.permanent), default=0.0),
+        time_limit_s=TIME_FACTOR * drawn.expected_s + TIME_SPARE_S + 4 * idle_s + absent_s,
+        grace_s=2 * idle_s + GRACE_S + absent_s + max((f.for_s for f in drawn.faults if not f.permanent), default=0.0),
         observe=monitor.observe,
         at_end=monitor.end,
     )
