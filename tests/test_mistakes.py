@@ -97,6 +97,11 @@ EXPERIMENT = [
         "cloud demo --broker localhost:1 --set data.dataset=femnist",
         "femnist/data/train/*.json. To fetch them: git clone",
     ),
+    (
+        "cloud demo --broker localhost:1 --set links.enforce=kernel"
+        " --set 'links.wan={ trace = { seconds = [0, 5], up_mbit = [5, 6], down_mbit = [5, 6] } }'",
+        "'kernel': institution-0's link has a trace, and `fedstrata links apply` sets fixed rates. Use links.enforce =",
+    ),
     ("run demo --set model.name=nomod:f", "model.name = 'nomod:f': cannot be imported (ModuleNotFoundError"),
     ("run demo --direct --set data.dataset=nomod:f", "data.dataset = 'nomod:f': cannot be imported"),
     ("run demo --set institution.aggregation.name=nomod:F", "institution.aggregation.name = 'nomod:F': cannot be"),

@@ -32,6 +32,7 @@ from deploy.console.service import KIT, StatusHandler
 from deploy.console.shipped import OptionalExperimentFile
 
 if TYPE_CHECKING:
+    from common.experiment.schema import Experiment
     from common.runtime.roll import Answer
     from deploy.kits.lab import LabAccess
 
@@ -119,6 +120,13 @@ def cloud(
             return
         tree = tree_of(experiment, overrides, resume)
 
+    def checked() -> Experiment:
+        found = parse(tree)
+        check_cloud(found, None if resume else runs)
+        if not sole:
+            check_replayed(found)
+        return found
+
     async def run_cloud() -> None:
         def waiting(by: str) -> None:
             logs.write_line(f"lab {reached.name} is used by {by}: waiting for its end")
@@ -127,9 +135,7 @@ def cloud(
         where, *_ = reached.addresses(CLOUD)
         warn_of_end(where)
         of_the_lab = tree.get("topology") == LAB
-        chosen = None if of_the_lab else parse(tree)
-        if chosen is not None:
-            check_cloud(chosen, None if resume else runs)
+        chosen = None if of_the_lab else checked()
         await check_carried(where, CLOUD, lab=reached.name, connect_timeout_s=connect_timeout)
         if not sole:
             await claim(where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
@@ -137,12 +143,9 @@ def cloud(
             found, old = await _call_the_roll(reached, connect_timeout)
             if chosen is None:
                 tree["topology"] = _topology(found, old)
-                chosen = parse(tree)
-                check_cloud(chosen, None if resume else runs)
+                chosen = checked()
             for node in (each for each in chosen.tree.nodes if each in old):
                 raise InvalidExperiment("node", node, old[node], "Or leave it out of the experiment.")
-        if not sole:
-            check_replayed(chosen)
         folders = {"runs": runs, "spool": spool_folder(spool)}
         registry, address = serve_metrics(metrics, broker=where, insecure=insecure, folders=folders)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)

@@ -46,8 +46,8 @@ def check_replayed(experiment: Experiment) -> None:
     """Check that links on real hosts have no traces that the kernel would have to replay. Raises InvalidExperiment."""
     traced = [node for node in experiment.tree.nodes if experiment.link(node).trace is not None]
     if traced and experiment.links.enforce == "kernel":
-        problem = f"{traced[0]}'s link has a trace, and on real hosts nothing changes the kernel's rates"
-        remedy = 'Use links.enforce = "bucket", or `fedstrata run --netns`.'
+        problem = f"{traced[0]}'s link has a trace, and `fedstrata links apply` sets fixed rates"
+        remedy = 'Use links.enforce = "bucket", and `fedstrata links clear` on the hosts, or `fedstrata run --netns`.'
         raise InvalidExperiment("links.enforce", "kernel", problem, remedy)
 
 
