@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import Counter
 from typing import Any
@@ -31,6 +32,8 @@ from common.protocol.targets import REPORT_S, Targets
 from common.runtime.arriving import shared_row
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.subscriptions import TopicTree, matches
+from tests.helpers.nodes import child_of, drawn, layout_of, living, parent_of, play, serving, together
+from tests.helpers.sites import SimulatedSite, virtual
 
 
 def test_messages_cost_no_look_at_all_children(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +188,17 @@ def test_the_state_of_a_round_has_no_models() -> None:
     parent.receive("a", result, now=1.0)
     assert parent.next_event() == ResultAnnounced("a", result)
     assert all(model not in gc.get_referents(each) for each in (child._task, parent._children["a"].result))
+
+
+@virtual
+async def test_sent_messages_are_not_kept(site: SimulatedSite) -> None:
+    """An idle endpoint sleeps with what it sent last: a model for each device."""
+    layout = layout_of(4000)
+    parent = parent_of(site, ["device-0"], layout=layout)
+    async with together(living(site, parent), serving(site, child_of(site, "device-0"), layout, 0)):
+        await play(parent, drawn(layout, seed=1))
+        assert sum("pump" in task.get_name() for task in asyncio.all_tasks()) == 2
+        assert not [each for each in gc.get_objects() if isinstance(each, Publish) and len(each.body) > 4000]
 
 
 def test_nodes_of_a_process_share_the_model_inside_their_tasks() -> None:

@@ -217,8 +217,7 @@ class Endpoint(ABC):
             session.tick(now)
             while (event := session.next_event()) is not None:
                 self._take_common(event)
-            for output in session.to_send(now):
-                self._perform(output)
+            self._perform_all(session.to_send(now))
             if session.outbox.empty and self.connection.up:
                 self._sent_all.set()
             self._after_pass()
@@ -255,6 +254,11 @@ class Endpoint(ABC):
             )  # fmt: skip
         else:
             self._take(event)
+
+    def _perform_all(self, outputs: list[Output]) -> None:
+        """Perform outputs; the pump, which sleeps, must not keep the last one: a model may be inside."""
+        for output in outputs:
+            self._perform(output)
 
     def _perform(self, output: Output) -> None:
         connection = self.connection
