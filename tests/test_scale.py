@@ -17,6 +17,7 @@ from common.accounting.traffic import Traffic
 from common.experiment.links import LinkDirection, LinkSet
 from common.experiment.reading import announced, parse
 from common.experiment.rounds import Closing
+from common.model.sharing import shared_row
 from common.protocol.attendance import Attendance, Lacking
 from common.protocol.coordinator import Coordinator
 from common.protocol.identity import Identity
@@ -29,7 +30,6 @@ from common.protocol.round_state import HEARTBEAT_S, Assignment, ResultAnnounced
 from common.protocol.sender import Sender
 from common.protocol.serialization import decode
 from common.protocol.targets import REPORT_S, Targets
-from common.runtime.arriving import shared_row
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.subscriptions import TopicTree, matches
 from tests.helpers.nodes import child_of, drawn, layout_of, living, parent_of, play, serving, together
@@ -201,7 +201,20 @@ async def test_sent_messages_are_not_kept(site: SimulatedSite) -> None:
         assert not [each for each in gc.get_objects() if isinstance(each, Publish) and len(each.body) > 4000]
 
 
-def test_nodes_of_a_process_share_the_model_inside_their_tasks() -> None:
+def test_nodes_of_a_process_share_the_model_inside_their_tasks_as_it_is_read() -> None:
+    model, begun = bytes(range(256)) * 20, []
+    manifest = describe(memoryview(model), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    for _ in range(2):
+        child, task = Participant(idle_s=120.0), Task(Key(0, 0, 0), 1, manifest, bytes(bytearray(model)))
+        child.receive(task, now=0.0)
+        event = child.next_event()
+        assert event == Begin(task) and isinstance(event, Begin) and event.row is not None
+        begun.append((event.row, event.task.inline))
+    (row, inline), (other, others) = begun
+    assert row is other and inline is others and row.tobytes() == model
+
+
+def test_equal_models_of_a_process_share_their_memory() -> None:
     one, equal, other = bytes(range(100)), bytes(range(100)), bytes(100)
     assert one is not equal
     row = shared_row("id", one)

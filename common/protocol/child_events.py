@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from common.model.layout import Row
 from common.protocol.messages import Announcement, NodeState, Task
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReceived:
-    """A new task whose model is valid: call `fetch`. Any earlier task is void."""
+    """A new task whose model is valid: call `fetch`. Any earlier task is void. `row`: the model inside it, shared."""
 
     task: Task
+    row: Row | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

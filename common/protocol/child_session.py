@@ -302,7 +302,7 @@ class ChildSession(Session):
                 if event.reason:
                     self._events.append(ResultRefused(event.reason))
             else:
-                self._events.append(TaskReceived(event.task))
+                self._events.append(TaskReceived(event.task, event.row))
 
     def _tick(self, now: float) -> None:
         if self._connected and now >= self._quiet_at:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from common.accounting.traffic import Traffic
+from common.model.layout import Row
+from common.model.sharing import shared_row
 from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result, Task
 from common.protocol.round_state import HEARTBEAT_S, waiting_most_s
 
@@ -60,9 +62,10 @@ TRANSITIONS: Final[Mapping[ParticipantCause, Mapping[ParticipantState, Participa
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Fetch the task's model, then train it; any earlier task is void."""
+    """Fetch the task's model, then train it; any earlier task is void. `row`: the model inside the task, shared."""
 
     task: Task
+    row: Row | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,19 @@ class Participant:
             self._heartbeat_s = HEARTBEAT_S
             self._send_at = now + FIRST_PROGRESS_S
             self._begun = task.key
-            self._events.append(Begin(task))
+            self._events.append(Begin(*_with_shared(task)))
 
     def _announce(self, now: float) -> None:
         self._send_at, self._announce_s = now, ANNOUNCE_S
+
+
+def _with_shared(task: Task) -> tuple[Task, Row | None]:
+    """Return the task with the model that the nodes of this process share, and that as a row.
+
+    At once, before the next message is read: all tasks of a round arrive together, each with a copy of the model.
+    """
+    if task.inline is None:
+        return task, None
+    row = shared_row(task.model.blob, task.inline)
+    shared: Any = row.base
+    return replace(task, inline=shared), row

@@ -5,27 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from common.model.layout import Row
 from common.protocol.messages import Manifest
-
-_SHARED: Final = WeakValueDictionary[str, Row]()  # by blob
-
-
-def shared_row(blob: str, data: bytes) -> Row:
-    """Return a model that arrived inside a message as a row, read-only, without a copy.
-
-    The nodes of one process that have equal models at the same time share one: an institution's devices get the same.
-    """
-    row = _SHARED.get(blob)
-    if row is None or row.base != data:  # equal ids prove nothing
-        row = _SHARED[blob] = np.frombuffer(data, np.uint8)
-    return row
 
 
 class ModelUnavailable(Exception):

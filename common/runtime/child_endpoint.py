@@ -38,7 +38,7 @@ from common.protocol.limits import TaskLimits
 from common.protocol.manifest import missing, shared
 from common.protocol.messages import Manifest, NodeState, Phase, Task
 from common.protocol.session_events import NoiseFetched, ProbeReceived
-from common.runtime.arriving import Arriving, ModelUnavailable, shared_row
+from common.runtime.arriving import Arriving, ModelUnavailable
 from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
 from common.runtime.endpoint import Endpoint
@@ -97,7 +97,7 @@ class ChildEndpoint(Endpoint):
         self._spool = spool or Spool(None)
         self._rows = self._spool.rows("model", 0, 0)
         self._layouts: LinkLayouts | None = None
-        self._tasks: asyncio.Queue[Task] = asyncio.Queue()
+        self._tasks: asyncio.Queue[tuple[Task, Row | None]] = asyncio.Queue()
         self._fetching: Arriving | None = None
         self._decoding: asyncio.Task[None] | None = None
         self._inbox = np.empty(0, np.uint8)
@@ -151,7 +151,7 @@ class ChildEndpoint(Endpoint):
                 if self._over.done():  # a task that arrived together with the end is void
                     begin.cancel()
                     break
-                current = group.create_task(self._do(begin.result(), layouts, work), name="task")
+                current = group.create_task(self._do(*begin.result(), layouts=layouts, work=work), name="task")
         self._model = None
         self._check_end()
 
@@ -189,7 +189,7 @@ class ChildEndpoint(Endpoint):
         if isinstance(event, TaskReceived):
             while not self._tasks.empty():
                 self._tasks.get_nowait()  # void, and never begun
-            self._tasks.put_nowait(event.task)
+            self._tasks.put_nowait((event.task, event.row if self.models.received.is_row else None))
         elif isinstance(event, ModelArrived | ModelFailed):
             self._arrived(event)
         elif isinstance(event, ResultRefused):
@@ -226,13 +226,13 @@ class ChildEndpoint(Endpoint):
 
     # Work
 
-    async def _do(self, task: Task, layouts: LinkLayouts, work: Work) -> None:
+    async def _do(self, task: Task, inside: Row | None, *, layouts: LinkLayouts, work: Work) -> None:
         session = self.session
         if self._result_model is not None:
             self.retire(self._result_model[0].blob)  # its row will be overwritten
             self.models.release(self._result_model[0].blob)
         self.probes.end()
-        model = await self._fetch(task, layouts.down)
+        model = await self._fetch(task, inside, layouts.down)
         task = replace(task, inline=None)  # the model has its bytes
         self._result_model = None
 
@@ -261,15 +261,16 @@ class ChildEndpoint(Endpoint):
         session.finish(result.announcement(task, manifest, inline), self.now())
         self.wake()
 
-    async def _fetch(self, task: Task, layout: ModelLayout) -> Arriving:
+    async def _fetch(self, task: Task, inside: Row | None, layout: ModelLayout) -> Arriving:
         """Start fetching the task's model into the row, or the chunks that the row lacks.
 
-        A model inside the task needs no row of its own, and is not kept after the work: the next one arrives likewise.
+        A model that is `inside` the task needs no row of its own, and is not kept after the work: the next one arrives
+        likewise.
         """
         manifest = task.model
-        if task.inline is not None and self.models.received.is_row:
-            row, self._model = shared_row(manifest.blob, task.inline), None
-            model = self._fetching = Arriving(manifest, row, row.data, np.ones(manifest.chunks, np.bool_))
+        if inside is not None:
+            self._model = None
+            model = self._fetching = Arriving(manifest, inside, inside.data, np.ones(manifest.chunks, np.bool_))
             self.session.fetch(task, None, self.now())
             self.wake()
             return model
