@@ -33,8 +33,8 @@ from common.protocol.messages import (
     Result,
     Task,
 )
+from common.protocol.participant import PHASE_S, Acknowledged, Begin, Participant, ParticipantCause, ParticipantState
 from common.protocol.participant import TRANSITIONS as CHILD_TRANSITIONS
-from common.protocol.participant import Acknowledged, Begin, Participant, ParticipantCause, ParticipantState
 from common.protocol.reports import check_report, plans_of
 from common.protocol.round_state import (
     TRANSITIONS,
@@ -1216,6 +1216,36 @@ def test_progress_is_sent_in_measure() -> None:
     assert 18 <= len(sent) <= 22
     quiet = [now / 10 for now in range(101, 301) if one.to_send(now / 10)]
     assert len(quiet) == 10  # a heartbeat each two seconds
+
+
+def test_phases_that_the_result_follows_at_once_are_not_reported() -> None:
+    one = OneChild()
+    one.receive(task_of(OLD))
+    one.participant.begin_work(Phase.WAITING, now=0.0)
+    assert one.participant.next_deadline() == PHASE_S and one.to_send(0.015) == []
+    one.participant.progress(Phase.TRAINING, 0, 9, now=0.015)
+    one.participant.progress(Phase.TRAINING, 9, 9, now=0.019)
+    one.participant.finish(result_of(OLD), now=0.019)
+    assert one.to_send(0.019) == [offer_of(OLD)]
+
+
+def test_an_institution_reports_a_new_phase_at_once() -> None:
+    """The parent measures when its institutions have a model."""
+    participant = Participant(idle_s=20.0, phase_s=0.0)
+    participant.receive(task_of(OLD), now=0.0)
+    participant.begin_work(Phase.WAITING, now=0.015)
+    assert participant.next_deadline() == 0.015
+
+
+def test_phases_that_change_all_the_time_are_reported() -> None:
+    one = OneChild()
+    one.receive(task_of(OLD))
+    sent = []
+    for number in range(300):
+        now, phase = number / 100, (Phase.WAITING, Phase.TRAINING)[number % 2]
+        one.participant.progress(phase, number, 0, now=now)
+        sent += [now for _ in one.to_send(now)]
+    assert len(sent) > 80
 
 
 def test_progress_after_the_result_does_not_repeat_the_offer() -> None:

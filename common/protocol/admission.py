@@ -30,7 +30,7 @@ class Admission:
         Asks have a budget of their own: only they grow with the chunks of a transfer.
         """
         at = body.find(session.encode(), DIGEST_BYTES, HEAD_BYTES) if session else -1
-        budget = self._asks if at >= 0 and body[at + len(session) :][:1] == ASK else self._messages
+        budget = self._asks if at >= 0 and body.startswith(ASK, at + len(session)) else self._messages
         if not budget.take(_source(peer, session, body), now):
             raise Flooded("too many messages at once")
 

@@ -54,7 +54,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.outbox import Output, Publish
-from common.protocol.participant import Acknowledged, Participant
+from common.protocol.participant import PHASE_S, Acknowledged, Participant
 from common.protocol.presence import Proof
 from common.protocol.round_state import HEARTBEAT_S, LIVING
 from common.protocol.session import Session
@@ -101,7 +101,8 @@ class ChildSession(Session):
             persistent=True,
         )
         self.parent = parent
-        self.participant = Participant(idle_s=transfer.idle_s)
+        # When the institutions have a model is measured: they report it at once.
+        self.participant = Participant(idle_s=transfer.idle_s, phase_s=PHASE_S if below is None else 0.0)
         self._form = form
         self._limits = limits
         self._below = below

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.protocol.messages import Manifest
+from common.protocol.topics import ChunkTopic
 
 PATIENCE_S: Final = 15.0
 
@@ -82,5 +83,5 @@ class Fetch:
 class Landing:
     """A chunk that is being written to its destination; `view` is set to None when its fetch ends."""
 
-    key: tuple[str, str]
+    topic: ChunkTopic
     view: memoryview | None

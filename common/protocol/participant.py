@@ -23,6 +23,7 @@ from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Resu
 from common.protocol.round_state import HEARTBEAT_S, waiting_most_s
 
 PROGRESS_S: Final = 0.5
+PHASE_S: Final = 0.02  # before a device reports a new phase: what a result follows at once needs no report
 FIRST_PROGRESS_S: Final = 0.2  # shorter than the repeat of the task; a small model that arrives sooner is reported too
 ANNOUNCE_S: Final = 1.0
 ANNOUNCE_MOST_S: Final = 5.0
@@ -83,11 +84,12 @@ class Participant:
     """One child's side of the rounds with one parent.
 
     A child that waits for its turn reports less and less often: all devices of a host wait for one another, so reports
-    at a fixed rate would take a share of a round that grows with the devices.
+    at a fixed rate would take a share of a round that grows with the devices. A new phase is reported `phase_s` after
+    its beginning.
     """
 
-    def __init__(self, *, idle_s: float) -> None:
-        self._waiting_most_s = waiting_most_s(idle_s)
+    def __init__(self, *, idle_s: float, phase_s: float = PHASE_S) -> None:
+        self._waiting_most_s, self._phase_s = waiting_most_s(idle_s), phase_s
         self._heartbeat_s = HEARTBEAT_S
         self.state = ParticipantState.IDLE
         self._task: Task | None = None
@@ -122,14 +124,14 @@ class Participant:
     def progress(self, phase: Phase, done: int, total: int, *, now: float) -> bool:
         """Note the progress of the work; return whether a message is due sooner than before.
 
-        It is sent at most twice a second, and at least every two seconds; while the child waits, every two to
-        `waiting_most_s`.
+        It is sent `phase_s` after a change of phase, at most twice a second, and at least every two seconds; while the
+        child waits, every two to `waiting_most_s`.
         """
         if self.state not in (ParticipantState.FETCHING, ParticipantState.WORKING):
             return False  # of work that has ended
         before = self._send_at
         if phase is not self._phase:
-            self._send_at, self._heartbeat_s = now, HEARTBEAT_S
+            self._send_at, self._heartbeat_s = min(self._send_at, now + self._phase_s), HEARTBEAT_S
         elif done != self._done and phase is not Phase.WAITING:
             self._send_at = min(self._send_at, now + PROGRESS_S)
         self._phase, self._done, self._total = phase, done, total

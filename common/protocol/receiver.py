@@ -33,7 +33,7 @@ from common.protocol.fetches import PATIENCE_S, Fetch, Fetched, FetchFailed, Fet
 from common.protocol.known_extras import KnownExtras
 from common.protocol.manifest import chunk_digest, window_for
 from common.protocol.messages import Ask, Manifest
-from common.protocol.topics import ALL
+from common.protocol.topics import ALL, ChunkTopic
 
 REPAIR_S: Final = 2.0
 CHUNKS_OF_SILENCE: Final = 3.0
@@ -138,7 +138,7 @@ class Receiver:
     def drop(self, owner: str, *, blob: str | None = None, now: float) -> None:
         """Drop the fetches from an owner, or one of them. Their buffers are not written any more."""
         landing = self._landing
-        if landing is not None and landing.key[0] == owner and blob in (None, landing.key[1]):
+        if landing is not None and landing.topic.node == owner and blob in (None, landing.topic.blob):
             self._landing = landing.view = None
         for fetches in (self._active, self._parked):
             for key in [k for k in fetches if k[0] == owner and blob in (None, k[1])]:
@@ -168,18 +168,18 @@ class Receiver:
         """Return the (owner, blob) pairs whose streams must be subscribed."""
         return self._active.keys() | self._parked.keys()
 
-    def place(self, owner: str, blob: str, *, index: int, size: int) -> Landing | None:
+    def place(self, topic: ChunkTopic, size: int) -> Landing | None:
         """Return the destination of an arriving chunk, None if it is not wanted.
 
         Only one at a time: a connection carries its messages one after another.
         """
-        fetch = self._begun((owner, blob))
+        fetch, index = self._begun((topic.node, topic.blob)), topic.index
         if fetch is None or index >= fetch.manifest.chunks or not fetch.lacking[index]:
             return None
         span = fetch.manifest.span(index)
         if size != span.stop - span.start:
             return None
-        self._landing = Landing((owner, blob), fetch.buffer[span])
+        self._landing = Landing(topic, fetch.buffer[span])
         return self._landing
 
     def receive_chunk(

@@ -130,18 +130,17 @@ class Session(Side):
     def place(self, topic_text: str, size: int) -> Landing | None:
         """Return the destination of an arriving chunk, None if it is not wanted."""
         try:
-            topic = topics.parse(topic_text)
+            topic = topics.parse(topic_text) if self.receiver.wanted() else None
         except WireError:
             return None
         if not isinstance(topic, topics.ChunkTopic) or topic.run != self.identity.run:
             return None
-        return self.receiver.place(topic.node, topic.blob, index=topic.index, size=size)
+        return self.receiver.place(topic, size)
 
     def landed(self, topic_text: str, landing: Landing, now: float) -> bool:
         """Handle a chunk that was written to its destination; return whether something follows from it at once."""
-        topic = topics.parse(topic_text)
-        if isinstance(topic, topics.ChunkTopic) and landing.view is not None:
-            self._chunk(topic, topic_text, landing.view, now)
+        if landing.view is not None:
+            self._chunk(landing.topic, topic_text, landing.view, now)
         return self.receiver.is_due() or bool(self._events)
 
     def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> None:
