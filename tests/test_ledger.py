@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.accounting.child_report import ChildReport
 from common.accounting.counters import Account
 from common.accounting.ledger import BYTES_MOST, Ledger, Mark
-from common.accounting.traffic import TcpStats, Traffic
+from common.accounting.traffic import BYTES, TcpStats, Traffic
 from common.errors import WireError
 from common.protocol import serialization
 from common.protocol.messages import Farewell, Reports
@@ -64,6 +64,25 @@ def test_totals_are_the_sum_of_the_processes_whenever_the_parent_is_restarted(
     assert list(reports) == ["child", "device"]
     assert reports["child"].broker == TcpStats(sent=6 * total, received=10 * total)
     assert reports["device"] == ChildReport("device", samples=7, traffic=down(3 * total))
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("123"), st.integers(0, 100)), max_size=30), st.data())
+def test_the_sums_of_the_links_are_kept_whoever_restarts(
+    messages: list[tuple[str, str, int]], data: st.DataObject
+) -> None:
+    """Messages of old sessions may come again, and those of one session in another order."""
+    account = Account()
+    ledger = Ledger("ab", account)
+    for child, session, count in messages:
+        account.add(child, "received", message=count + 5, model=count)
+        account.add("others", "sent", message=count, control=count)
+        ledger.enter(child, session, link=down(count))
+        if data.draw(st.booleans()):
+            kept, account = ledger.to_json(), Account()
+            ledger = Ledger("ab", account)
+            ledger.restore(kept)
+        links = ledger.links().values()
+        assert BYTES(ledger.tiers()[0]) == tuple(map(sum, zip(*map(BYTES, links), strict=True)))
 
 
 def test_what_arrived_here_is_kept_over_our_own_restarts() -> None:

@@ -404,9 +404,9 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
         child.session.receive(topic, body, retained=False, now=lab.now)
         places = set(changed(before, snapshot(child.session)))
         assert places <= {
-            ".refusals._counts", "._events", "._declined", ".counters.cells", ".receiver._last_arrival",
-            ".receiver._arrived", ".receiver._carried", "._quiet_at", "._admission._messages._full_at",
-            "._budget._full_at",
+            ".refusals._counts", "._events", "._declined", ".counters.cells", ".counters.sums",
+            ".receiver._last_arrival", ".receiver._arrived", ".receiver._carried", "._quiet_at",
+            "._admission._messages._full_at", "._budget._full_at",
         }  # fmt: skip
         child.wake()
         lab.rest(0.1)

@@ -46,6 +46,7 @@ class Account:
     """The bytes of one connection since its creation, across reconnections."""
 
     cells: defaultdict[tuple[str, Direction, Kind], Tally] = field(default_factory=lambda: defaultdict(Tally))
+    sums: defaultdict[tuple[Direction, Kind], Tally] = field(default_factory=lambda: defaultdict(Tally))  # over peers
 
     def add(
         self,
@@ -68,9 +69,9 @@ class Account:
         payloads = ("control", control), ("model", model), ("extras", extras), ("probe", probe)
         for kind, payload in payloads:
             if payload:
-                cell = self.cells[peer, direction, kind]
-                cell.payload += payload
-                cell.message += payload + overhead
+                for tally in (self.cells[peer, direction, kind], self.sums[direction, kind]):
+                    tally.payload += payload
+                    tally.message += payload + overhead
                 overhead = 0
 
     def probed(self, peer: str, direction: Direction) -> int:
@@ -84,3 +85,8 @@ class Account:
             cell = self.cells.get((peer, direction, kind), _NONE)
             counts += (cell.payload, cell.message)
         return Traffic.of(counts, wire)
+
+    def total(self) -> Traffic:
+        """Return the bytes to and from all peers."""
+        tallies = [self.sums.get(each, _NONE) for each in _IN_ORDER]
+        return Traffic.of((count for tally in tallies for count in (tally.payload, tally.message)), NO_WIRE)

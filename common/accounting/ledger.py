@@ -8,10 +8,10 @@ resumed run continues it and no byte is lost or counted twice. The unreported co
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import repeat, zip_longest
-from operator import attrgetter, sub
+from operator import add, attrgetter, sub
 from typing import Any, Final
 
 from common.accounting.child_report import ChildReport, TrainingPath
@@ -70,6 +70,8 @@ class Ledger:
         self._wire_before = TcpStats()
         self.measured: dict[str, Measured] = {}
         self._pages = {name: _Page() for name in children}
+        self._there: Sequence[int] = BYTES(NOTHING)  # the sums of what the children count
+        self._here_before = NOTHING
 
     def enter(self, child: str, session: str, *, link: Traffic, below: tuple[Traffic, ...] = ()) -> None:
         """Record a child's counts, which grow within a session; `below`: of the tiers below it, the highest first.
@@ -83,6 +85,7 @@ class Ledger:
         page = self._pages[child]
         page.turn(session)
         if _size(link, *below) >= _size(page.link, *page.below):  # an earlier message may come again
+            self._there = [*map(add, self._there, map(sub, BYTES(link), BYTES(page.link)))]
             page.link, page.below = link, below
 
     def enter_reports(self, child: str, session: str, reports: Iterable[ChildReport]) -> None:
@@ -106,21 +109,20 @@ class Ledger:
         """
         links = {}
         for name, page in self._pages.items():
-            here, there = BYTES(self._here(name)), page.link_before + page.link
-            counted = (*BYTES(there), *here)
-            links[name] = Traffic.of([counted[place] for place in _OF_LINK], there.wire)
+            there = page.link_before + page.link
+            links[name] = _link(BYTES(there), self._here(name), there.wire)
         return links
 
     def tiers(self) -> tuple[Traffic, ...]:
         """Return the sums of the links to the children, then of those of each tier below.
 
         `wire` is that of the parents' connections, all links together. No sum exceeds what a parent accepts: a child
-        that counts too much must not silence this node.
+        that counts too much must not silence this node. Those of the links to the children are kept: a node reports
+        twice a second, and may have thousands.
         """
-        pages = self._pages.values()
-        below = added(*(counts for page in pages for counts in (page.below_before, page.below)))
-        sums = map(sum, zip(BYTES(NOTHING), *map(BYTES, self.links().values()), strict=True))
-        link = Traffic.of(sums, self.broker())
+        counts = (each for page in self._pages.values() for each in (page.below_before, page.below) if each)
+        below = added(*counts)
+        link = _link(self._there, self._here_before + self._account.total(), self.broker())
         return tuple(map(_bounded, (link, *below)))
 
     def broker(self) -> TcpStats:
@@ -177,6 +179,9 @@ class Ledger:
                 reports=_reports(kept["reports"]),
                 reports_before=_reports(kept["reports_before"]),
             )
+        pages = self._pages.values()
+        self._there = BYTES(sum((page.link_before + page.link for page in pages), NOTHING))
+        self._here_before = sum((page.here_before for page in pages), NOTHING)
 
     def _here(self, child: str) -> Traffic:
         return self._pages[child].here_before + self._account.traffic(child)
@@ -198,6 +203,12 @@ class Mark:
         """Return reports with the bytes counted from here."""
         before = self.reports
         return tuple(r.without_bytes_of(before[r.name]) if r.name in before else r for r in reports)
+
+
+def _link(there: Sequence[int], here: Traffic, wire: TcpStats) -> Traffic:
+    """Return a link, or the sum of several, by the counts of the children and those here."""
+    counted = (*there, *BYTES(here))
+    return Traffic.of([counted[place] for place in _OF_LINK], wire)
 
 
 def added(*counts: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
