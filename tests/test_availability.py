@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, RunFailed
 from common.experiment.availability import OnlineTimes
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.topology import CLOUD
@@ -36,7 +36,7 @@ from tests.helpers.sites import SimulatedSite, virtual
 
 
 def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
-    return serialization.encode(Presence(state, "institution", elapsed_s=elapsed_s), "theirs")
+    return serialization.encode(Presence(state, "institution", reason="out of disk", elapsed_s=elapsed_s), "theirs")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,8 @@ def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
     [
         ("run-1", b"", False, False, 10.0),  # the parent has left: the run is over
         ("run-1", presence(NodeState.FINISHED), True, False, 10.0),
-        ("run-1", presence(NodeState.FAILED), False, False, 10.0),
+        ("run-1", presence(NodeState.FAILED), False, None, 10.0),
+        ("run-1", presence(NodeState.FAILED), True, None, 10.0),
         ("run-1", presence(NodeState.LOST), False, True, 50.0),  # it may come back
         ("run-1", presence(NodeState.READY, 45.0), False, True, 15.0),  # the run was resumed further on
         ("run-1", presence(NodeState.READY, 45.0), True, True, 50.0),  # from an unknown time
@@ -52,11 +53,11 @@ def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
         ("run-2", presence(NodeState.READY), True, True, 50.0),  # remains of a dead run
         ("run-1", b"noise", False, True, 50.0),
     ],
-    ids=["left", "finished", "failed", "lost", "resumed", "retained", "elsewhere", "remains", "noise"],
+    ids=["left", "finished", "failed", "failed before", "lost", "resumed", "retained", "elsewhere", "remains", "noise"],
 )
 @virtual
 async def test_a_device_that_is_away_reads_its_parents_state(
-    site: SimulatedSite, run: str, body: bytes, retained: bool, returns: bool, at_s: float
+    site: SimulatedSite, run: str, body: bytes, retained: bool, returns: bool | None, at_s: float
 ) -> None:
     connection: dict[str, Any] = {}
 
@@ -75,7 +76,11 @@ async def test_a_device_that_is_away_reads_its_parents_state(
     where, times, begun = BrokerAddress("broker"), OnlineTimes((50.0,)), loop.time()
     loop.call_later(10.0, lambda: connection["received"](topics.state("lab", run, "up"), body, retained))
     returning = until_return(where, identity, "up", times=times, begun=begun, world=cast(World, world))
-    assert await returning is returns
+    if returns is None:  # as of devices that are there: a service starts it again
+        with pytest.raises(RunFailed, match=r"^up gave up: out of disk$"):
+            await returning
+    else:
+        assert await returning is returns
     assert loop.time() - begun == pytest.approx(at_s, abs=0.01)
 
 

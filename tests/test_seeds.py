@@ -67,6 +67,7 @@ FOUND = (
     200252,  # a device without files had its last vectors alone, and the result that they led to was refused
     200337,  # the same, of results that came too late
     2102,  # links that nobody declared are slow: their measurement had too little patience
+    850021,  # a device was away while its parent gave up: it ended as if the run were over, so nobody started it again
     401243,  # a second institution without the first one's state failed before it learned that the name was taken
 )
 PERMANENT = (

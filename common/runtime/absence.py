@@ -7,12 +7,13 @@ from collections.abc import Coroutine
 from math import inf
 from typing import Any, Final, TypeVar
 
-from common.errors import ConnectionFailed, FedstrataError, WireError
+from common.errors import ConnectionFailed, FedstrataError, RunFailed, WireError
 from common.experiment.availability import OnlineTimes
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
+from common.protocol.limits import short
 from common.protocol.messages import NodeState, Presence
 from common.protocol.round_state import LIVING
 from common.protocol.time_zero import TimeZero
@@ -66,7 +67,8 @@ async def until_return(
 ) -> bool:
     """Wait until a device is available again, or its parent is in another run; return False if its run ends before.
 
-    Meanwhile only the parent's state is read: it ends the wait, and a resumed run has another time zero.
+    Meanwhile only the parent's state is read: it ends the wait, and a resumed run has another time zero. Raises
+    RunFailed if the parent gave up.
     """
     loop = asyncio.get_running_loop()
     watched = _ParentState(address, identity, parent, begun=begun, world=world)
@@ -83,6 +85,8 @@ async def until_return(
                     await watched.changed.wait()
             except TimeoutError:
                 pass
+        if watched.failure is not None:
+            raise watched.failure
         return False
     finally:
         keeping.cancel()
@@ -95,6 +99,7 @@ class _ParentState:
     def __init__(self, address: BrokerAddress, identity: Identity, parent: str, *, begun: float, world: World) -> None:
         self.begun = begun
         self.ended = self.moved = False
+        self.failure: RunFailed | None = None
         self.changed = asyncio.Event()
         self._zero = TimeZero()
         self._identity, self._parent = identity, parent
@@ -134,6 +139,8 @@ class _ParentState:
             self.ended = True
         elif isinstance(message, Presence):
             self.ended = self.ended or message.state in (NodeState.FINISHED, NodeState.FAILED)
+            if message.state is NodeState.FAILED:
+                self.failure = RunFailed(f"{self._parent} gave up: {short(message.reason)}")
             now = self._loop.time()
             if not retained and (begun := self._zero.note(message.elapsed_s, session, now, published=True)) is not None:
                 self.begun = begun
