@@ -1,8 +1,9 @@
 """Measurement of the costs of messages on this machine: labs whose devices compute nothing, on a real broker.
 
 The cloud runs in this process, the devices in another, as in a lab: a process that is woken for one message does more
-work for it than one that has many. Their CPU seconds and the broker's are counted, not the time that passes, so that
-other programs on this machine disturb little.
+work for it than one that has many. For the same reason the devices send their results one after another, as trainings
+end. CPU seconds of these processes and of the broker are counted, not the time that passes, so that other programs on
+this machine disturb little.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from device.agent import DeviceAgent
 CONNECT_TIMEOUT_S: Final = 30.0
 ROUNDS: Final = 40
 SMALL_BYTES: Final = 10_000
+APART_S: Final = 0.05  # in which the devices send their results, one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,8 @@ def _serve(ready: Event, address: BrokerAddress, devices: Sequence[str], model_b
 
 
 def _hardware(model_bytes: int) -> SimulatedHardware:
-    return SimulatedHardware(_CheapWorkload(model_bytes), Durations(0.0, 0.0, 0.0, 0.0), seed=1)
+    durations = Durations(boot_s=0.0, train_s=APART_S, spread=1.0, evaluate_s=0.0)
+    return SimulatedHardware(_CheapWorkload(model_bytes), durations, seed=1)
 
 
 def _cpu_of(pid: int) -> float:
