@@ -125,7 +125,7 @@ class NoiseWorkload:
         begin = zlib.crc32(f"{node} {local_round}".encode()) % columns
         np.multiply(self.layout.floats(row), self._factors[begin : begin + columns], out=self.layout.floats(out))
         self.layout.extra_columns(out)[:] = 1.0
-        return 1.0, self._work.steps(self.samples(node), epochs)
+        return 1.0, round(self._work.steps(self.samples(node), epochs))
 
     def evaluate(self, row: Row) -> tuple[float, float]:
         """Return constants."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
@@ -35,7 +36,8 @@ from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, Pla
 from deploy.runs.run import Run
 
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
-REHEARSED: Final = 3  # global rounds after which Tempo's epochs have settled
+REHEARSED_LEAST: Final = 3  # global rounds after which Tempo's epochs have settled
+REHEARSED_MOST: Final = 10  # Tempo draws them anew in each round
 REHEARSAL_S: Final = 60.0
 PAYLOAD: Final = 1448 / 1514  # of an Ethernet frame, which is what the kernel's links count
 
@@ -80,7 +82,7 @@ class PlannedWorkload:
     samples: int | Mapping[str, int]
     data_bytes: int
     here: bool
-    epochs: Mapping[str, int] = field(default_factory=dict)
+    epochs: Mapping[str, float] = field(default_factory=dict)
     assumed: list[str] = field(default_factory=list)
 
     @property
@@ -92,8 +94,8 @@ class PlannedWorkload:
         """Return the samples of a device."""
         return self.samples[device] if isinstance(self.samples, Mapping) else self.samples
 
-    def steps(self, samples: int, epochs: int) -> int:
-        """Return the SGD steps of one training."""
+    def steps(self, samples: int, epochs: float) -> float:
+        """Return the SGD steps of one training, of a mean one if the epochs are a mean."""
         return epochs * -(-samples // self.experiment.training.batch_size)
 
 
@@ -144,10 +146,11 @@ def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
         return
     if isinstance(work.samples, Mapping) and work.here:
         steps = sum(work.steps(samples, experiment.training.epochs) for samples in work.samples.values())
-        cost_s = REHEARSED * (experiment.device_rounds * steps * speeds.step_s * 1.5 + speeds.evaluation_s)
-        if cost_s <= REHEARSAL_S:
-            work.epochs = _rehearsed_epochs(experiment)
-            work.assumed.append(f"the epochs that Tempo sets after {REHEARSED - 1} global rounds, which were run here")
+        cost_s = experiment.device_rounds * steps * speeds.step_s * 1.5 + speeds.evaluation_s
+        rounds = int(min(REHEARSED_MOST, REHEARSAL_S / cost_s))
+        if rounds >= REHEARSED_LEAST:
+            work.epochs = _rehearsed_epochs(experiment, rounds)
+            work.assumed.append(f"the mean epochs that Tempo sets in {rounds} global rounds, which were run here")
             return
     work.assumed.append(f"{experiment.training.epochs} epochs everywhere: Tempo's decisions are not predicted")
 
@@ -161,7 +164,7 @@ def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interfa
     return PlannedLab(children, work.sizes, work.experiment.transfer, one_host, interface, payload, recorded)
 
 
-def _listed(work: PlannedWorkload, speeds: MachineSpeeds, parent: str, epochs: int) -> tuple[Kind, ...]:
+def _listed(work: PlannedWorkload, speeds: MachineSpeeds, parent: str, epochs: float) -> tuple[Kind, ...]:
     """Return a parent's children in its first round, each by its own link, samples and machine."""
     experiment, tree = work.experiment, work.experiment.tree
     tier = experiment.tier_below(parent)
@@ -210,7 +213,7 @@ def _grouped(children: Sequence[tuple[Kind, ...]], link: LinkSettings, rounds: i
 
 
 def _device(
-    work: PlannedWorkload, speeds: MachineSpeeds, link: LinkSettings, machine: Machine, *, samples: int, epochs: int
+    work: PlannedWorkload, speeds: MachineSpeeds, link: LinkSettings, machine: Machine, *, samples: int, epochs: float
 ) -> PlannedDevice:
     train_s = speeds.training_s + work.steps(samples, epochs) * speeds.step_s
     return PlannedDevice(1, link.down, link.up, train_s, machine.emulated_s(train_s) - train_s)
@@ -266,16 +269,20 @@ def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
     return Sizes(layout.row_bytes, tuple(tiers))
 
 
-def _rehearsed_epochs(experiment: Experiment) -> dict[str, int]:
-    """Return the institutions' epochs after REHEARSED global rounds without a network."""
+def _rehearsed_epochs(experiment: Experiment, rounds: int) -> dict[str, float]:
+    """Return the institutions' mean epochs in some global rounds without a network, the first one left out."""
     from cloud.results import RunFolder
     from deploy.local import direct
 
     with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
         score = experiment.score.model_dump(mode="json") | {"target": None}
-        tree = experiment.model_dump(mode="json") | {"rounds": REHEARSED, "target_accuracy": None, "score": score}
+        tree = experiment.model_dump(mode="json") | {"rounds": rounds, "target_accuracy": None, "score": score}
         short = parse(tree)
         folder = RunFolder.create(Path(home), short)
         direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        epochs = Run(folder.path).rounds[-1].epochs
-    return {name: epochs.get(name) or experiment.training.epochs for name in experiment.tree.children[CLOUD]}
+        decided = [each.epochs for each in Run(folder.path).rounds[1:]]
+    found = {}
+    for name in experiment.tree.children[CLOUD]:
+        own = [epochs for each in decided if (epochs := each.get(name))]
+        found[name] = fmean(own) if own else float(experiment.training.epochs)
+    return found
