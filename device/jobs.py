@@ -26,6 +26,7 @@ class LocalResult:
 
     `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
     In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
+    `cpu_s` are the CPU seconds of the training's thread, 0 if it was vmapped.
     """
 
     samples: int
@@ -35,6 +36,7 @@ class LocalResult:
     wait_s: float
     path: TrainingPath = TrainingPath.IN_PROCESS
     wall_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 Ending: TypeAlias = LocalResult | FedstrataError | Cancelled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -24,14 +25,15 @@ from common.experiment.aggregation import RULES, FedAvg
 from common.experiment.links import LinkDirection
 from common.experiment.reading import parse, to_toml
 from common.experiment.rules import RuleSettings
-from common.experiment.schema import TransferSettings
+from common.experiment.schema import Experiment, TransferSettings
 from common.experiment.training import TrainingSettings
 from common.host.load import LoadMeter, MachineLoad
-from common.model.layout import ModelLayout, Section
-from deploy.planning import calibration, footprint, predicting, recording, workload
-from deploy.planning.calibration import MeasuredTraining, TrainingSpeed
+from common.model.layout import ModelLayout, Row, Section
+from deploy.planning import calibration, footprint, predicting, recording, trainings, workload
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes, seconds
+from deploy.planning.trainings import MeasuredTraining, TrainingSpeed
 from deploy.planning.virtual_time import Host, Process, VirtualTime
+from device.jobs import LocalResult, Prepared, Progress
 from tests.helpers.commands import invoke
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 from tests.test_aggregators import Report
@@ -216,7 +218,8 @@ def test_bytes_are_those_of_all_models() -> None:
 @pytest.mark.parametrize("name", WITH_OBJECTIVE)
 def test_a_plan_trains_with_the_rule_that_the_objective_needs(name: str) -> None:
     work = workload.workload(parse({"model": {"name": "mlp_digits"}} | least_lab(name)))
-    assert calibration.train(work.calibrated.to_json(), work.calibrated.tree.devices, 0.01).step_s > 0
+    text, names = work.calibrated.to_json(), work.calibrated.tree.devices
+    assert trainings.train(text, names, 1, first=work.first, training_s=0.01).step_s > 0
 
 
 def test_one_device_is_calibrated_if_the_data_of_each_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,26 +339,83 @@ def test_what_is_not_here_is_made_up() -> None:
     assert work.calibrated.data.dataset == "synthetic" and work.sizes.row == 4 * 61_706
 
 
-def test_cores_that_train_together_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = iter([TrainingSpeed(1.0, 0.1, 10.0), TrainingSpeed(3.0, 0.3, 30.0), TrainingSpeed(5.0, 0.5, 50.0)])
-    monkeypatch.setattr(calibration, "train", lambda *_: next(measured))
-    monkeypatch.setattr(calibration, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
-    work = workload.workload(parse({"model": {"name": "mlp_digits"}}))
-    found = calibration.measure(work, cores=2, together=True)
-    assert (found.step_s, found.training_s, found.evaluation_s) == pytest.approx((2.0, 0.2, 20.0))
+@pytest.mark.parametrize(
+    ("devices", "cores", "processes"), [(1, 2, [(1, 1)]), (12, 2, [(12, 2)]), (70, 2, [(35, 1), (35, 1)])]
+)
+def test_the_processes_of_a_lab_are_measured_together(
+    devices: int, cores: int, processes: Sequence[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def train(text: str, names: Sequence[str], slots: int, **_: object) -> TrainingSpeed:
+        asked.append((len(names), slots))
+        return TrainingSpeed(2.0 * len(asked), 0.2)
+
+    monkeypatch.setattr(calibration, "train", train)
+    monkeypatch.setattr(calibration, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(1))
+    topology = {"institutions": 0, "devices": devices}
+    work = workload.workload(parse({"model": {"name": "mlp_digits"}, "topology": topology}))
+    found = calibration.measure(work, cores=cores, together=True)
+    assert asked == processes
+    assert (found.step_s, found.training_s) == pytest.approx((1.0 + len(processes), 0.2))
     assert found.cores == 2 and min(found.message_s, found.byte_s, found.mix_byte_s, found.record_s) > 0
-    assert calibration.measure(work, cores=2, together=False).step_s == 5.0
+    assert found.evaluation_s > 0
+    asked.clear()
+    calibration.measure(work, cores=cores, together=False)
+    assert asked == [(devices, 1)]
 
 
-MEASURED = [MeasuredTraining(steps, 0.25 + 0.125 * steps, 0.0) for steps in (8, 24, 7, 21)]
+class FakePool:
+    """A pool whose trainings take 0.125 s a step, and 0.25 s from one to the next."""
+
+    def __init__(self, *, accelerator: str, slots: int, devices: int) -> None:
+        self.slots = slots
+        self.running: set[str] = set()
+
+    async def __aenter__(self) -> FakePool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def member(self, node: str) -> FakeMember:
+        return FakeMember(self, node)
+
+
+class FakeMember:
+    def __init__(self, pool: FakePool, node: str) -> None:
+        self.pool, self.node = pool, node
+
+    async def prepare(self, experiment: Experiment) -> Prepared:
+        return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 1, "")
+
+    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
+        self.pool.running.add(self.node)
+        await asyncio.sleep(0)
+        assert len(self.pool.running) == (self.pool.slots if epochs else 1)
+        await asyncio.sleep(0)
+        self.pool.running.remove(self.node)
+        steps = epochs * (8 if self.node == "device-0" else 24)
+        return LocalResult(1, 0.5, steps, train_s=0.125 * steps, wait_s=0.25, cpu_s=0.1 * steps)
+
+
+def test_devices_train_in_turn_as_many_at_once_as_in_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainings, "Pool", FakePool)
+    experiment = parse({"topology": {"institutions": 0, "devices": 3}, "training": {"epochs": 2}})
+    first = np.zeros(8, np.uint8)
+    found = trainings.train(experiment.to_json(), experiment.tree.devices, 2, first=first, training_s=0.0)
+    assert (found.step_s, found.training_s, found.share) == pytest.approx((0.125, 0.25, 0.8))
+
+
+MEASURED = [MeasuredTraining(steps, 0.25 + 0.125 * steps) for steps in (8, 24, 7, 21)]
 
 
 def test_a_line_through_trainings_separates_their_steps_from_the_rest() -> None:
-    assert calibration.line(MEASURED, least_s=0.01) == pytest.approx((0.125, 0.25))
-    alike = [MeasuredTraining(8, seconds, 0.0) for seconds in (1.0, 1.2)]
-    assert calibration.line(alike, least_s=0.3) == pytest.approx((0.1, 0.3))
-    noisy = [MeasuredTraining(8, 2.0, 0.0), MeasuredTraining(16, 1.0, 0.0)]
-    step_s, rest_s = calibration.line(noisy, least_s=0.0)
+    assert trainings.line(MEASURED, least_s=0.01) == pytest.approx((0.125, 0.25))
+    alike = [MeasuredTraining(8, seconds) for seconds in (1.0, 1.2)]
+    assert trainings.line(alike, least_s=0.3) == pytest.approx((0.1, 0.3))
+    noisy = [MeasuredTraining(8, 2.0), MeasuredTraining(16, 1.0)]
+    step_s, rest_s = trainings.line(noisy, least_s=0.0)
     assert rest_s >= 0 and step_s > 0 and 24 * step_s + 2 * rest_s == pytest.approx(3.0)
 
 

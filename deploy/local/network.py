@@ -61,9 +61,14 @@ def environment_of(guard: Guard) -> dict[str, str]:
     return OWN_LOGIN | dict(zip(("FEDSTRATA_USERNAME", "FEDSTRATA_PASSWORD"), guard.login or (), strict=False))
 
 
+def processes_of(devices: int, cores: int) -> int:
+    """Return the number of device processes of a lab on a host."""
+    return min(-(-devices // DEVICES_MOST), cores)
+
+
 def device_groups(devices: Sequence[str], cores: int) -> dict[str, Sequence[str]]:
     """Return the devices of each device process of a lab on a host."""
-    processes = min(-(-len(devices) // DEVICES_MOST), cores)
+    processes = processes_of(len(devices), cores)
     return {f"devices-{index}": devices[index::processes] for index in range(processes)}
 
 

@@ -7,40 +7,31 @@ The other costs of a round were measured by `fedstrata plan --calibrate` on this
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
+from functools import partial
 from multiprocessing import get_context
 from statistics import mean
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
-from common.experiment.reading import parse
-from common.model.layout import Row
+from common.experiment.schema import Experiment
 from common.protocol import serialization
 from common.protocol.manifest import chunk_digest
 from common.protocol.messages import Key, Manifest, Task
+from deploy.local.network import processes_of, shares
 from deploy.planning.constants import FittedCosts
 from deploy.planning.prediction import MachineSpeeds
 from deploy.planning.recording import record_seconds
+from deploy.planning.trainings import TrainingSpeed, train
 from deploy.planning.workload import PlannedWorkload
-from device.jobs import Cancelled
-
-if TYPE_CHECKING:
-    from common.learning.inputs import Inputs
-    from device.training.network import Network
-    from device.training.trainer import Trainer
 
 TRAINING_S: Final = 2.0
 EVALUATED: Final = 400
-DEVICES_MOST: Final = 8  # that one process trains in turn
-WARM_UP: Final = 1  # trainings that do not count
-LONGER: Final = 3  # times the epochs, of every second training of a device
+EVALUATIONS: Final = 3
 MIXED: Final = 3.0  # cost of mixing, in copies of the uploads (tests/bench/aggregation.py)
 NOISE_BYTES: Final = 8_000_000
 REPEATS: Final = 20
@@ -64,38 +55,13 @@ class ReferenceModel:
 REFERENCE: Final = ReferenceModel()
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSpeed:
-    """Seconds of one core: per SGD step, per training without its steps, and per evaluation of the test set.
-
-    `share`: of a core, that the trainings had.
-    """
-
-    step_s: float
-    training_s: float
-    evaluation_s: float
-    share: float = 1.0
-
-
-class MeasuredTraining(NamedTuple):
-    """The steps of a training, its seconds, and the CPU seconds of its thread."""
-
-    steps: int
-    seconds: float
-    cpu_s: float
-
-
 def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: FittedCosts | None = None) -> MachineSpeeds:
     """Measure this machine with an experiment's models and data.
 
     `together`: all cores train at the same time, as in a lab on this host. `fitted`: the costs of messages.
     """
-    jobs, experiment = cores if together else 1, work.calibrated
-    names, text = experiment.tree.devices, experiment.to_json()
-    shares = [names[index::jobs] or names for index in range(jobs)]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        running = [pool.submit(train, text, _some(share), TRAINING_S) for share in shares]
-        found = [job.result() for job in running]
+    experiment, found = work.calibrated, _trainings(work, cores=cores, together=together)
+    evaluate, parts = _evaluation(experiment)
     copy_s, speed = copy_seconds(), _best(_packing) / REFERENCE.packing_s
     if fitted is None:
         message_s, round_s = REFERENCE.message_s * speed, REFERENCE.round_s * speed
@@ -105,7 +71,8 @@ def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: Fitted
     return MachineSpeeds(
         step_s=mean(one.step_s for one in found),
         training_s=mean(one.training_s for one in found),
-        evaluation_s=mean(one.evaluation_s for one in found),
+        evaluation_s=parts
+        * _best(evaluate, clock=time.process_time, repeats=EVALUATIONS),  # CPU seconds of all threads
         message_s=message_s,
         round_s=round_s,
         byte_s=byte_s,
@@ -116,75 +83,32 @@ def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: Fitted
     )
 
 
-def train(experiment_json: str, devices: Sequence[str], training_s: float) -> TrainingSpeed:
-    """Train some devices of an experiment in turn for `training_s` or longer on one core; evaluate the first model."""
+def _trainings(work: PlannedWorkload, *, cores: int, together: bool) -> list[TrainingSpeed]:
+    """Measure the trainings of each device process of a lab on this host, all at once, or of one device alone."""
+    text, names = work.calibrated.to_json(), work.calibrated.tree.devices
+    devices = sum(work.experiment.sizes()[-1])
+    slots = shares(cores, processes_of(devices, cores)) if together else [1]
+    jobs = len(slots)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running = [
+            pool.submit(
+                train, text, names[i::jobs] or names, min(own, devices), first=work.first, training_s=TRAINING_S
+            )
+            for i, own in enumerate(slots)
+        ]
+        return [job.result() for job in running]
+
+
+def _evaluation(experiment: Experiment) -> tuple[Callable[[], object], float]:
+    """Return an evaluation of the first model on some test samples, and the number of such parts of the test set."""
     from common.learning import datasets, models
     from common.learning.evaluation import evaluate
-    from device.training.trainer import Trainer
 
-    experiment = parse(experiment_json)
     data = datasets.load(experiment.data)
     module = models.of(experiment, inputs=data.inputs)
-    networks: dict[Inputs, Network] = {}  # shared, as in a worker process
-    trainers = [Trainer(experiment, node=name, accelerator="cpu", networks=networks) for name in devices]
-    for trainer in trainers:
-        trainer.prepare()
-    vectors = trainers[0].vectors
-    row, out = (np.zeros(each.row_bytes, np.uint8) for each in (vectors.received, vectors.returned))
-    models.write_row(module, trainers[0].layout, row)
-    until = time.monotonic() + training_s
-    measured = list[MeasuredTraining]()
-    epochs = experiment.training.epochs
-    while time.monotonic() < until or len(measured) <= WARM_UP:
-        trainer = trainers[len(measured) % len(trainers)]
-        longer = len(measured) // len(trainers) % 2  # to separate the steps from the rest
-        measured.append(_measured(trainer, row, out, epochs=epochs * (LONGER if longer else 1), until=until))
-    nothing = min(_measured(trainers[0], row, out, epochs=0, until=inf).seconds for _ in range(5))
     images, labels = data.test_images[:EVALUATED], data.test_labels[:EVALUATED]
-    start = time.monotonic()
-    evaluate(module, images, labels=labels, normalise=data.normaliser())
-    evaluation_s = (time.monotonic() - start) * len(data.test_labels) / max(1, len(labels))
-    settled = measured[WARM_UP:]
-    step_s, rest_s = line(settled, least_s=nothing)
-    share = sum(each.cpu_s for each in settled) / sum(each.seconds for each in settled)
-    return TrainingSpeed(step_s, rest_s, evaluation_s, min(1.0, share))
-
-
-def line(measured: Sequence[MeasuredTraining], *, least_s: float) -> tuple[float, float]:
-    """Return the seconds of a step, and of a training without its steps, which are at least `least_s`.
-
-    A weighted least squares fit: a training's noise grows with its steps. It keeps the sum of the seconds. If all
-    trainings have as many steps, or noise makes one of them too small, the rest is `least_s`.
-    """
-    steps, seconds = (np.array(column, float) for column in zip(*(each[:2] for each in measured), strict=True))
-    weights = 1 / np.sqrt(steps)
-    matrix = np.stack([weights, steps * weights], axis=1)
-    (rest_s, step_s), _, rank, _ = np.linalg.lstsq(matrix, seconds * weights, rcond=None)
-    if rank < 2 or rest_s < least_s or step_s <= 0:
-        return max(0.0, seconds.sum() - least_s * len(steps)) / steps.sum(), least_s
-    return float(step_s), float(rest_s)
-
-
-def _measured(trainer: Trainer, row: Row, out: Row, *, epochs: int, until: float) -> MeasuredTraining:
-    """Train once, and cancel it if it lasts until a time, of the monotonic clock, and a first progress message."""
-    enough, done = threading.Event(), MeasuredTraining(0, 0.0, 0.0)
-    start, cpu_start = time.monotonic(), time.thread_time()
-
-    def progress(steps: int, _: int) -> None:
-        nonlocal done
-        done = MeasuredTraining(steps, time.monotonic() - start, time.thread_time() - cpu_start)
-        if time.monotonic() >= until:
-            enough.set()
-
-    with suppress(Cancelled):
-        result = trainer.train(row, out, epochs=epochs, local_round=0, progress=progress, cancelled=enough)
-        done = MeasuredTraining(result.steps, result.train_s, time.thread_time() - cpu_start)
-    return done
-
-
-def _some(names: Sequence[str]) -> Sequence[str]:
-    """Return at most DEVICES_MOST of the names, evenly spread."""
-    return names[:: -(-len(names) // DEVICES_MOST)]
+    some = partial(evaluate, module, images, labels=labels, normalise=data.normaliser())
+    return some, len(data.test_labels) / max(1, len(labels))
 
 
 def copy_seconds() -> float:
@@ -197,12 +121,14 @@ def mixing_s(copy_s: float) -> float:
     return MIXED * copy_s
 
 
-def _best(loop: Callable[[], None]) -> float:
+def _best(
+    loop: Callable[[], object], *, clock: Callable[[], float] = time.perf_counter, repeats: int = REPEATS
+) -> float:
     seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
+    for _ in range(repeats):
+        start = clock()
         loop()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return min(seconds)
 
 

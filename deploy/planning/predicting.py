@@ -49,8 +49,8 @@ def predict(
     begin(f"reads and splits {experiment.data.dataset}")
     work = workload.workload(experiment)
     cores = len(os.sched_getaffinity(0))
-    processes = f"{cores} processes, as many as cores" if one_host and cores > 1 else "one process"
-    begin(f"measures training and evaluation of {experiment.model.name}, {processes}")
+    at_once = f"{cores} devices at once, as many as cores" if one_host and cores > 1 else "one device"
+    begin(f"measures training and evaluation of {experiment.model.name}, {at_once}")
     meter = LoadMeter()
     speeds = measure(work, cores=cores, together=one_host, fitted=fitted)
     load = meter.read()

@@ -118,7 +118,7 @@ class Trainer:
         module, layout = made.network.module, made.network.layout
         exhausted = False
         set_up(self._accelerator, self._experiment.training)
-        start = time.monotonic()
+        start, cpu_start = time.monotonic(), time.thread_time()
         try:
             models.read_row(module, layout, row)
             self._move_to(self._accelerator)
@@ -138,10 +138,10 @@ class Trainer:
             exhausted = True  # raised below: this exception's traceback references the tensors that must be freed
         finally:
             self._release()
-        train_s = time.monotonic() - start
+        train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
         if exhausted:
             raise self._exhausted()
-        return LocalResult(self.samples, loss, steps, train_s, wait_s=0.0)
+        return LocalResult(self.samples, loss, steps, train_s, wait_s=0.0, cpu_s=cpu_s)
 
     @property
     def _prepared(self) -> _Prepared:
