@@ -424,8 +424,10 @@ def test_what_a_cloud_writes_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch)
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (waited.append(file), sync(file)))
     work = workload.workload(parse({"model": {"name": "mlp_digits"}, "topology": {"institutions": 2, "devices": 4}}))
-    assert recording.record_seconds(work.experiment, layout=work.layout, row=work.first) > 0
-    assert len(waited) >= 6 * recording.REPEATS
+    evaluated: list[int] = []
+    beside = partial(evaluated.append, 1)
+    assert recording.record_seconds(work.experiment, layout=work.layout, row=work.first, beside=beside) > 0
+    assert len(waited) >= 6 * recording.REPEATS and len(evaluated) == recording.REPEATS
 
 
 def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

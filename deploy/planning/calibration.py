@@ -77,7 +77,7 @@ def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: Fitted
         round_s=round_s,
         byte_s=byte_s,
         mix_byte_s=mixing_s(copy_s),
-        record_s=record_seconds(experiment, layout=work.layout, row=work.first),
+        record_s=record_seconds(experiment, layout=work.layout, row=work.first, beside=evaluate),
         cores=cores,
         share=min(one.share for one in found),
     )
