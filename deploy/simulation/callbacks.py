@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Protocol
 
 
@@ -28,30 +28,38 @@ class CountingLoop(asyncio.BaseEventLoop):
         raise NotImplementedError
 
 
-class OwnedHandle(asyncio.Handle):
-    """A callback that runs only while its process runs."""
+class OwnedHandle(asyncio.TimerHandle):
+    """A callback, now or at a time, that runs only while its process runs.
+
+    It is made and run as by asyncio, but without asking for the debug mode: every message needs some twenty of them.
+    """
 
     __slots__ = ("owner",)
     owner: CallbackOwner | None
-    _context: Context
+
+    def __init__(
+        self, when: float | None, callback: Any, args: Any, loop: CountingLoop, context: Context | None
+    ) -> None:
+        self._when, self._scheduled = when, when is not None
+        self._callback, self._args, self._loop = callback, args, loop
+        self._context = copy_context() if context is None else context
+        self._cancelled = False
+        self._repr = self._source_traceback = None
+        self.owner = self._context.get(OWNER)
 
     def _run(self) -> None:
-        if _may_run(self.owner, self):
-            super()._run()
-
-
-class OwnedTimer(asyncio.TimerHandle):
-    """A timer that fires only while its process runs."""
-
-    __slots__ = ("owner",)
-    owner: CallbackOwner | None
-    _context: Context
-    _scheduled: bool
-    _when: float
-
-    def _run(self) -> None:
-        if _may_run(self.owner, self):
-            super()._run()
+        owner = self.owner
+        if owner is not None and (owner.killed or owner.stopped):
+            if not owner.killed:
+                owner.kept.append(self)
+            return
+        try:
+            self._context.run(self._callback, *self._args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - as asyncio does
+            message = f"Exception in callback {self._callback!r}"
+            self._loop.call_exception_handler({"message": message, "exception": error, "handle": self})
 
 
 class NumberedFuture(asyncio.Future[Any]):
@@ -74,12 +82,3 @@ class NumberedTask(asyncio.Task[Any]):
 
     def __hash__(self) -> int:
         return self._number
-
-
-def _may_run(owner: CallbackOwner | None, handle: asyncio.Handle) -> bool:
-    """Return whether a callback may run; if its process is stopped, keep it for later."""
-    if owner is None or not (owner.killed or owner.stopped):
-        return True
-    if not owner.killed:
-        owner.kept.append(handle)
-    return False

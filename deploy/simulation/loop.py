@@ -11,12 +11,12 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextvars import Context
 from itertools import count
 from typing import Any, Final, TypeVar
 
-from deploy.simulation.callbacks import OWNER, CountingLoop, NumberedFuture, NumberedTask, OwnedHandle, OwnedTimer
+from deploy.simulation.callbacks import OWNER, CountingLoop, NumberedFuture, NumberedTask, OwnedHandle
 
 START_S: Final = 1000.0
 TURNS_BEFORE_CREEP: Final = 200  # loop turns at one instant; an undisturbed lab needs a few dozen
@@ -66,7 +66,7 @@ class VirtualLoop(CountingLoop):
         self.executor_delay_s = executor_delay_s
         self.work: Callable[[Callable[[], None], Callable[[], None]], None] | None = None
         self.errors: list[dict[str, Any]] = []
-        self._timers: list[tuple[float, int, OwnedTimer]] = []
+        self._timers: list[tuple[float, int, OwnedHandle]] = []
         super().__init__()
         self._random = random.Random(f"{seed} executor")
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
@@ -84,8 +84,7 @@ class VirtualLoop(CountingLoop):
         self, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         """Call back in the next turn."""
-        handle = OwnedHandle(callback, args, self, context)
-        handle.owner = handle._context.get(OWNER)
+        handle = OwnedHandle(None, callback, args, self, context)
         self._ready.append(handle)
         return handle
 
@@ -93,10 +92,8 @@ class VirtualLoop(CountingLoop):
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Call back at a time; timers of one instant fire in the order in which they were set."""
-        timer = OwnedTimer(when, callback, args, self, context)
-        timer.owner = timer._context.get(OWNER)
+        timer = OwnedHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
-        timer._scheduled = True
         return timer
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -140,8 +137,8 @@ class VirtualLoop(CountingLoop):
             self.call_later(self._random.random() * self.executor_delay_s, end)
         return future
 
-    def resume(self, handles: list[asyncio.Handle]) -> None:
-        """Schedule callbacks that were kept while their process was stopped."""
+    def resume(self, handles: Sequence[asyncio.Handle]) -> None:
+        """Call back in the next turn by handles that exist, as those kept while their process was stopped."""
         self._ready.extend(handles)
 
     def discard(self) -> None:
@@ -156,37 +153,45 @@ class VirtualLoop(CountingLoop):
         pass
 
     def _run_once(self) -> None:
-        """Advance the clock unless callbacks are waiting, and run those that are due, like BaseEventLoop.
+        """Run turns until the loop is stopped: each advances the clock unless callbacks wait, and runs what is due.
 
         Here a timer fires at its time, not a bit before, and timers of one instant in the order in which they were set.
         """
-        timers, ready = self._timers, self._ready
-        if self._timer_cancelled_count > max(TIMERS_KEPT, len(timers) // 2):
-            timers[:] = [timer for timer in timers if not timer[2]._cancelled]
-            heapq.heapify(timers)
-            self._timer_cancelled_count = 0
-        while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)
-            self._timer_cancelled_count -= 1
-        self._advance(math.inf if not timers else timers[0][0], waiting=bool(ready) or self._stopping)
-        while timers and timers[0][0] <= self._now:
-            timer = heapq.heappop(timers)[2]
-            timer._scheduled = False
-            ready.append(timer)
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+        timers, ready, pop = self._timers, self._ready, heapq.heappop
+        while True:
+            if self._timer_cancelled_count > max(TIMERS_KEPT, len(timers) // 2):
+                timers[:] = [timer for timer in timers if not timer[2]._cancelled]
+                heapq.heapify(timers)
+                self._timer_cancelled_count = 0
+            while timers and timers[0][2]._cancelled:
+                pop(timers)
+                self._timer_cancelled_count -= 1
+            if ready or self._stopping or (timers and timers[0][0] <= self._now):
+                self._count_turn()
+            else:
+                self._jump(timers[0][0] if timers else math.inf)
+            now = self._now
+            while timers and timers[0][0] <= now:
+                timer = pop(timers)[2]
+                timer._scheduled = False
+                ready.append(timer)
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
+            if self._stopping:
+                return
 
-    def _advance(self, when: float, *, waiting: bool) -> None:
-        """Jump to the next timer, at `when`, unless callbacks are waiting."""
-        if when > self._now and not waiting:
-            if when == math.inf:
-                raise Deadlock(f"nothing is scheduled after t = {self._now - START_S:.3f} s")
-            self._now, self._turns = when, 0
-            if when > self.time_limit:
-                raise TimeLimit(f"t = {self._now - START_S:.1f} s")
-            return
+    def _jump(self, when: float) -> None:
+        """Advance the clock to the next timer."""
+        if when == math.inf:
+            raise Deadlock(f"nothing is scheduled after t = {self._now - START_S:.3f} s")
+        self._now, self._turns = when, 0
+        if when > self.time_limit:
+            raise TimeLimit(f"t = {self._now - START_S:.1f} s")
+
+    def _count_turn(self) -> None:
+        """Note one more turn at this instant."""
         self._turns += 1
         if self._turns > TURNS_BEFORE_CREEP:
             self._now += CREEP_S

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
-from deploy.simulation.callbacks import OWNER
+from deploy.simulation.callbacks import OWNER, OwnedHandle
 from deploy.simulation.loop import VirtualLoop
 from deploy.simulation.packets import Packet, RateQueue
 
@@ -107,16 +107,16 @@ class ProcessThread:
     def __init__(self, loop: VirtualLoop, host: SimulatedHost) -> None:
         self.host = host
         self._loop = loop
-        self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
+        self._waiting: deque[tuple[float, OwnedHandle]] = deque()
 
     def handle(self, seconds: float, function: Callable[..., object], *args: Any, context: Context) -> None:
         """Call a function in a context after so many seconds of one core, and after everything before it."""
-        self._waiting.append((seconds, partial(self._loop.call_soon, function, *args, context=context)))
+        self._waiting.append((seconds, OwnedHandle(None, function, args, self._loop, context)))
         if len(self._waiting) == 1:
             self.host.compute(seconds, self._handled)
 
     def _handled(self) -> None:
-        self._waiting.popleft()[1]()
+        self._loop.resume([self._waiting.popleft()[1]])
         if self._waiting:
             self.host.compute(self._waiting[0][0], self._handled)
 
