@@ -25,7 +25,7 @@ from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.learning import datasets, models
 from common.model.layout import Row
-from deploy.planning import calibration as planning
+from deploy.planning import trainings
 from device.training.captured import CapturedGradients
 from device.training.objectives import table
 from device.training.objectives.objective import Minibatch, Objective
@@ -316,7 +316,9 @@ def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.Mon
     for objective in (None, {"name": "fedsam"}):
         passes = 0
         lab = lab_of(objective, "mlp_digits", epochs=1)  # so short that it ends before a first progress message
-        speed = planning.train(lab.to_json(), lab.tree.devices[:1], 0.0)
+        module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
+        first = models.layout_of(module).empty()
+        speed = trainings.train(lab.to_json(), lab.tree.devices[:1], 1, first=first, training_s=0.0)
         assert speed.step_s > 0
         steps.append(passes)
     assert steps[1] == 2 * steps[0] > 0
