@@ -24,13 +24,13 @@ from common.model.layout import LinkLayouts, ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.augmentation import Changes, change, draw
 from device.training.objectives.objective import Objective
-from device.training.sgd import forward_of, run_sgd
+from device.training.sgd import captured_of, forward_of, run_sgd
 from device.vectors import TaskVectors
 from device.vmapped import calibration, loop
 from device.vmapped import models as vmapped_models
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult
-from device.vmapped.models import Recipe, VmappedModels, captured_of, keep_batch_norm_fp32
+from device.vmapped.models import Recipe, VmappedModels, keep_batch_norm_fp32, logits_of
 from device.vmapped.schedule import Load, plan
 
 CPU = torch.device("cpu")
@@ -291,7 +291,7 @@ def test_captured_gradients_give_the_same_bits(name: str, replays: bool) -> None
     """A layer that is never called has no gradient, and masks are drawn: both are left to autograd."""
     case, wanted = CASES[name](), CASES[name]()
     wanted.rows = case.rows
-    captured = captured_of(case.module, case.training)
+    captured = captured_of(logits_of(case.module), case.training)
     loop.train(replace(case.recipe, captured=captured), case.turns, most=100)
     assert captured.replays() == replays
     for how, other in zip(case.ended, wanted.train(), strict=True):

@@ -61,7 +61,9 @@ def network_of(experiment: Experiment, inputs: Inputs, *, accelerator: torch.dev
     if objective.uses_features:
         check_features(module, training)
         features = features_of(module, training, device=accelerator)
-    captured = captured_of(forward, training) if is_captured(module, experiment, device=accelerator) else None
+    captured = None
+    if is_captured(module, experiment, device=accelerator):
+        captured = captured_of(lambda _, batch: forward(batch), training)  # at the module's own weights
     return Network(
         module, layout, forward, features, captured, head_places(module, layout) if objective.uses_head else ()
     )

@@ -79,15 +79,20 @@ def is_captured(module: nn.Module, experiment: Experiment, *, device: torch.devi
     return few and not any(True for _ in module.buffers())
 
 
-def captured_of(forward: Forward, training: TrainingSettings) -> CapturedGradients:
-    """Return the captured gradients of the objective's losses for a model with these passes, at its own weights."""
+def captured_of(logits: Callable[[Sequence[Tensor], Tensor], Tensor], training: TrainingSettings) -> CapturedGradients:
+    """Return the captured gradients of the objective's losses, of one model or of A models at once.
+
+    `logits(weights, inputs)` is the pass of a model, or of A models, that has no buffers.
+    """
     objective = objective_of(training)
 
-    def loss(weights: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-        logits = forward(inputs)
-        return objective.losses(Minibatch(lambda: logits, labels, weights, ()), logits)
+    def losses(
+        weights: Sequence[Tensor], inputs: Tensor, labels: Tensor, sample_weights: Tensor | None = None
+    ) -> Tensor:
+        found = logits(weights, inputs)
+        return objective.losses(Minibatch(lambda: found, labels, weights, (), sample_weights), found)
 
-    return CapturedGradients(loss)
+    return CapturedGradients(losses)
 
 
 def keep_linear_fp32(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> None:

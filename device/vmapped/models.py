@@ -39,7 +39,7 @@ Tensors = dict[str, Tensor]
 class Recipe:
     """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator.
 
-    `captured`: the gradients of the objective's losses by `captured_of`, or None.
+    `captured`: the gradients of the objective's losses for A models, or None.
     """
 
     module: nn.Module
@@ -97,21 +97,19 @@ def _of_fp32(layer: _NormBase, inputs: Tensor) -> Tensor:
     return outputs
 
 
-def captured_of(module: nn.Module, training: TrainingSettings) -> CapturedGradients:
-    """Return the captured gradients of the objective's losses of A models at once; the module has no buffers."""
-    names, objective = [name for name, _ in module.named_parameters()], objective_of(training)
+def logits_of(module: nn.Module) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
+    """Return the pass of A models at once: weights [A, ...] and inputs [A, W, ...]; the module has no buffers."""
+    names = [name for name, _ in module.named_parameters()]
 
     def one(weights: Tensors, inputs: Tensor) -> Tensor:
         logits: Tensor = functional_call(module, weights, (inputs,))
         return logits
 
-    def losses(
-        weights: Sequence[Tensor], inputs: Tensor, labels: Tensor, sample_weights: Tensor | None = None
-    ) -> Tensor:
-        logits: Tensor = vmap(one, randomness="error")(dict(zip(names, weights, strict=True)), inputs)
-        return objective.losses(Minibatch(lambda: logits, labels, weights, (), sample_weights), logits)
+    def logits(weights: Sequence[Tensor], inputs: Tensor) -> Tensor:
+        found: Tensor = vmap(one, randomness="error")(dict(zip(names, weights, strict=True)), inputs)
+        return found
 
-    return CapturedGradients(losses)
+    return logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

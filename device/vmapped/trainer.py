@@ -22,12 +22,12 @@ from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
 from device.training.network import network_of
 from device.training.objectives.table import objective_of
-from device.training.sgd import is_captured, keep_linear_fp32
+from device.training.sgd import captured_of, is_captured, keep_linear_fp32
 from device.training.updates import finish, vectors_of
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.gathering import VmappedMode
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
-from device.vmapped.models import Recipe, captured_of, keep_batch_norm_fp32
+from device.vmapped.models import Recipe, keep_batch_norm_fp32, logits_of
 from device.vmapped.schedule import Load, plan
 
 CPU: Final = torch.device("cpu")
@@ -139,7 +139,7 @@ class _Shared:
         self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, first.inputs.classes)
         self._module = module.to(self._accelerator).train()
         captured = is_captured(module, self._experiment, device=self._accelerator)
-        self._captured = captured_of(module, self._experiment.training) if captured else None
+        self._captured = captured_of(logits_of(module), self._experiment.training) if captured else None
         # On a CPU a device alone is trained with another form of the model.
         on_cpu = self._accelerator.type == "cpu"
         self._network = network_of(self._experiment, first.inputs, accelerator=CPU) if on_cpu else None
