@@ -57,7 +57,13 @@ LAB: Final = [
         "Test accuracy", [(f"fedstrata_accuracy_ratio{{{CLOUD}}}", "accuracy")],
         "Accuracy of the global model on the test set, after each evaluation.",
         "If it falls or jumps: lower the learning rate or the local epochs; on skewed data compare another algorithm.",
-        SHARE, most=1,
+        SHARE, width=8, most=1,
+    ),
+    Panel(
+        "Test score", [(f"fedstrata_score{{{CLOUD}}}", "{{score}}")],
+        "Score of the global model on the test set, after each evaluation, by the name in `score.name`.",
+        "If it does not improve: another learning rate. Some scores are better when they are lower.",
+        width=8, least=None,
     ),
     Panel(
         "Loss",
@@ -68,7 +74,7 @@ LAB: Final = [
         ],
         "Loss of the global model on the test set, and the mean training loss of the last epoch below each node.",
         "A training loss that grows: lower the learning rate. One that falls while the test loss grows: local models "
-        "overfit, train fewer epochs.",
+        "overfit, train fewer epochs.", width=8,
     ),
     *phases(CLOUD),
     Panel(

@@ -46,7 +46,8 @@ Builder: TypeAlias = timeseries.Panel | stat.Panel | bargauge.Panel
 class Panel:
     """One panel. `shows` and `remedy` are its description: what it shows, and what to do if it is bad.
 
-    `width`: in 24ths of the dashboard. `most`: the end of its axis. `link`: title and URL of a link of each value.
+    `width`: in 24ths of the dashboard. `least`, `most`: the ends of its axis. `link`: title and URL of a link of each
+    value.
     """
 
     title: str
@@ -57,6 +58,7 @@ class Panel:
     kind: Literal["timeseries", "stat", "bargauge"] = "timeseries"
     width: int = 12
     stacked: bool = False
+    least: float | None = 0
     most: float | None = None
     link: tuple[str, str] | None = None
 
@@ -75,7 +77,9 @@ class Panel:
     def build(self, number: int, *, x: int, y: int) -> GrafanaPanel:
         """Return the panel for Grafana."""
         panel = self._of_its_kind().id(number).title(self.title).description(self.description).datasource(SOURCE)
-        panel.grid_pos(GridPos(h=self.height, w=self.width, x=x, y=y)).unit(self.unit).min(0)
+        panel.grid_pos(GridPos(h=self.height, w=self.width, x=x, y=y)).unit(self.unit)
+        if self.least is not None:
+            panel.min(self.least)
         if self.most is not None:
             panel.max(self.most)
         if self.link is not None:
