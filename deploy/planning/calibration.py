@@ -71,8 +71,7 @@ def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: Fitted
     return MachineSpeeds(
         step_s=mean(one.step_s for one in found),
         training_s=mean(one.training_s for one in found),
-        evaluation_s=parts
-        * _best(evaluate, clock=time.process_time, repeats=EVALUATIONS),  # CPU seconds of all threads
+        evaluation_s=parts * _best(evaluate, clock=time.process_time, repeats=EVALUATIONS),
         message_s=message_s,
         round_s=round_s,
         byte_s=byte_s,
