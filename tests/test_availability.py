@@ -222,6 +222,7 @@ def test_a_quorum_goes_on_without_devices_that_are_away() -> None:
     assert found.ended[CLOUD] == "" and len(found.rounds) == 3 and found.ended["device-0"] == ""
 
 
+@pytest.mark.slow  # 840039 of the permanent seeds has it, too
 def test_a_quorum_waits_for_a_return_though_another_device_is_lost() -> None:
     async def kill(lab: SimulatedLab) -> None:
         await asyncio.sleep(4.0)

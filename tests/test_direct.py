@@ -204,7 +204,9 @@ def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: P
     assert {3, 10} <= set(plato) <= set(range(3, 11))
 
 
-@pytest.mark.parametrize(("tier", "every"), [("cloud", 1), ("institution", 1), ("institution", 2)])
+@pytest.mark.parametrize(
+    ("tier", "every"), [("cloud", 1), pytest.param("institution", 1, marks=pytest.mark.slow), ("institution", 2)]
+)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:
     def until_the_third(event: str, facts: Mapping[str, object]) -> None:

@@ -277,7 +277,7 @@ NULLS: Sequence[dict[str, Any]] = (
         ("cnn_digits", {"batch_size": 32, "weight_decay": 0.01}),
         ("mlp_digits", {"batch_size": 50, "momentum": 0.0, "clip_norm": 0.5}),
         ("mlp_digits", {"batch_size": 50, "nesterov": True, "precision": "bf16"}),
-        ("resnet20", {"batch_size": 10}),
+        pytest.param("resnet20", {"batch_size": 10}, marks=pytest.mark.slow),
     ],
 )
 def test_the_null_setting_is_fedavg_bit_for_bit(model: str, training: dict[str, Any]) -> None:
