@@ -59,12 +59,14 @@ class SimulatedHost:
         self._work = 0.0  # seconds of one core that each computation would have had so far
         self._since = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._finishing = False  # planned once, at the end
 
     def compute(self, seconds: float, done: Callable[[], object]) -> None:
         """Call `done` after so many seconds of one core."""
         self._advance()
         heapq.heappush(self._running, (self._work + seconds, next(self._numbers), done))
-        self._plan()
+        if not self._finishing:
+            self._plan()
 
     async def use(self, seconds: float) -> None:
         """Compute for so many seconds of one core."""
@@ -96,8 +98,10 @@ class SimulatedHost:
         ended = []
         while self._running and self._running[0][0] <= self._work:
             ended.append(heapq.heappop(self._running)[2])
+        self._finishing = True
         for done in ended:
             done()
+        self._finishing = False
         self._plan()
 
 
