@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import count
 from math import inf
 from typing import Final
 
@@ -60,34 +62,41 @@ class PendingAnswers:
 
     def __init__(self, peers: Collection[str]) -> None:
         self._peers = peers
-        self._questions: dict[str, tuple[float, WhoIsThere]] = {}
-        self._answered: dict[str, float] = {}
+        self._questions: dict[str, WhoIsThere] = {}
+        self._due: list[tuple[float, int, str]] = []  # a heap: when each is answered, in order, and its asker
+        self._numbers = count()
+        self._answered: dict[str, float] = {}  # the last one last
         self._strangers = Budget(SEEKERS_MOST, SEEKER_S)
 
     def receive(self, asker: str, question: WhoIsThere, *, now: float) -> bool:
         """Store a question; return whether it will be answered. All nodes that are not peers share one budget."""
-        if asker not in self._peers and asker not in self._questions and not self._strangers.take("", now):
-            return False
-        due = max(now, self._answered.get(asker, -inf) + ANSWER_S)
-        self._questions[asker] = due, question
+        if asker not in self._questions:
+            if asker not in self._peers and not self._strangers.take("", now):
+                return False
+            due = max(now, self._answered.get(asker, -inf) + ANSWER_S)
+            heapq.heappush(self._due, (due, next(self._numbers), asker))
+        self._questions[asker] = question
         return True
 
     def due(self, now: float) -> list[tuple[str, WhoIsThere]]:
         """Return the questions to answer now, each with its asker."""
-        if not self._questions:
-            return []
-        ready = [asker for asker, (due, _) in self._questions.items() if now >= due]
-        self._answered = {asker: at for asker, at in self._answered.items() if now < at + ANSWER_S}
-        self._answered |= dict.fromkeys(ready, now)
-        return [(asker, self._questions.pop(asker)[1]) for asker in ready]
+        ready = []
+        while self._due and now >= self._due[0][0]:
+            asker = heapq.heappop(self._due)[2]
+            ready.append((asker, self._questions.pop(asker)))
+            self.sent(asker, now)
+        while self._answered and now >= self._answered[first := next(iter(self._answered))] + ANSWER_S:
+            del self._answered[first]
+        return ready
 
     def sent(self, asker: str, due: float) -> None:
         """Note when a reply leaves: on a slow link the next one waits until then."""
+        self._answered.pop(asker, None)
         self._answered[asker] = due
 
     def next_deadline(self) -> float:
         """Return when `due` has something."""
-        return min((due for due, _ in self._questions.values()), default=inf)
+        return self._due[0][0] if self._due else inf
 
 
 class Budget:
