@@ -6,7 +6,6 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Callable
-from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,10 +187,10 @@ def test_computations_share_the_cores_of_a_host() -> None:
 
 def test_a_process_handles_one_message_after_another() -> None:
     loop = VirtualLoop()
-    one, other = (ProcessThread(loop, host) for host in [SimulatedHost(loop, 4)] * 2)
+    one, other = (ProcessThread(host) for host in [SimulatedHost(loop, 4)] * 2)
     handled: list[tuple[float, str]] = []
     for thread, name in ((one, "a"), (one, "b"), (other, "c")):
-        thread.handle(1.0, lambda n=name: handled.append((loop.time() - START_S, n)), context=Context())  # type: ignore[misc]
+        thread.handle(1.0, lambda n=name: handled.append((loop.time() - START_S, n)))  # type: ignore[misc]
     loop.call_at(START_S + 100, loop.stop)
     loop.run_forever()
     loop.discard()

@@ -11,9 +11,9 @@ from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
-from deploy.simulation.callbacks import OWNER, OwnedHandle
+from deploy.simulation.callbacks import OWNER
 from deploy.simulation.loop import VirtualLoop
 from deploy.simulation.packets import Packet, RateQueue
 
@@ -108,47 +108,47 @@ class SimulatedHost:
 class ProcessThread:
     """The event loop's thread of a process: it handles one message after another."""
 
-    def __init__(self, loop: VirtualLoop, host: SimulatedHost) -> None:
+    def __init__(self, host: SimulatedHost) -> None:
         self.host = host
-        self._loop = loop
-        self._waiting: deque[tuple[float, OwnedHandle]] = deque()
+        self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
 
-    def handle(self, seconds: float, function: Callable[..., object], *args: Any, context: Context) -> None:
-        """Call a function in a context after so many seconds of one core, and after everything before it."""
-        self._waiting.append((seconds, OwnedHandle(None, function, args, self._loop, context)))
+    def handle(self, seconds: float, then: Callable[[], object]) -> None:
+        """Call a function after so many seconds of one core, and after everything before it."""
+        self._waiting.append((seconds, then))
         if len(self._waiting) == 1:
             self.host.compute(seconds, self._handled)
 
     def _handled(self) -> None:
-        self._loop.resume([self._waiting.popleft()[1]])
+        then = self._waiting.popleft()[1]
         if self._waiting:
             self.host.compute(self._waiting[0][0], self._handled)
+        then()
 
 
 class ClientPath:
     """The machines between one process and one broker: each end is busy with a packet, and the interface passes it."""
 
     def __init__(self, machines: Machines, node: str, broker: str) -> None:
-        costs = machines.costs
+        costs, self._loop = machines.costs, machines.loop
         self._agent, self._agent_costs = machines.thread(node), (costs.agent_s, costs.agent_byte_s)
         self._broker, self._broker_costs = machines.broker_thread(broker), (costs.broker_s, costs.broker_byte_s)
         self._up, self._down = (machines.interface(node, broker, up=up) for up in (True, False))
 
     def send(self, packet: Packet, link: RateQueue) -> None:
         """Send an agent's packet to its link."""
-        _handle(self._agent, self._agent_costs, packet, partial(_cross, self._up, link), TRANSIT)
+        _handle(self._agent, self._agent_costs, packet, partial(_cross, self._up, link, packet))
 
     def at_broker(self, packet: Packet, arrived: Callable[[Packet], None]) -> None:
         """Let the broker process a packet."""
-        _handle(self._broker, self._broker_costs, packet, arrived, TRANSIT)
+        _handle(self._broker, self._broker_costs, packet, partial(arrived, packet))
 
     def send_down(self, packet: Packet, link: RateQueue) -> None:
         """Send a broker's packet to the link of its client."""
-        _handle(self._broker, self._broker_costs, packet, partial(_cross, self._down, link), TRANSIT)
+        _handle(self._broker, self._broker_costs, packet, partial(_cross, self._down, link, packet))
 
     def at_agent(self, packet: Packet, arrived: Callable[[Packet], None], context: Context) -> None:
         """Let the agent process a packet."""
-        _handle(self._agent, self._agent_costs, packet, arrived, context)
+        _handle(self._agent, self._agent_costs, packet, partial(self._loop.call_soon, arrived, packet, context=context))
 
 
 class Machines:
@@ -156,7 +156,7 @@ class Machines:
 
     def __init__(self, loop: VirtualLoop, placement: Placement) -> None:
         self.costs = placement.costs
-        self._loop, self._placement = loop, placement
+        self.loop, self._placement = loop, placement
         names = {*placement.hosts.values(), *placement.brokers.values()}
         self._hosts = {name: SimulatedHost(loop, placement.cores) for name in sorted(names)}
         self._threads: dict[str, ProcessThread] = {}
@@ -197,13 +197,13 @@ class Machines:
         if placement.interface is None or placement.hosts[node] == host:
             return None
         if (host, up) not in self._interfaces:
-            queue = self._interfaces[host, up] = RateQueue(self._loop, _leave_interface)
+            queue = self._interfaces[host, up] = RateQueue(self.loop, _leave_interface)
             queue.change(rate=placement.interface, paused=False)
         return self._interfaces[host, up]
 
     def _thread(self, name: str, host: SimulatedHost) -> ProcessThread:
         if name not in self._threads:
-            self._threads[name] = ProcessThread(self._loop, host)
+            self._threads[name] = ProcessThread(host)
         return self._threads[name]
 
     def _beside(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
@@ -225,10 +225,8 @@ def cpu_seconds(begin: Callable[[], None]) -> float:
     return time.thread_time() - started
 
 
-def _handle(
-    thread: ProcessThread, costs: tuple[float, float], packet: Packet, then: Callable[[Packet], None], context: Context
-) -> None:
-    thread.handle(costs[0] + packet.size * costs[1], then, packet, context=context)
+def _handle(thread: ProcessThread, costs: tuple[float, float], packet: Packet, then: Callable[[], object]) -> None:
+    thread.handle(costs[0] + packet.size * costs[1], then)
 
 
 def _cross(interface: RateQueue | None, link: RateQueue, packet: Packet) -> None:
