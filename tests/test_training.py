@@ -220,6 +220,15 @@ def rounds_inputs(
     return [inputs for _, inputs, _ in batches.batches(device, lab, node=node, epochs=epochs, local_round=local_round)]
 
 
+def test_a_device_makes_no_list_of_all_samples_of_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many devices it would leave holes in the process's memory, each as large as all devices' samples."""
+    lab, made = parse({"topology": {"devices": 4}}), []
+    batches.load_local_dataset(lab, "device-0", accelerator=CPU)  # caches
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda *sizes, **options: made.append(sizes) or arange(*sizes, **options))
+    assert len(batches.load_local_dataset(lab, "device-1", accelerator=CPU).samples) and not made
+
+
 def test_a_rounds_images_depend_on_seed_node_and_round_and_not_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = lab_of(flip=True, crop=1)
     first = torch.cat(rounds_inputs(lab))

@@ -46,13 +46,14 @@ class LocalDataset:
 def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> LocalDataset:
     """Load the data and select the device's samples. Takes seconds. Raises InvalidExperiment."""
     dataset = datasets.load(experiment.data, node=node)
-    samples, partition = torch.arange(len(dataset.train_labels)), ""
     asked = experiment.training.augmentation
     if (asked.flip or asked.crop) and not dataset.inputs.are_images:
         key, value = ("flip", True) if asked.flip else ("crop", asked.crop)
         problem = f"the data set has {dataset.inputs}"
         raise InvalidExperiment(f"training.augmentation.{key}", value, problem, "Omit it.")
-    if not experiment.data.private:
+    if experiment.data.private:
+        samples, partition = torch.arange(len(dataset.train_labels)), ""
+    else:
         split = splits.split_of(experiment, node=node)
         place = experiment.tree.devices.index(node)
         samples, partition = torch.from_numpy(split.partitions[place]), split.digest
