@@ -224,6 +224,13 @@ def test_further_entries_are_left_out() -> None:
     assert layout.views(row).keys() == state_of(layout).keys()
 
 
+def test_a_layout_without_extras_is_the_models_own() -> None:
+    layout = small()
+    assert layout.with_extras({}) is layout
+    more = layout.with_extras({"control": (3,)})
+    assert more != layout and more.row_bytes == layout.row_bytes + 12
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["conv.weight", "fc.weight", "bn.running_mean"])
 def test_what_is_not_finite_is_named(name: str, poison: float) -> None:

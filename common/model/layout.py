@@ -137,6 +137,8 @@ class ModelLayout:
 
     def with_extras(self, vectors: Mapping[str, Sequence[int]]) -> ModelLayout:
         """Return the layout of this model with vectors of these names and shapes behind it."""
+        if not vectors:
+            return self  # the same object: each device of a process has several
         listed = [(entry.name, entry.shape, entry.section) for entry in self.entries]
         return self.build([*listed, *((f"{EXTRAS}{name}", shape, Section.EXTRA) for name, shape in vectors.items())])
 
