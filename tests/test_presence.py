@@ -23,6 +23,7 @@ from common.protocol.presence import (
     ASK_FIRST_S,
     ASK_MOST_S,
     ASK_S,
+    ASK_UNKNOWN_S,
     TRANSITIONS,
     OwnPresence,
     PeerProofs,
@@ -146,7 +147,7 @@ def test_a_parent_asks_a_child_of_which_it_knows_nothing_a_few_times() -> None:
     proofs = proofs_of()
     proofs.reconnected(0.0)
     times = [at for at, _ in asked(proofs, until_s=1000.0)]
-    assert times[0] == ASK_FIRST_S and 4 <= len(times) <= 7
+    assert times[0] == ASK_UNKNOWN_S and 3 <= len(times) <= 5  # a thousand of them may be starting
 
 
 @pytest.mark.parametrize("proof", [Proof.CLAIMED, Proof.DOUBTED])

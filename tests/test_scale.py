@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -22,7 +24,7 @@ from common.protocol.attendance import Attendance, Lacking
 from common.protocol.coordinator import Coordinator
 from common.protocol.identity import Identity
 from common.protocol.manifest import describe
-from common.protocol.messages import Key, NodeState, Phase, Presence, Progress, Result, Task
+from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.outbox import Outbox, Publish
 from common.protocol.parent_session import ParentSession
 from common.protocol.participant import Begin, Participant
@@ -30,6 +32,10 @@ from common.protocol.round_state import HEARTBEAT_S, Assignment, ResultAnnounced
 from common.protocol.sender import Sender
 from common.protocol.serialization import decode
 from common.protocol.targets import REPORT_S, Targets
+from deploy.planning.prediction import MachineSpeeds
+from deploy.planning.simulated import placement_of
+from deploy.simulation.hardware import Durations
+from deploy.simulation.interference import kind_of
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.subscriptions import TopicTree, matches
 from tests.helpers.nodes import child_of, drawn, layout_of, living, parent_of, play, serving, together
@@ -155,6 +161,61 @@ def test_a_waiting_child_does_not_get_its_task_again_meanwhile() -> None:
     assert len(parent.to_send(0.0)) == 1
     parent.receive("a", Progress(key, Phase.WAITING, 0, 0, Traffic(), ()), now=0.5)
     assert parent.to_send(0.5 + waiting_most_s(120.0)) == [] and len(parent.to_send(25.0)) == 1
+
+
+def test_messages_are_repeated_less_often_to_a_busy_peer() -> None:
+    """A host with a thousand devices answers late: repeats at a fixed rate would make it later."""
+    manifest = describe(memoryview(bytes(8)), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    parent, child = Coordinator(["a"], idle_s=120.0), Participant(idle_s=120.0)
+    parent.presence("a", "s", Presence(NodeState.READY, "device"), now=0.0)
+    for number, (answer_s, task_s, result_s) in enumerate([(2.0, 1.0, 1.0), (0.1, 4.0, 4.0), (0.1, 1.0, 1.0)]):
+        opened = 100.0 * number
+        assignments = {"a": Assignment(manifest, 1)}
+        parent.open(global_round=number, local_round=0, assignments=assignments, closing=Closing(), now=opened)
+        ((_, task),) = parent.to_send(opened)
+        assert isinstance(task, Task) and parent.next_deadline() == opened + task_s
+        child.receive(task, now=opened)
+        child.finish(Result(task.key, manifest, None, 1, 0.5, 1, 1, 1, 0.1, 0.0, 0.0, (), ""), now=opened)
+        (result,) = child.to_send(opened, Traffic(), ())
+        child.receive(task, now=opened + 0.1)  # its repeat has crossed the result
+        assert isinstance(result, Result) and child.next_deadline() == opened + result_s
+        parent.receive("a", result, now=opened + answer_s)
+        parent.accept("a", task.key, now=opened + answer_s)
+        assert parent.to_send(opened + answer_s) == [("a", Acknowledgement(task.key, ""))]
+        child.receive(Acknowledgement(task.key, ""), now=opened + answer_s)
+
+
+def test_a_busy_host_gets_each_message_of_a_round_once() -> None:
+    slow = MachineSpeeds(0.0, 0.0, 0.0, message_s=0.3, round_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2)
+    experiment = parse({"rounds": 3, "topology": {"institutions": 1, "devices": 10}, "links": {"check": "off"}})
+    sent, lab_round = Counter[tuple[int, str]](), itertools.count(1)
+    now = [0]
+
+    def observe(event: str, facts: dict[str, object]) -> None:
+        if event in ("begun", "global_round"):
+            now[0] = next(lab_round)
+
+    async def count(lab: SimulatedLab) -> None:
+        lab.network.hooks.append(lambda message: sent.update([(now[0], kind_of(message))]))
+
+    lab = SimulatedLab(
+        experiment,
+        model_bytes=400,
+        spool=False,
+        scenario=count,
+        observe=observe,
+        durations=Durations(boot_s=0.1, train_s=0.0, evaluate_s=0.0),
+        placement=placement_of(experiment, slow, one_host=True, interface_mbit=1000.0, work_s=immediately),
+    )
+    assert lab.run().ok
+    assert sent[1, "Result"] + sent[2, "Result"] < 50  # 95 with repeats at a fixed rate
+    nodes = 11  # ten devices and their institution
+    assert [sent[3, kind] for kind in ("Task", "Result", "Acknowledgement")] == [nodes] * 3
+
+
+def immediately(begin: Callable[[], None]) -> float:
+    begin()
+    return 0.0
 
 
 def test_equal_tasks_are_one_message_in_memory() -> None:

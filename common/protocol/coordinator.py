@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from math import inf
-from typing import Final
 
 from common.experiment.availability import Online
 from common.experiment.rounds import Closing
@@ -22,6 +21,7 @@ from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Pre
 from common.protocol.round_state import (
     ACKNOWLEDGE_S,
     LIVING,
+    REPEAT_MOST_S,
     REPEAT_S,
     UNFINISHED,
     Assignment,
@@ -39,8 +39,6 @@ from common.protocol.round_state import (
     waiting_most_s,
 )
 from common.protocol.timeline import Timeline
-
-REPEAT_MOST_S: Final = 5.0
 
 
 class Coordinator:
@@ -121,7 +119,7 @@ class Coordinator:
         waits = isinstance(message, Progress) and message.phase is Phase.WAITING
         child.repeat_at = now + REPEAT_MOST_S + waits * self._waiting_most_s  # repeated only after silence
         if child.go(ChildCause.MESSAGE):
-            child.moved, child.declined = now, ""
+            child.moved, child.declined, child.answer_s = now, "", now - child.assigned
         child.note_progress(message, now)
         if isinstance(message, Progress):
             if message.phase is not Phase.FETCHING:
@@ -320,7 +318,7 @@ class Coordinator:
         return [child for child in self._children.values() if child.assignment is not None]
 
     def _send_task(self, child: ChildInRound, now: float) -> None:
-        child.repeat_at, child.repeat_s, child.sent = now, REPEAT_S / 2, False
+        child.repeat_at, child.repeat_s, child.sent = now, child.first_repeat_s / 2, False
         self._quiet_until = -inf
 
     def _send_task_again(self, child: ChildInRound, now: float) -> None:

@@ -25,7 +25,7 @@ from common.protocol.round_state import HEARTBEAT_S, waiting_most_s
 PROGRESS_S: Final = 0.5
 PHASE_S: Final = 0.02  # before a device reports a new phase: what a result follows at once needs no report
 FIRST_PROGRESS_S: Final = 0.2  # shorter than the repeat of the task; a small model that arrives sooner is reported too
-ANNOUNCE_S: Final = 1.0
+ANNOUNCE_S: Final = 1.0  # before a result is repeated; twice the last answer's time, if a busy parent needs longer
 ANNOUNCE_MOST_S: Final = 5.0
 
 
@@ -99,13 +99,16 @@ class Participant:
         self._phase = Phase.FETCHING
         self._done = self._total = 0
         self._send_at = 0.0
-        self._announce_s = ANNOUNCE_S
+        self._announce_s = self._first_announce_s = ANNOUNCE_S
+        self._announced_at = 0.0
         self._events: deque[ParticipantEvent] = deque()
 
     def receive(self, message: Task | Acknowledgement, *, now: float) -> None:
         """Handle a message of the parent's present session."""
         if isinstance(message, Acknowledgement):
             if self._task is not None and message.key == self._task.key and self._go(ParticipantCause.ACKNOWLEDGE):
+                answer_s = now - self._announced_at
+                self._first_announce_s = min(max(ANNOUNCE_S, 2 * answer_s), ANNOUNCE_MOST_S)
                 self._events.append(Acknowledged(message.key, message.reason))
         elif self._task is None or self._new_parent or message.key >= self._task.key:
             self._new_parent = False
@@ -145,7 +148,7 @@ class Participant:
         """
         if self._task is None or result.key != self._begun or not self._go(ParticipantCause.FINISH):
             return
-        self._result = replace(result, key=self._task.key)
+        self._result, self._announced_at = replace(result, key=self._task.key), now
         self._announce(now)
 
     def abandon(self) -> None:
@@ -196,6 +199,8 @@ class Participant:
             (mine.key.global_round, mine.key.local_round, mine.model.blob, mine.epochs, mine.follows)
             == (task.key.global_round, task.key.local_round, task.model.blob, task.epochs, task.follows)
         )
+        if same and mine is not None and mine.key == task.key and self.state is ParticipantState.ANNOUNCING:
+            return  # the task and the result have crossed; the result is repeated anyway
         if same and self._result is not None and self._go(ParticipantCause.SAME_TASK):
             self._result = replace(self._result, key=task.key)
             self._announce(now)
@@ -211,7 +216,7 @@ class Participant:
             self._events.append(Begin(*_with_shared(task)))
 
     def _announce(self, now: float) -> None:
-        self._send_at, self._announce_s = now, ANNOUNCE_S
+        self._send_at, self._announce_s = now, self._first_announce_s
 
 
 def _with_shared(task: Task) -> tuple[Task, Row | None]:

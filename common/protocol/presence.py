@@ -27,6 +27,7 @@ from common.protocol.round_state import LIVING
 ASK_S: Final = 0.5
 ASK_MOST_S: Final = 5.0
 ASK_FIRST_S: Final = 0.2  # time for a living peer's presence to arrive before it is asked for
+ASK_UNKNOWN_S: Final = 2.0  # the same for a child of which nothing is known: many of them may be starting
 FINAL: Final = (NodeState.FINISHED, NodeState.FAILED, NodeState.LOST, NodeState.DISCONNECTED)
 
 
@@ -208,6 +209,7 @@ class PeerProofs:
             return presence.state in LIVING or known.session in ("", session)
         if presence.state in LIVING:
             known.go(ProofCause.RETAINED)
+            known.ask_s = ASK_S
             self._ask(known, now)
             return False
         return session == known.session != ""
@@ -234,7 +236,9 @@ class PeerProofs:
         """Doubt all peers: a peer that was alive before the connection was lost may be dead now."""
         for known in self._of.values():
             known.go(ProofCause.RECONNECTED)
-            known.ask_at, known.ask_s = now + ASK_FIRST_S, ASK_S
+            likely = self._persistent or known.proof is Proof.DOUBTED
+            first_s, known.ask_s = (ASK_FIRST_S, ASK_S) if likely else (ASK_UNKNOWN_S, ASK_UNKNOWN_S)
+            known.ask_at = now + first_s
             known.silent_at = now + self._silent_s if known.proof is Proof.DOUBTED else inf
         self._look_at = now
 

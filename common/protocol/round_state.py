@@ -19,7 +19,8 @@ from common.experiment.availability import OnlineTimes
 from common.protocol.closing import Standing
 from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Progress, Result
 
-REPEAT_S: Final = 1.0
+REPEAT_S: Final = 1.0  # before a task is repeated; twice the time until its child's last answer, if that is longer
+REPEAT_MOST_S: Final = 5.0
 HEARTBEAT_S: Final = 2.0  # between two reports of a child at work
 WAITING_MOST_S: Final = 15.0  # of one that waits for its turn: a thousand devices of one host wait for minutes
 ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's results, repeated once a second at most
@@ -128,7 +129,8 @@ class ChildInRound:
     key: Key | None = None  # of the round that assigned it
     carried: bool = False
     assigned: float = 0.0  # time of the assignment
-    seconds: float = 0.0  # from then to the announcement of the result
+    answer_s: float = 0.0  # from an assignment to the first message that answers it
+    seconds: float = 0.0  # from the assignment to the announcement of the result
     state: ChildState = ChildState.IDLE
     result: Result | None = None
     refusal: str = ""
@@ -161,6 +163,11 @@ class ChildInRound:
     def needs_task(self) -> bool:
         """Whether its task may have to be sent again."""
         return self.present and self.state in (ChildState.ASSIGNED, ChildState.WORKING)
+
+    @property
+    def first_repeat_s(self) -> float:
+        """The time until a task is sent again; a busy machine with many children needs longer than others."""
+        return min(max(REPEAT_S, 2 * self.answer_s), REPEAT_MOST_S)
 
     @property
     def chunk_bytes(self) -> int:
