@@ -11,9 +11,11 @@ Correct only if the operations do not depend on the values of a batch, which is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from math import isfinite
 from typing import Any, Final
@@ -74,11 +76,13 @@ class CapturedGradients:
     """The gradients of a loss: of one model, or of A models at once, whose weights are [A, ...] and losses [A].
 
     `loss(weights, *batch)`, of leaves and of a batch's tensors, returns the loss [] or the losses [A], and updates
-    nothing.
+    nothing. A shape is recorded at its use number `recorded_use`, from 1; autograd takes the earlier ones.
     """
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, *, recorded_use: int = 1) -> None:
         self._loss = loss
+        self._recorded_use = recorded_use
+        self._uses: Counter[object] = Counter()
         self._replays: dict[object, Replay | None] = {}
         self._compared: set[object] = set()
 
@@ -86,7 +90,9 @@ class CapturedGradients:
         """Write each weight's gradient to `.grad`, None before; return the loss [] or the losses [A], detached."""
         shape = tuple((tensor.shape, tensor.stride()) for tensor in batch)
         if shape not in self._replays:
-            return self._record(shape, weights, batch)
+            self._uses[shape] += 1
+            seldom = self._uses[shape] < self._recorded_use
+            return self._by_autograd(weights, batch) if seldom else self._record(shape, weights, batch)
         replay = self._replays[shape]
         if replay is None:
             return self._by_autograd(weights, batch)
@@ -98,7 +104,7 @@ class CapturedGradients:
         return loss
 
     def replays(self) -> bool:
-        """Return whether the shapes of batches so far are all replayed."""
+        """Return whether the shapes that were recorded so far are all replayed."""
         return bool(self._replays) and all(self._replays.values())
 
     def _by_autograd(self, weights: Sequence[Tensor], batch: Sequence[Tensor]) -> Tensor:
@@ -164,10 +170,14 @@ def _is_copy(pair: Sequence[Operation]) -> bool:
 
 @dataclass(slots=True)
 class _Writer:
-    """The lines of a function, the names of its tensors by id, and its constants."""
+    """The lines of a function, the names of its tensors by id, its constants, and its numbers.
+
+    Most numbers are sizes. As an argument they leave one text for batches of any shape, which is compiled once.
+    """
 
     names: dict[int, str]
     constants: list[Tensor] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
     def write(self, operation: Operation) -> None:
@@ -193,7 +203,10 @@ class _Writer:
             return str(value)
         if isinstance(value, torch.device):
             return f"torch.device({str(value)!r})"
-        if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and isfinite(value)):
+        if type(value) is int:
+            self.numbers.append(value)
+            return f"n[{len(self.numbers) - 1}]"
+        if value is None or isinstance(value, (bool, str)) or (isinstance(value, float) and isfinite(value)):
             return repr(value)
         raise NotReplayable
 
@@ -201,12 +214,12 @@ class _Writer:
         """Return the function."""
         returned = ", ".join(self.text(tensor) for tensor in results)
         parameters = [*(f"i{place}" for place in range(inputs)), *(f"c{place}" for place in range(len(self.constants)))]
-        lines = [f"def replay({', '.join(parameters)}):", *self.lines, f"return {returned}\n"]
+        lines = [f"def replay({', '.join(parameters)}, n: List[int]):", *self.lines, f"return {returned}\n"]
         try:
-            made = CompilationUnit("\n    ".join(lines)).replay
+            made = _compiled("\n    ".join(lines))
         except RuntimeError:  # of an operation or an argument that TorchScript does not have
             raise NotReplayable from None
-        constants = tuple(self.constants)
+        constants = *self.constants, self.numbers
 
         def replay(*batch: Tensor) -> Sequence[Tensor]:
             # Optimised it would merge matrix products; the weights are leaves.
@@ -224,6 +237,12 @@ class _Writer:
             return "_"
         name = self.names[id(result)] = f"t{len(self.names)}"
         return name
+
+
+@cache
+def _compiled(text: str) -> Replay:
+    function: Replay = CompilationUnit(text).replay
+    return function
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

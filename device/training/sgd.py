@@ -79,10 +79,13 @@ def is_captured(module: nn.Module, experiment: Experiment, *, device: torch.devi
     return few and not any(True for _ in module.buffers())
 
 
-def captured_of(logits: Callable[[Sequence[Tensor], Tensor], Tensor], training: TrainingSettings) -> CapturedGradients:
+def captured_of(
+    logits: Callable[[Sequence[Tensor], Tensor], Tensor], training: TrainingSettings, *, recorded_use: int = 1
+) -> CapturedGradients:
     """Return the captured gradients of the objective's losses, of one model or of A models at once.
 
-    `logits(weights, inputs)` is the pass of a model, or of A models, that has no buffers.
+    `logits(weights, inputs)` is the pass of a model, or of A models, that has no buffers. `recorded_use` is that of
+    each shape of a batch.
     """
     objective = objective_of(training)
 
@@ -92,7 +95,7 @@ def captured_of(logits: Callable[[Sequence[Tensor], Tensor], Tensor], training: 
         found = logits(weights, inputs)
         return objective.losses(Minibatch(lambda: found, labels, weights, (), sample_weights), found)
 
-    return CapturedGradients(losses)
+    return CapturedGradients(losses, recorded_use=recorded_use)
 
 
 def keep_linear_fp32(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> None:
