@@ -255,7 +255,7 @@ def test_a_training_alone_costs_no_look_at_those_that_wait(monkeypatch: pytest.M
 
 
 def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def at_once(*_: object) -> None:
+    async def at_once(*_: object, train_s: float) -> None:
         """Wait for nobody."""
 
     monkeypatch.setattr("device.pool.pool.gather", at_once)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
+from math import inf
 from typing import Final
 
 from common.errors import InvalidExperiment
@@ -17,7 +18,8 @@ VARIABLE: Final = "FEDSTRATA_VMAPPED"
 OLD_VARIABLE: Final = "FEDSTRATA_STACKING"  # of earlier releases
 VMAPPED_DEVICES_MOST: Final = 1024  # in one group; memory sets another limit
 QUIET_S: Final = 0.05
-PATIENCE_S: Final = 0.5
+WAIT_SHARE: Final = 0.1  # of the training: an executor that waits for another device trains nobody meanwhile
+PATIENCE: Final = 10  # quiet times
 
 log = logging.getLogger("fedstrata.vmapped")
 
@@ -60,17 +62,17 @@ def most_together(training: TrainingSettings, accelerator: str) -> int:
     return 1 if vmapped_mode(training, accelerator) is VmappedMode.NEVER else VMAPPED_DEVICES_MOST
 
 
-async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:
+async def gather(came: asyncio.Event, complete: Callable[[], bool], *, train_s: float = inf) -> None:
     """Wait until nothing has come for a moment, all expected requests are there, or the time limit is reached.
 
     The devices of a host get their models at nearly the same time. A device that comes after a group's start would have
-    to wait for a second group.
+    to wait for a second group. `train_s`: the time of such a group's training; the moment is short compared with it.
     """
-    loop = asyncio.get_running_loop()
-    end = loop.time() + PATIENCE_S
+    loop, quiet_s = asyncio.get_running_loop(), min(QUIET_S, WAIT_SHARE * train_s)
+    end = loop.time() + PATIENCE * quiet_s
     while not complete() and (left := end - loop.time()) > 0:
         came.clear()
         try:
-            await asyncio.wait_for(came.wait(), min(QUIET_S, left))
+            await asyncio.wait_for(came.wait(), min(quiet_s, left))
         except TimeoutError:
             return
