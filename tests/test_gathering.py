@@ -125,6 +125,7 @@ def test_gradients_of_small_models_are_captured_vmapped_too(
     training: dict[str, Any], captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipes: list[Recipe] = []
+    monkeypatch.setattr(trainer, "RECORDED_USE", 2)
     monkeypatch.setattr(
         trainer, "train", lambda recipe, turns, most: (recipes.append(recipe), train_together(recipe, turns, most=most))
     )
@@ -168,20 +169,35 @@ def test_a_deterministic_run_is_not_vmapped() -> None:
     assert Work(experiment(deterministic=True)).train() == [TrainingPath.IN_PROCESS] * 4
 
 
-@pytest.mark.parametrize(("vmapped_s", "path"), [(2.0, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
-def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, vmapped_s: float, path: TrainingPath) -> None:
+@pytest.mark.parametrize("prepared", [0, 1, 3])
+@pytest.mark.parametrize(("vmapped_s", "path"), [(1.5, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
+def test_the_quicker_path_is_taken(
+    monkeypatch: pytest.MonkeyPatch, vmapped_s: float, path: TrainingPath, prepared: int
+) -> None:
     monkeypatch.delenv(VARIABLE)
     measured: list[int] = []
 
-    def measure(_: object, turns: Any, __: object) -> StepTimes:
-        measured.append(len(turns))
-        return StepTimes(alone_s=1.0, single_s=vmapped_s, vmapped_s=vmapped_s, size=4)
+    def measure(*_: object, size: int) -> StepTimes:
+        measured.append(size)
+        return StepTimes(alone_s=1.0, single_s=vmapped_s, vmapped_s=vmapped_s, size=size)
 
     monkeypatch.setattr(trainer, "measure", measure)
     trainers, work = Trainers(), Work(experiment(vmapped="auto"))
+    for k in range(prepared):
+        trainers.prepare(HostedDevice(work.lab, work.digest, f"device-{k}"), "cpu")
+    assert len(measured) == (prepared > 1), "a device alone is no reason to measure"
     assert work.train(trainers) == [path] * 4
     assert work.train(trainers) == [path] * 4
-    assert measured == [4], "measured again"
+    assert measured == [trainer.TRIAL_DEVICES], "measured again"
+
+
+def test_a_device_with_many_steps_is_trained_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(trainer, "measure", lambda *_, size: StepTimes(1.0, 1.0, 1.0, size))
+    work = Work(experiment(vmapped="auto"))
+    work.orders[1] = replace(work.orders[1], epochs=9)
+    paths = work.train()
+    assert paths == [TrainingPath.VMAPPED, TrainingPath.IN_PROCESS, TrainingPath.VMAPPED, TrainingPath.VMAPPED]
 
 
 def test_without_memory_for_the_data_each_is_trained_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,11 +287,12 @@ def test_vmapped_training_gives_what_each_gives_alone(name: str, monkeypatch: py
         *((name, False) for name in ("odd", "dropout")),
     ],
 )
-def test_captured_gradients_give_the_same_bits(name: str, replays: bool) -> None:
+@pytest.mark.parametrize("recorded_use", [1, 2])
+def test_captured_gradients_give_the_same_bits(name: str, replays: bool, recorded_use: int) -> None:
     """A layer that is never called has no gradient, and masks are drawn: both are left to autograd."""
     case, wanted = CASES[name](), CASES[name]()
     wanted.rows = case.rows
-    captured = captured_of(logits_of(case.module), case.training)
+    captured = captured_of(logits_of(case.module), case.training, recorded_use=recorded_use)
     loop.train(replace(case.recipe, captured=captured), case.turns, most=100)
     assert captured.replays() == replays
     for how, other in zip(case.ended, wanted.train(), strict=True):
@@ -733,7 +734,7 @@ def test_what_vmap_lacks_is_found_out_and_an_lstm_is_not_among_it() -> None:
 
 def test_trying_and_timing_leave_the_turns_as_they_were() -> None:
     case = quick()
-    speeds = measure(case.recipe, case.turns)
+    speeds = measure(case.recipe, case.turns[0], size=5)
     assert speeds.size == 5 and min(speeds.alone_s, speeds.single_s, speeds.vmapped_s) > 0
     assert problem_of(case.recipe, case.turns) == ""
     for k, how in enumerate(case.train()):
@@ -747,18 +748,34 @@ def test_the_quicker_path_depends_on_the_plan() -> None:
     together_, ragged = plan([Load(8, 1)] * 11, batch_size=4, pad=True), plan([Load(40, 1)], batch_size=4, pad=True)
     assert speeds.one_by_one_s(together_) == 22 and speeds.together_s(together_) == pytest.approx(8)
     assert speeds.one_by_one_s(ragged) == 10 and speeds.together_s(ragged) == pytest.approx(30)
+    assert speeds.pays(together_) and not speeds.pays(ragged)
+
+
+@pytest.mark.parametrize(
+    ("totals", "alone"), [([2] * 11, 0), ([40, *[2] * 10], 1), ([40, 30, 30, *[2] * 8], 3), ([4, 3, 3, 2], 0)]
+)
+def test_devices_with_many_more_steps_than_the_others_are_kept_apart(totals: list[int], alone: int) -> None:
+    speeds = StepTimes(alone_s=1.0, single_s=2.0, vmapped_s=2.5, size=11)
+    assert speeds.alone_of(np.array(totals)) == alone
+
+    def cost(k: int) -> float:
+        """Return the time of the first k alone and of the others together, step by step."""
+        active = [sum(total > step for total in totals[k:]) for step in range(totals[k])]
+        return sum(totals[:k]) + calibration.GAIN_LEAST * sum(2.0 + 0.05 * (some - 1) for some in active)
+
+    assert alone == min(range(len(totals) - 1), key=cost)
 
 
 def test_a_cap_follows_from_what_a_few_devices_take(monkeypatch: pytest.MonkeyPatch) -> None:
     case = quick()
-    assert most_in_memory(case.recipe, case.turns) >= 5  # a host's memory is not asked
+    assert most_in_memory(case.recipe, case.turns[0]) >= 5  # a host's memory is not asked
     gpu = SimpleNamespace(accelerator=torch.device("cuda", 0))
     monkeypatch.setattr(calibration, "_peak_bytes", lambda _, turns: 100 + 50 * len(turns))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
-    assert most_in_memory(gpu, case.turns) == 16  # type: ignore[arg-type]
+    assert most_in_memory(gpu, case.turns[0]) == 16  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 5000))
-    assert most_in_memory(gpu, case.turns) == 1  # type: ignore[arg-type]
+    assert most_in_memory(gpu, case.turns[0]) == 1  # type: ignore[arg-type]
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
@@ -787,8 +804,8 @@ def test_a_gpu_is_left_as_it_was_and_trains_lenet_vmapped(precision: str) -> Non
     case = Case(module, (1, 28, 28), (Load(40, 2),) * 40, training, torch.float32, where)
     recipe, turns = case.recipe, case.turns
     assert problem_of(recipe, turns) == ""
-    assert most_in_memory(recipe, turns) >= 40
-    speeds = measure(recipe, turns)
+    assert most_in_memory(recipe, turns[0]) >= 40
+    speeds = measure(recipe, turns[0], size=8)
     assert speeds.vmapped_s < 40 * speeds.alone_s
     before = torch.cuda.memory_allocated()
     loop.train(recipe, turns, most=40)

@@ -25,8 +25,9 @@ class Trainers:
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Load a device's data and model, and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
-        if vmapped_mode(device.experiment.training, accelerator) is VmappedMode.ALWAYS:
-            self._vmapped_trainer(accelerator).check(device)
+        mode = vmapped_mode(device.experiment.training, accelerator)
+        if mode is not VmappedMode.NEVER:
+            self._vmapped_trainer(accelerator).prepare(device, timed=mode is VmappedMode.AUTO)
         return Prepared(trainer.layout, trainer.samples, trainer.partition, trainer.vectors.kept_bytes)
 
     def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:

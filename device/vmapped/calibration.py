@@ -30,10 +30,18 @@ from device.training.objectives.table import objective_of
 from device.training.sgd import features_of, forward_of, run_sgd
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
 from device.vmapped.models import Recipe, VmappedModels
-from device.vmapped.schedule import Load, VmappedSchedule, plan
+from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
+
+Watch = Callable[[int], None]
 
 WARMUP_STEPS = 3  # gradients are captured in the first, and compared in the second
-TIMED_STEPS = 5
+TIMED_STEPS = 3
+TIMINGS = 3  # of which the shortest counts: what else the host does can only make them longer
+TRIAL_S = 1.0  # no further timings after that, so a large model has one
+# Vmapped training is chosen where its steps are predicted to be so many times as fast. Around them are the models' way
+# into a group and out of it, the recording of shapes, and devices that wait for others. With the digits' CNN, whose
+# steps gain 1.1 to 1.4, a group takes as long as its devices one after another, or longer.
+GAIN_LEAST = 1.5
 UNLIMITED_DEVICES = 1 << 20  # where memory is the host's
 MEMORY_RESERVE_SHARE = 0.2  # of the free memory: for other libraries and gaps of the allocator
 TRIAL_STEPS = 3
@@ -59,9 +67,28 @@ class StepTimes:
         return self.alone_s * sum(len(step.places) for step in made.steps)
 
     def together_s(self, made: VmappedSchedule) -> float:
-        """Return the time of the schedule's vmapped steps, interpolated linearly in the number of devices."""
-        more_s = (self.vmapped_s - self.single_s) / max(1, self.size - 1)
-        return sum(self.single_s + more_s * (len(step.places) - 1) for step in made.steps)
+        """Return the time of the schedule's vmapped steps, linear in the number of devices."""
+        return sum(self.single_s + self._more_s * (len(step.places) - 1) for step in made.steps)
+
+    def pays(self, made: VmappedSchedule) -> bool:
+        """Return whether the schedule is faster than one device after another by enough."""
+        return GAIN_LEAST * self.together_s(made) < self.one_by_one_s(made)
+
+    def alone_of(self, totals: Integers) -> int:
+        """Return how many of the first places are better trained alone; `totals` int64 [S], the longest first.
+
+        The last steps of devices with many samples have few others to share them.
+        """
+        steps_S = totals.astype(float)
+        before_S = np.cumsum(steps_S) - steps_S
+        others_S = steps_S.sum() - before_S - steps_S
+        together_S = steps_S * self.single_s + others_S * self._more_s
+        return int(np.argmin(self.alone_s * before_S[:-1] + GAIN_LEAST * together_S[:-1]))
+
+    @property
+    def _more_s(self) -> float:
+        """The seconds that one more device adds to a step."""
+        return max(0.0, self.vmapped_s - self.single_s) / max(1, self.size - 1)
 
 
 def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
@@ -89,7 +116,13 @@ def _problem(recipe: Recipe, turns: Sequence[Turn], precision: str) -> str:
     outcomes: dict[int, VmappedResult | Cancelled] = {}
     counts = zip(turns, (whole, short), strict=False)
     tried = [
-        _repeated(turn, count, recipe.layout, partial(outcomes.__setitem__, k))
+        replace(
+            _repeated(turn, torch.arange(count).repeat(TRIAL_STEPS), Load(count, TRIAL_STEPS)),
+            row=_with_noise(turn.row, recipe.layout),
+            progress=lambda *_: None,
+            cancelled=threading.Event(),
+            done=partial(outcomes.__setitem__, k),
+        )
         for k, (turn, count) in enumerate(counts)
     ]
     try:
@@ -108,27 +141,32 @@ def _problem(recipe: Recipe, turns: Sequence[Turn], precision: str) -> str:
     return ""
 
 
-def measure(recipe: Recipe, turns: Sequence[Turn], network: Network | None = None) -> StepTimes:
-    """Time some steps of these turns vmapped, of one vmapped, and of one in-process; discard the results.
+def measure(recipe: Recipe, turn: Turn, network: Network | None = None, *, size: int) -> StepTimes:
+    """Time steps of a full batch: of `size` copies of a turn vmapped, of one vmapped, and of one in-process.
 
-    `network`: the form in which a device alone is trained, if it is another one than the recipe's module.
+    `network`: the form in which a device alone is trained, if it is another one than the recipe's module. The results
+    are discarded.
     """
+    batch_size = recipe.training.batch_size
+    full = _repeated(turn, torch.arange(batch_size) % len(turn.visits.places), Load(batch_size, 1))
 
-    def alone(count: int) -> None:
-        _alone(recipe, turns[0], count, network)
+    def alone(count: int, watch: Watch) -> None:
+        _alone(recipe, full, count, network, watch)
 
-    alone_s, single_s, vmapped_s = (
-        _seconds(recipe, steps) for steps in (alone, _vmapped(recipe, turns[:1]), _vmapped(recipe, turns))
-    )
-    return StepTimes(alone_s, single_s, vmapped_s, len(turns))
+    ways = alone, _vmapped(recipe, [full]), _vmapped(recipe, [full] * size)
+    found: list[list[float]] = []
+    end = time.monotonic() + TRIAL_S
+    while not found or (len(found) < TIMINGS and time.monotonic() < end):
+        found.append([_seconds(recipe, steps) for steps in ways])
+    alone_s, single_s, vmapped_s = map(min, zip(*found, strict=True))
+    return StepTimes(alone_s, single_s, vmapped_s, size)
 
 
-def most_in_memory(recipe: Recipe, turns: Sequence[Turn]) -> int:
-    """Return the number of devices that fit into the accelerator's free memory, estimated from a few of the turns."""
+def most_in_memory(recipe: Recipe, turn: Turn) -> int:
+    """Return the number of devices that fit into the accelerator's free memory, estimated from copies of a turn."""
     if recipe.accelerator.type != "cuda":
         return UNLIMITED_DEVICES
-    few = min(len(turns), 4)
-    each_bytes = max(1, (_peak_bytes(recipe, turns[:few]) - _peak_bytes(recipe, turns[:1])) // max(1, few - 1))
+    each_bytes = max(1, (_peak_bytes(recipe, [turn] * 4) - _peak_bytes(recipe, [turn])) // 3)
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info(recipe.accelerator)
     return max(1, int(free_bytes * (1 - MEMORY_RESERVE_SHARE)) // each_bytes)
@@ -142,36 +180,41 @@ def _in_float64(normalise: Normalise, images: Tensor) -> Tensor:
 def _peak_bytes(recipe: Recipe, turns: Sequence[Turn]) -> int:
     before = torch.cuda.memory_allocated(recipe.accelerator)
     torch.cuda.reset_peak_memory_stats(recipe.accelerator)
-    _vmapped(recipe, turns)(WARMUP_STEPS)
+    _vmapped(recipe, turns)(WARMUP_STEPS, lambda _: None)
     return torch.cuda.max_memory_allocated(recipe.accelerator) - before
 
 
-def _vmapped(recipe: Recipe, turns: Sequence[Turn]) -> Callable[[int], None]:
-    """Return a function that takes the fullest step of these turns' schedule a given number of times."""
+def _vmapped(recipe: Recipe, turns: Sequence[Turn]) -> Callable[[int, Watch], None]:
+    """Return a function that takes the first step of these turns' schedule a given number of times."""
     made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
-    ordered = [turns[k] for k in made.order]
-    fullest = max(range(len(made.steps)), key=lambda i: int(made.steps[i].counts.sum()))
-    state = VmappedModels(recipe, [turn.row for turn in ordered], [turn.seed for turn in ordered])
-    places, batch = Batches(recipe, made, ordered).of(fullest)
+    state = VmappedModels(recipe, [turn.row for turn in turns], [turn.seed for turn in turns])
+    places, batch = Batches(recipe, made, turns).of(0)
 
-    def steps(count: int) -> None:
-        for _ in range(count):
+    def steps(count: int, watch: Watch) -> None:
+        for number in range(count):
+            watch(number)
             state.step(places, batch)
 
     return steps
 
 
-def _seconds(recipe: Recipe, steps: Callable[[int], None]) -> float:
-    """Return the seconds of one step, after a warm-up."""
-    steps(WARMUP_STEPS)
-    _synchronise(recipe)
-    started = time.monotonic()
-    steps(TIMED_STEPS)
-    _synchronise(recipe)
-    return (time.monotonic() - started) / TIMED_STEPS
+def _seconds(recipe: Recipe, steps: Callable[[int, Watch], None]) -> float:
+    """Return the seconds of one step, without those before the first and of the first ones; on a CPU, of CPU time."""
+    clock = time.thread_time if recipe.accelerator.type == "cpu" else time.monotonic  # others use the cores, too
+    looks: list[float] = []
+
+    def watch(number: int) -> None:
+        if number in (WARMUP_STEPS, WARMUP_STEPS + TIMED_STEPS):
+            _synchronise(recipe)
+            looks.append(clock())
+
+    steps(WARMUP_STEPS + TIMED_STEPS + 1, watch)
+    return (looks[1] - looks[0]) / TIMED_STEPS
 
 
-def _alone(recipe: Recipe, turn: Turn, count: int, network: Network | None = None) -> Row:
+def _alone(
+    recipe: Recipe, turn: Turn, count: int, network: Network | None = None, watch: Watch = lambda _: None
+) -> Row:
     """Take the first step of a turn `count` times as its trainer does, and return the model, uint8 [row_bytes]."""
     module = recipe.module if network is None else network.module.train()
     layout, size = recipe.layout, min(recipe.training.batch_size, turn.load.samples)
@@ -195,7 +238,7 @@ def _alone(recipe: Recipe, turn: Turn, count: int, network: Network | None = Non
         training=recipe.training,
         learning_rate=recipe.learning_rate,
         last_epoch=0,
-        watch=lambda _: None,
+        watch=watch,
         buffers=list(module.buffers()),
         vectors=vectors,
         features=features_of(module, recipe.training, device=recipe.accelerator),
@@ -208,14 +251,11 @@ def _alone(recipe: Recipe, turn: Turn, count: int, network: Network | None = Non
     return row
 
 
-def _repeated(turn: Turn, count: int, layout: ModelLayout, done: Callable[[VmappedResult | Cancelled], None]) -> Turn:
-    """Return a turn of TRIAL_STEPS steps, each with the same batch of the device."""
-    some = torch.arange(count).repeat(TRIAL_STEPS)
+def _repeated(turn: Turn, some: Tensor, load: Load) -> Turn:
+    """Return a turn that visits some of this one's visits, int64 [samples * epochs]."""
     changes = None if turn.visits.changes is None else turn.visits.changes[some]
     uniform = None if turn.visits.uniform is None else turn.visits.uniform[some]
-    visits = Visits(turn.visits.places[some], changes, uniform)
-    row = _with_noise(turn.row, layout)
-    return Turn(row, Load(count, TRIAL_STEPS), visits, lambda *_: None, threading.Event(), done, turn.seed)
+    return replace(turn, load=load, visits=Visits(turn.visits.places[some], changes, uniform))
 
 
 def _with_noise(row: Row, layout: ModelLayout) -> Row:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -20,6 +21,7 @@ from common.learning.computing import first_line, out_of_memory, set_up
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
+from device.training.captured import CapturedGradients
 from device.training.network import network_of
 from device.training.objectives.table import objective_of
 from device.training.sgd import captured_of, is_captured, keep_linear_fp32
@@ -28,10 +30,14 @@ from device.vmapped.calibration import StepTimes, measure, most_in_memory, probl
 from device.vmapped.gathering import VmappedMode
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
 from device.vmapped.models import Recipe, keep_batch_norm_fp32, logits_of
-from device.vmapped.schedule import Load, plan
+from device.vmapped.schedule import Load, VmappedSchedule, plan
 
 CPU: Final = torch.device("cpu")
 KEY: Final = "training.vmapped"
+# Of a shape's uses, the one at which a step is recorded. That and the comparison cost as much as 5 to 8 replays save
+# (the digits models), and many shapes of groups with different loads come less often.
+RECORDED_USE = 5
+TRIAL_DEVICES = 8  # on a CPU the time of a step is linear in its devices from there on, too
 
 log = logging.getLogger("fedstrata.vmapped")
 
@@ -48,11 +54,15 @@ class VmappedTrainer:
         self._shared: _Shared | None = None
         self._failed: set[str] = set()  # the digests of experiments with a failed step
 
-    def check(self, device: HostedDevice) -> None:
-        """Try vmapped steps of the experiment's model with a device's samples. Raises InvalidExperiment."""
+    def prepare(self, device: HostedDevice, *, timed: bool) -> None:
+        """Try vmapped steps of the experiment's model with a device's samples, before the run begins.
+
+        `timed`: as in `train`; then only once, with the second device of the experiment in this process: the first one
+        might be alone. Otherwise a step that is impossible raises InvalidExperiment.
+        """
         set_up(self._accelerator, device.experiment.training)
         try:
-            self._shared_of(device).check(device)
+            self._shared_of(device).prepare(device, timed=timed)
         except torch.OutOfMemoryError:
             self._shared = None  # in training, devices without memory for a common step train one after another
 
@@ -98,18 +108,28 @@ class VmappedTrainer:
         for rate, numbers in by_rate.items():
             recipe = shared.recipe(rate)
             turns = [shared.turn(*work[number], partial(done, number)) for number in numbers]
-            if most := self._most(shared, recipe, turns, timed=timed):
-                train(recipe, turns, most=most)
+            chosen, most = self._chosen(shared, recipe, turns, timed=timed)
+            if chosen:
+                train(recipe, chosen, most=most)
 
-    def _most(self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> int:
-        """Return how many to train in one group, 0 if they are faster one after another."""
+    def _chosen(
+        self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn], *, timed: bool
+    ) -> tuple[Sequence[Turn], int]:
+        """Return those that are trained together, and how many in one group; the others are faster alone."""
         if len(turns) == 1:
-            return 0
-        most, speeds = shared.trial(recipe, turns, timed=timed)
-        if most and speeds is not None:
-            made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
-            return most if speeds.together_s(made) < speeds.one_by_one_s(made) else 0
-        return most
+            return (), 0
+        most, times = shared.trial(recipe, turns[0], timed=timed)
+        if not most or times is None:
+            return turns if most else (), most
+        made = self._planned(recipe, turns)
+        alone = times.alone_of(made.totals)
+        if alone:
+            turns = [turns[k] for k in sorted(made.order[alone:])]
+            made = self._planned(recipe, turns)
+        return turns if times.pays(made) else (), most
+
+    def _planned(self, recipe: Recipe, turns: Sequence[Turn]) -> VmappedSchedule:
+        return plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
 
 
 class _Shared:
@@ -119,32 +139,21 @@ class _Shared:
         self._experiment = experiment
         self._accelerator = accelerator
         self._local: dict[str, LocalDataset] = {}
-        self._problem: str | None = None
-        self._trials: dict[int, tuple[int, StepTimes | None]] = {}  # by the binary logarithm of the group's size
+        self._prepared = 0
+        self._trial: tuple[int, StepTimes | None] | None = None
 
     def know(self, nodes: Sequence[str]) -> None:
         """Load the data of new devices and copy the samples of all devices to the accelerator."""
         new = [node for node in nodes if node not in self._local]
         if not new:
             return
+        first = not self._local
         self._local.update({node: load_local_dataset(self._experiment, node, accelerator=CPU) for node in new})
+        if first:
+            self._begin(nodes[0])
         sources: dict[int, list[LocalDataset]] = {}
         for local in self._local.values():
             sources.setdefault(local.images.data_ptr(), []).append(local)
-        first = next(iter(self._local.values()))
-        module = models.of(self._experiment, inputs=first.inputs)
-        keep_linear_fp32(module, self._experiment.training, device=self._accelerator)
-        keep_batch_norm_fp32(module, self._experiment.training, device=self._accelerator)
-        self._vectors = vectors_of(self._experiment, nodes[0], models.layout_of(module))
-        self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, first.inputs.classes)
-        self._module = module.to(self._accelerator).train()
-        captured = is_captured(module, self._experiment, device=self._accelerator)
-        self._captured = captured_of(logits_of(module), self._experiment.training) if captured else None
-        # On a CPU a device alone is trained with another form of the model.
-        on_cpu = self._accelerator.type == "cpu"
-        self._network = network_of(self._experiment, first.inputs, accelerator=CPU) if on_cpu else None
-        data = datasets.load(self._experiment.data, node=nodes[0])
-        self._normalise = data.normaliser(self._accelerator)
         self._held: dict[int, tuple[int, Tensor]] = {}  # by source: the offset of its samples here, and their indices
         images, labels, begin = [], [], 0
         for source, parts in sources.items():
@@ -155,15 +164,36 @@ class _Shared:
             begin += len(samples)
         self._images, self._labels = (torch.cat(each).to(self._accelerator) for each in (images, labels))
 
-    def check(self, device: HostedDevice) -> None:
-        """Try two copies of a device together. Raises InvalidExperiment, torch.OutOfMemoryError."""
+    def _begin(self, node: str) -> None:
+        """Make what all devices share; `node` is any of them."""
+        inputs = self._local[node].inputs
+        module = models.of(self._experiment, inputs=inputs)
+        keep_linear_fp32(module, self._experiment.training, device=self._accelerator)
+        keep_batch_norm_fp32(module, self._experiment.training, device=self._accelerator)
+        self._vectors = vectors_of(self._experiment, node, models.layout_of(module))
+        self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, inputs.classes)
+        self._module = module.to(self._accelerator).train()
+        self._captured = self._capture(RECORDED_USE)
+        # On a CPU a device alone is trained with another form of the model.
+        on_cpu = self._accelerator.type == "cpu"
+        self._network = network_of(self._experiment, inputs, accelerator=CPU) if on_cpu else None
+        data = datasets.load(self._experiment.data, node=node)
+        self._normalise = data.normaliser(self._accelerator)
+
+    def prepare(self, device: HostedDevice, *, timed: bool) -> None:
+        """Try copies of a device together, or the second one's. Raises InvalidExperiment, torch.OutOfMemoryError."""
+        self._prepared += 1
+        if timed and self._prepared != 2:
+            return
         self.know([device.node])
         row, layout = self._vectors.received.empty(), self._vectors.layout
         row[:] = 0
         models.write_row(self._module, layout, row)
         order = Order(row, row, 1, 0, lambda *_: None, threading.Event())
-        recipe = self.recipe(self.rate(order))
-        if problem := problem_of(recipe, [self.turn(device, order, lambda _: None)] * 2):
+        recipe, turn = self.recipe(self.rate(order)), self.turn(device, order, lambda _: None)
+        if timed:
+            self.trial(recipe, turn, timed=True)
+        elif problem := problem_of(recipe, [turn, turn]):
             problem = f"it is impossible here, because of {problem}"
             remedy = "Use auto, which trains such models one after another, or never."
             raise InvalidExperiment(KEY, VmappedMode.ALWAYS.value, problem, remedy)
@@ -211,22 +241,30 @@ class _Shared:
         seed = dropout_seed(self._experiment, node=device.node, local_round=order.local_round)
         return Turn(order.row, load, visits, order.progress, order.cancelled, end, seed)
 
-    def trial(self, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> tuple[int, StepTimes | None]:
-        """Return how many fit in one group, 0 for none, and their step times if `timed`; measured once per size."""
+    def trial(self, recipe: Recipe, turn: Turn, *, timed: bool) -> tuple[int, StepTimes | None]:
+        """Return how many fit in one group, 0 for none, and the step times if `timed`: tried once, with any turn."""
+        if self._trial is None:
+            self._trial = self._tried(replace(recipe, captured=self._capture(1)), turn, timed=timed)
+        return self._trial
+
+    def _tried(self, recipe: Recipe, turn: Turn, *, timed: bool) -> tuple[int, StepTimes | None]:
         name = f"{self._experiment.model.name} on {self._accelerator}"
-        if self._problem is None:
-            self._problem = problem_of(recipe, turns)
-            if self._problem:
-                log.warning("%s: trained one device after another, because of %s", name, self._problem)
-        if self._problem:
+        if problem := problem_of(recipe, [turn, turn]):
+            log.warning("%s: trained one device after another, because of %s", name, problem)
             return 0, None
-        size = len(turns).bit_length()
-        if size not in self._trials:
-            most = most_in_memory(recipe, turns)
-            speeds = measure(recipe, turns[:most], self._network) if timed else None
-            self._trials[size] = most, speeds
-            log.info("%s: at most %d together, %s", name, most, speeds)
-        return self._trials[size]
+        most = most_in_memory(recipe, turn)
+        if timed and most == 1:
+            return 0, None
+        times = measure(recipe, turn, self._network, size=min(most, TRIAL_DEVICES)) if timed else None
+        log.info("%s: at most %d together, %s", name, most, times)
+        return most, times
+
+    def _capture(self, recorded_use: int) -> CapturedGradients | None:
+        """Return the captured gradients of vmapped steps, if they are captured."""
+        training, module = self._experiment.training, self._module
+        if not is_captured(module, self._experiment, device=self._accelerator):
+            return None
+        return captured_of(logits_of(module), training, recorded_use=recorded_use)
 
 
 def _joined(changes: Sequence[Changes]) -> Changes:
