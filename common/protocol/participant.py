@@ -199,8 +199,9 @@ class Participant:
             (mine.key.global_round, mine.key.local_round, mine.model.blob, mine.epochs, mine.follows)
             == (task.key.global_round, task.key.local_round, task.model.blob, task.epochs, task.follows)
         )
-        if same and mine is not None and mine.key == task.key and self.state is ParticipantState.ANNOUNCING:
-            return  # the task and the result have crossed; the result is repeated anyway
+        crossed = same and mine is not None and mine.key == task.key and self.state is ParticipantState.ANNOUNCING
+        if crossed and self._result is not None:
+            return  # it is repeated anyway
         if same and self._result is not None and self._go(ParticipantCause.SAME_TASK):
             self._result = replace(self._result, key=task.key)
             self._announce(now)
