@@ -20,7 +20,7 @@ from common.accounting.traffic import Traffic
 from common.model.layout import Row
 from common.model.sharing import shared_row
 from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result, Task
-from common.protocol.round_state import HEARTBEAT_S, waiting_most_s
+from common.protocol.round_state import HEARTBEAT_S, first_repeat_s, waiting_most_s
 
 PROGRESS_S: Final = 0.5
 PHASE_S: Final = 0.02  # before a device reports a new phase: what a result follows at once needs no report
@@ -107,8 +107,7 @@ class Participant:
         """Handle a message of the parent's present session."""
         if isinstance(message, Acknowledgement):
             if self._task is not None and message.key == self._task.key and self._go(ParticipantCause.ACKNOWLEDGE):
-                answer_s = now - self._announced_at
-                self._first_announce_s = min(max(ANNOUNCE_S, 2 * answer_s), ANNOUNCE_MOST_S)
+                self._first_announce_s = first_repeat_s(now - self._announced_at)
                 self._events.append(Acknowledged(message.key, message.reason))
         elif self._task is None or self._new_parent or message.key >= self._task.key:
             self._new_parent = False

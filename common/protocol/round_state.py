@@ -29,6 +29,14 @@ CARRIED_BYTES: Final = 16_384  # of a partial chunk; acknowledgements and pings 
 LIVING: Final = (NodeState.INIT, NodeState.READY)
 
 
+def first_repeat_s(answer_s: float) -> float:
+    """Return the time until a message is repeated if the last one was answered after `answer_s`.
+
+    A busy machine with many nodes needs longer than others.
+    """
+    return min(max(REPEAT_S, 2 * answer_s), REPEAT_MOST_S)
+
+
 def waiting_most_s(idle_s: float) -> float:
     """Return the longest time between two reports of a child that waits; after `idle_s` without any it has failed."""
     return max(HEARTBEAT_S, min(WAITING_MOST_S, idle_s / 8))
@@ -166,8 +174,8 @@ class ChildInRound:
 
     @property
     def first_repeat_s(self) -> float:
-        """The time until a task is sent again; a busy machine with many children needs longer than others."""
-        return min(max(REPEAT_S, 2 * self.answer_s), REPEAT_MOST_S)
+        """The time until its task is sent again."""
+        return first_repeat_s(self.answer_s)
 
     @property
     def chunk_bytes(self) -> int:
