@@ -1,7 +1,7 @@
 """Random generators: the source of every random number of a run.
 
 There is one generator per (seed, purpose, node, round). So any round can be replayed alone, and nothing depends on the
-order in which messages arrive. No process-global generator is used anywhere.
+order in which messages arrive. No process-global generator is used anywhere, but by own code, for which it is seeded.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Purpose(IntEnum):
     TEACHERS = 17
     UNIFORM = 18
     GENERATOR = 19
+    OWN_CODE = 20
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

@@ -71,5 +71,5 @@ class TaskVectors:
         if self.shapes[name] != (self.layout.parameters,):
             return {name: vector}
         parameters = (entry for entry in self.layout.entries if entry.section is Section.PARAMETER)
-        return {entry.name: vector[..., entry.start : entry.stop].reshape(*vector.shape[:-1], *entry.shape)
+        return {entry.name: vector[..., entry.start : entry.stop].reshape((*vector.shape[:-1], *entry.shape))
                 for entry in parameters}  # fmt: skip

@@ -61,7 +61,7 @@ def trained(lab: Experiment) -> tuple[CapturedGradients | None, bytes, float]:
         )
         row = row.copy()
         row[: trainer.layout.row_bytes] = out[: trainer.layout.row_bytes]
-    return trainer._prepared.network.captured, bytes(out), result.loss
+    return trainer._prepared.source.network().captured, bytes(out), result.loss
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_large_models_and_bf16_are_not_captured(model: str, shape: list[int], ke
     lab = parse({"data": data, "model": {"name": model}, "training": {**keys}})
     trainer = Trainer(lab, node="device-0", accelerator="cpu")
     trainer.prepare()
-    assert trainer._prepared.network.captured is None
+    assert trainer._prepared.source.network().captured is None
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:

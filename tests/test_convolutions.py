@@ -84,7 +84,7 @@ def test_training_on_a_cpu_in_fp32_takes_them(
     keys: dict[str, object], products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = parse({"data": {"dataset": "digits"}, "model": {"name": "cnn_digits"}, "training": keys})
-    monkeypatch.setattr(Trainer, "_compile", lambda _: None)
+    monkeypatch.setattr(Trainer, "_tried", lambda *_: None)
     trainer = Trainer(lab, node="device-0", accelerator="cpu")
     trainer.prepare()
-    assert ("forward" in vars(trainer._prepared.network.module.conv1)) is products
+    assert ("forward" in vars(trainer._prepared.source.network().module.conv1)) is products

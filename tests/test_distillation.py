@@ -32,7 +32,7 @@ class Toy(NodeSamples):
         self.weights = list(module.parameters())
         self.moved = lambda: None
         self._samples, self._normalise = inputs, lambda images: images
-        self._node, self._seed = "cloud", 1
+        self._node, self._seed, self._anew = "cloud", 1, None
 
 
 def net() -> nn.Sequential:

@@ -198,11 +198,14 @@ def test_dropout_does_not_depend_on_the_memory_format(whole: bool) -> None:
     assert torch.equal(*outs) and outs[1].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_one_tensor_under_two_names_is_refused() -> None:
+def test_one_tensor_under_two_names_has_one_place() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].weight = module[0].weight
-    with pytest.raises(InvalidExperiment, match=r"1\.weight.*two names"):
-        models.layout_of(module)
+    layout = models.layout_of(module)
+    assert [entry.name for entry in layout.entries] == ["0.weight", "0.bias", "1.bias"]
+    row = np.arange(8, dtype=np.float32).view(np.uint8)
+    models.read_row(module, layout, row)
+    assert module[1].weight is module[0].weight and module[1].weight.tolist() == [[0, 1], [2, 3]]
 
 
 def test_initial_weights_come_from_the_seed_alone() -> None:

@@ -156,24 +156,6 @@ def random_nets(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("random_nets")
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("alpha", r"middle \(AlphaDropout\)"),
-        ("rrelu", r"middle\.1 \(RReLU\)"),
-        ("inline", r"middle \(Noise\)"),
-        ("rows", r"middle\.lstm \(LSTM\)"),
-    ],
-)
-def test_a_layer_that_draws_from_the_global_generator_is_refused_by_name(name: str, layer: str) -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    with pytest.raises(InvalidExperiment, match=rf"{layer} uses torch's global random generator.*Use nn\.Dropout"):
-        models.build(f"mynets.random:{name}", 1, inputs=GREY)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.usefixtures("random_nets")
 def test_the_trial_in_training_mode_leaves_no_trace() -> None:
     module = models.build("mynets.random:plain", 1, inputs=GREY)
     assert module.training and not module._forward_hooks and not module._forward_pre_hooks

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from common.accounting.child_report import TrainingPath
-from common.errors import InvalidExperiment, RunFailed
+from common.errors import FedstrataError, InvalidExperiment, RunFailed
 from common.experiment import reading, schema
 from common.host.accelerators import choose, may_have_gpu
 from common.learning import datasets, models, splits
@@ -485,9 +485,12 @@ def moody(lab: Lab) -> schema.Experiment:
     return experiment("moody:build")
 
 
-async def train_moody(lab: Lab, what: schema.Experiment, row: Row) -> Row:
+async def train_moody(lab: Lab, what: schema.Experiment, row: Row, *, order: str = "") -> Row:
+    """Prepare and train; `order`: what the model does in the training."""
     member = lab.member("device-0")
     out = (await member.prepare(what)).layout.empty()
+    if order:
+        lab.order(order)
     await member.train(row, out, epochs=1, local_round=0, progress=lambda *_: None)
     return out
 
@@ -517,17 +520,17 @@ def test_a_training_that_kills_two_workers_fails_and_spares_the_others(lab: Lab,
 def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moody: schema.Experiment) -> None:
     lab.do(train_moody(lab, moody, initial(moody)))
     before = lab.pids()
-    lab.order("exhaust")
     with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller"):
-        lab.do(train_moody(lab, moody, initial(moody)))
+        lab.do(train_moody(lab, moody, initial(moody), order="exhaust"))
     lab.do(train_moody(lab, moody, initial(moody)))
     assert lab.pids() == before
 
 
 def test_a_worker_that_fails_is_reported_with_its_code(lab: Lab, moody: schema.Experiment) -> None:
-    lab.order("fail")
-    with pytest.raises(RunFailed, match="trains device-0 ended with code 1; its message is above"):
+    lab.order("fail", 100)  # in the trial of the model, or in its training if this worker has tried it
+    with pytest.raises(FedstrataError, match=r"KeyError: 'a bug'|device-0 ended with code 1; its message is above"):
         lab.do(train_moody(lab, moody, initial(moody)))
+    (lab.folder / "do-fail").unlink()
     lab.do(train_moody(lab, moody, initial(moody)))
 
 

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.experiment.score import ACCURACY, CROSS_ENTROPY
 from common.host.accelerators import choose
 from common.learning import datasets, models
 from common.learning.computing import accelerators, out_of_memory, set_up_evaluation
 from common.learning.losses import loss_of, try_loss
+from common.learning.own import seeded
 from common.learning.scores import score_of
 from common.model.layout import Row
+from common.randomness import Purpose, torch_seed
 
 CPU: Final = torch.device("cpu")
 
@@ -99,6 +102,7 @@ class ModelTester:
         self._loss, self._score = experiment.training.loss, experiment.score.name
         try_loss(self._loss, self._data.inputs)
         score_of(self._score)
+        self._experiment = experiment
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
         self.layout = models.layout_of(self._module)
@@ -110,12 +114,15 @@ class ModelTester:
 
         If the accelerator has not enough free memory, because others train on it, this model is evaluated on the CPU.
         """
-        models.read_row(self._module, self.layout, row)
-        if self._accelerator.type != "cpu":
-            if (found := self._on_accelerator()) is not None:
-                return found
-            log.warning("%s has not enough free memory: evaluated on the CPU", self._accelerator)
-        return self._on(CPU)
+        with seeded(torch_seed(self._experiment.seed, Purpose.OWN_CODE), self._accelerator):
+            if is_own(self._experiment.model.name):  # it may keep anything beside its state
+                self._module = models.anew(self._experiment, inputs=self._data.inputs)
+            models.read_row(self._module, self.layout, row)
+            if self._accelerator.type != "cpu":
+                if (found := self._on_accelerator()) is not None:
+                    return found
+                log.warning("%s has not enough free memory: evaluated on the CPU", self._accelerator)
+            return self._on(CPU)
 
     def _on_accelerator(self) -> Evaluation | None:
         """Return the result, None if memory ran out; leave the accelerator's memory to others."""

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import InvalidExperiment
+from common.experiment import own
+from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.learning.head import project
 from common.learning.inputs import Inputs
 from common.learning.nets import lstm, resnet, small, vgg
 from common.learning.nets.layers import draw_default
-from common.learning.own import build_own
+from common.learning.own import KEY, build_own, try_own
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, torch_seed
 
@@ -75,17 +77,26 @@ def of(experiment: Experiment, *, inputs: Inputs) -> nn.Module:
     return build(experiment.model.name, experiment.seed, inputs=inputs, projection=experiment.model.projection)
 
 
+def anew(experiment: Experiment, *, inputs: Inputs) -> nn.Module:
+    """Return the user's own model as `of` did, without another trial of it. Raises InvalidExperiment."""
+    return build_own(experiment.model.name, torch_seed(experiment.seed, Purpose.INIT), inputs=inputs)
+
+
 def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Module:
     """Return the model on the CPU with its initial weights, which depend on the seed alone.
 
     `projection`: features of a head before the classifier, 0 = none.
 
     The module is created without storage and then filled from its own generator, so that neither the process-global
-    generator nor another thread has an influence. A name with a colon is a custom function (`own.py`). Raises
-    InvalidExperiment, also if the model does not accept such inputs.
+    generator nor another thread has an influence. A name with a colon is a custom function (`own.py`), which is tried.
+    Raises InvalidExperiment, also if the model does not accept such inputs.
     """
-    if ":" in name:
-        return build_own(name, torch_seed(seed, Purpose.INIT), inputs=inputs)
+    if is_own(name):
+        own_seed = torch_seed(seed, Purpose.INIT)
+        try_own(name, own_seed, inputs=inputs)
+        module = build_own(name, own_seed, inputs=inputs)
+        layout_of(module, name=name)
+        return module
     kind = _fitting(name, inputs)
     with torch.device("meta"):
         module = kind.construct(inputs)
@@ -99,27 +110,39 @@ def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Mo
     return module
 
 
-def layout_of(module: nn.Module) -> ModelLayout:
+def layout_of(module: nn.Module, *, name: str = "") -> ModelLayout:
     """Return the place of each tensor of the module's state in a flat model.
 
-    Parameters are the trainable columns; buffers are float32 columns or int64 counters. Raises InvalidExperiment on
-    any other dtype.
+    Parameters are the trainable columns; buffers are float32 columns or int64 counters. A tensor of several names
+    (tied weights) has one place, under its first name. Raises InvalidExperiment for a state that no flat model holds;
+    `name`: of the model, for its text.
     """
-    parameters = {name for name, _ in module.named_parameters()}
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        if name not in parameters:
-            raise InvalidExperiment("model.name", name, "two names share this tensor", "Use each tensor once.")
+    parameters = {id(weight): path for path, weight in module.named_parameters()}
+    buffers = {id(buffer) for buffer in module.buffers()}
     tensors: list[tuple[str, Sequence[int], Section]] = []
-    for name, tensor in _state(module).items():
-        if tensor.dtype == torch.float32:
-            section = Section.PARAMETER if name in parameters else Section.BUFFER
-        elif tensor.dtype == torch.int64 and name not in parameters:
-            section = Section.COUNTER
+    problem, remedy = "", "Use float32."
+    for path, tensor in _state(module).items():
+        if parameters.pop(id(tensor), None) is not None:
+            section = Section.PARAMETER
+            if tensor.dtype != torch.float32:
+                problem = f"its parameter {path} is {tensor.dtype}"
+        elif id(tensor) in buffers:
+            section = Section.BUFFER if tensor.dtype == torch.float32 else Section.COUNTER
+            if tensor.dtype not in (torch.float32, torch.int64):
+                problem = f"its buffer {path} is {tensor.dtype}"
+                remedy = "Use float32 or int64, or persistent=False if it is the same at each node (a mask, a table)."
         else:
-            raise InvalidExperiment(
-                "model.name", name, f"this tensor is {tensor.dtype}", "Use float32, and int64 for counters."
-            )
-        tensors.append((name, tuple(tensor.shape), section))
+            problem = f"{path} in its state_dict is neither a parameter nor a buffer"
+            remedy = "Keep that state in buffers."
+        if problem:
+            break
+        tensors.append((path, tuple(tensor.shape), section))
+    if parameters and not problem:
+        problem, remedy = f"its parameter {next(iter(parameters.values()))} is not in its state_dict", "Leave it there."
+    if not problem and not any(weight.requires_grad for weight in module.parameters()):
+        problem, remedy = "it has no parameter that is trained", "Leave some parameters with requires_grad."
+    if problem:
+        own.refuse(KEY, name or type(module).__name__, problem, remedy)
     return ModelLayout.build(tensors)
 
 
@@ -137,7 +160,7 @@ def write_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
     """Copy the module's tensors into a flat model, uint8 [row_bytes]."""
     state = _state(module)
     for name, view in layout.views(row).items():
-        view[...] = state[name].cpu().numpy()
+        view[...] = state[name].detach().cpu().numpy()
 
 
 def _fitting(name: str, inputs: Inputs) -> _Architecture:
@@ -154,4 +177,8 @@ def _fitting(name: str, inputs: Inputs) -> _Architecture:
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.state_dict())  # detached tensors that share the module's storage
+    """Return the state's own tensors, each once, by the first of their names."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())

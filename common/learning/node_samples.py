@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.learning import datasets, models, splits
 from common.model.layout import Row
@@ -54,6 +56,7 @@ class NodeSamples(NodeDraws):
         dataset, split = datasets.load(experiment.data, node=node), splits.split_of(experiment, node=node)
         places = torch.from_numpy(split.held_out)
         self.partition = split.digest
+        self._anew = partial(models.anew, experiment, inputs=dataset.inputs) if is_own(experiment.model.name) else None
         self.module = models.of(experiment, inputs=dataset.inputs).eval()
         self.layout = models.layout_of(self.module)
         self.weights = list(self.module.parameters())
@@ -62,7 +65,10 @@ class NodeSamples(NodeDraws):
         self._normalise = dataset.normaliser()
 
     def load(self, row: Row) -> None:
-        """Copy a flat model, uint8 [row_bytes], into the module."""
+        """Copy a flat model, uint8 [row_bytes], into the module, a new one if it is the user's own (see `own.py`)."""
+        if self._anew is not None:
+            self.module = self._anew().eval()
+            self.weights = list(self.module.parameters())
         models.read_row(self.module, self.layout, row)
 
     def store(self, row: Row) -> None:

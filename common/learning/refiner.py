@@ -15,7 +15,9 @@ from common.learning.distillation import distil
 from common.learning.generator import learn_generator
 from common.learning.learned_weights import learn_weights
 from common.learning.node_samples import NodeDraws, NodeSamples, one_thread
+from common.learning.own import seeded
 from common.model.refinement import RoundModels
+from common.randomness import Purpose, torch_seed
 
 METHODS: Final[Mapping[type[RuleSettings], Callable[[Any, Any, RoundModels], Mapping[str, Any]]]] = {
     FedDF: distil,
@@ -38,6 +40,7 @@ class NodeRefiner:
         self._settings = experiment.tier_below(node).aggregation
         self._refine = METHODS[type(self._settings)]
         self._watch = watch
+        self._seed, self._name = experiment.seed, node
         self._moves = 0
         if not self._settings.reads_samples:
             self._node = NodeDraws(experiment, node, moved=self._moved)
@@ -53,7 +56,8 @@ class NodeRefiner:
     def refine(self, models: RoundModels) -> Mapping[str, Any]:
         """Refine the mean, or learn weights or a generator; return facts, with the seconds that it took."""
         started = time.monotonic()
-        with one_thread():
+        own_seed = torch_seed(self._seed, Purpose.OWN_CODE, self._name, models.r)
+        with one_thread(), seeded(own_seed):
             facts = self._refine(self._node, self._settings, models)
         return {**facts, "seconds": round(time.monotonic() - started, 3)}
 

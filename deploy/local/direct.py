@@ -42,7 +42,7 @@ from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.decisions import Decisions
 from device.memory import DeviceMemory
-from device.training.network import Network
+from device.training.network import NetworkSource
 from device.training.trainer import Trainer
 from device.training.work import LocalWork
 from institution.rounds import LocalRounds
@@ -96,9 +96,9 @@ async def _run(
     calls = partial(Calls, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
     tree = experiment.tree
-    networks: dict[Inputs, Network] = {}
+    sources: dict[Inputs, NetworkSource] = {}
     trainers = {
-        device: _trainer(experiment, device, accelerator, networks, partition=partition) for device in tree.devices
+        device: _trainer(experiment, device, accelerator, sources, partition=partition) for device in tree.devices
     }
     work = {device: _device(folder, device, trainer) for device, trainer in trainers.items()}
     samples = {device: trainer.samples for device, trainer in trainers.items()}
@@ -189,9 +189,9 @@ def _refiner(experiment: Experiment, node: str, *, partition: str) -> NodeRefine
 
 
 def _trainer(
-    experiment: Experiment, name: str, accelerator: str, networks: dict[Inputs, Network], *, partition: str
+    experiment: Experiment, name: str, accelerator: str, sources: dict[Inputs, NetworkSource], *, partition: str
 ) -> Trainer:
-    trainer = Trainer(experiment, node=name, accelerator=accelerator, networks=networks)
+    trainer = Trainer(experiment, node=name, accelerator=accelerator, sources=sources)
     trainer.prepare()
     check_alike(experiment.data, name, partition=trainer.partition, clouds=partition)
     return trainer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from common.errors import FedstrataError
 from common.learning.computing import resolve_accelerator
 from common.learning.inputs import Inputs
-from device.jobs import Cancelled, HostedDevice, Prepared
-from device.training.network import Network
+from device.jobs import Cancelled, Ending, HostedDevice, Prepared
+from device.training.network import NetworkSource
 from device.training.trainer import Trainer
 from device.vmapped.gathering import VmappedMode, vmapped_mode
 from device.vmapped.trainer import Done, VmappedTrainer, Work
@@ -19,7 +19,7 @@ class Trainers:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str, str], Trainer] = {}
-        self._networks: dict[tuple[str, str], dict[Inputs, Network]] = {}
+        self._sources: dict[tuple[str, str], dict[Inputs, NetworkSource]] = {}
         self._vmapped_trainers: dict[str, VmappedTrainer] = {}
 
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
@@ -35,14 +35,20 @@ class Trainers:
 
         Raises what `Trainer.prepare` raises.
         """
-        left: Sequence[int] = range(len(work))
-        device, _ = work[0]
-        mode = vmapped_mode(device.experiment.training, accelerator)
-        if mode is not VmappedMode.NEVER:
-            left = self._vmapped_trainer(accelerator).train(work, done, timed=mode is VmappedMode.AUTO)
-        for number in left:
-            device, order = work[number]
-            trainer = self._trainer(device, accelerator)
+        trainers = [self._trainer(device, accelerator) for device, _ in work]
+        left = set(range(len(work)))
+        mode = vmapped_mode(work[0][0].experiment.training, accelerator)
+        together = [number for number, trainer in enumerate(trainers) if not trainer.joins]
+        if mode is not VmappedMode.NEVER and together:
+
+            def end(place: int, how: Ending) -> None:
+                left.remove(together[place])
+                done(together[place], how)
+
+            alike = [work[number] for number in together]
+            self._vmapped_trainer(accelerator).train(alike, end, timed=mode is VmappedMode.AUTO)
+        for number in sorted(left):
+            (_, order), trainer = work[number], trainers[number]
             try:
                 result = trainer.train(
                     order.row,
@@ -60,7 +66,7 @@ class Trainers:
     def forget(self, digest: str) -> None:
         """Drop an experiment's trainers."""
         self._made = {key: made for key, made in self._made.items() if key[0] != digest}
-        self._networks = {key: made for key, made in self._networks.items() if key[0] != digest}
+        self._sources = {key: made for key, made in self._sources.items() if key[0] != digest}
         self._vmapped_trainers.clear()  # what they have learned of an accelerator is soon learned again
 
     def _vmapped_trainer(self, accelerator: str) -> VmappedTrainer:
@@ -71,8 +77,8 @@ class Trainers:
     def _trainer(self, device: HostedDevice, accelerator: str) -> Trainer:
         key = device.digest, device.node, accelerator
         if key not in self._made:
-            networks = self._networks.setdefault((device.digest, accelerator), {})
-            trainer = Trainer(device.experiment, node=device.node, accelerator=accelerator, networks=networks)
+            sources = self._sources.setdefault((device.digest, accelerator), {})
+            trainer = Trainer(device.experiment, node=device.node, accelerator=accelerator, sources=sources)
             trainer.prepare()
             self._made[key] = trainer
         return self._made[key]

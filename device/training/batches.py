@@ -25,7 +25,8 @@ BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: th
 class LocalDataset:
     """`samples` int64 [n] are the indices of this device's samples in `images` and `labels`, on the accelerator.
 
-    `partition` is the digest of the whole split, empty if nothing is split.
+    `partition` is the digest of the whole split, empty if nothing is split. `joins`: the model cannot train on one
+    sample, which therefore joins the batch before.
     """
 
     inputs: Inputs
@@ -34,6 +35,14 @@ class LocalDataset:
     samples: Tensor
     normalise: datasets.Normalise
     partition: str
+    joins: bool = False
+
+    def sizes(self, batch_size: int) -> list[int]:
+        """Return the sizes of an epoch's batches, whose last one may be partial."""
+        whole, rest = divmod(len(self.samples), batch_size)
+        if self.joins and whole and rest == 1:
+            return [*[batch_size] * (whole - 1), batch_size + 1]
+        return [batch_size] * whole + [rest] * (rest > 0)
 
     def label_counts(self) -> Floats:
         """Return how many of the device's samples each label has, float32 [classes]; of numbers [0]."""
@@ -72,20 +81,22 @@ def batches(
     The order is new in each epoch, and the last batch is kept.
     """
     training = experiment.training
+    sizes = local.sizes(training.batch_size)
     # Whole batches; the result for a sample depends on no other sample, so the block size does not affect it.
     batch_bytes = 4 * training.batch_size * local.images[0].numel()
-    block = training.batch_size * max(1, BLOCK_BYTES // batch_bytes)
+    block = max(1, BLOCK_BYTES // batch_bytes)
     for epoch, (places, changes) in enumerate(
         orders(local, experiment, node=node, epochs=epochs, local_round=local_round)
     ):
-        for start in range(0, len(places), block):
-            some = slice(start, start + block)
+        for first in range(0, len(sizes), block):
+            here = sizes[first : first + block]
+            start = first * training.batch_size
+            some = slice(start, start + sum(here))
             images = local.images.index_select(0, places[some])
             if changes is not None:
                 images = augmentation.change(images, changes[some], crop=training.augmentation.crop)
             inputs, labels = local.normalise(images), local.labels.index_select(0, places[some])
-            size = training.batch_size
-            yield from zip(repeat(epoch), torch.split(inputs, size), torch.split(labels, size))
+            yield from zip(repeat(epoch), torch.split(inputs, here), torch.split(labels, here))
 
 
 def orders(

@@ -17,7 +17,7 @@ WINDOWS_MOST: Final = 1 << 15  # numbers in the windows of a first layer's batch
 
 
 def as_products(module: nn.Module) -> None:
-    """Let the module's convolutions be products where that is faster on a CPU: by their shapes, never by timing.
+    """Let convolutions of a model of fedstrata's be products where a CPU is faster so: by shape, never by timing.
 
     These are the ones of a kernel as large as its input, such as LeNet-5's last, and first ones of few gray pixels.
     """

@@ -6,26 +6,32 @@ process-global generator. Several trainers may live in one process and train at 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.aggregation.mixing import Floats
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment import schema
-from common.experiment.objectives import CrossEntropy
+from common.errors import FedstrataError, InvalidExperiment, RunFailed
+from common.experiment import own, schema
+from common.experiment.own import is_own
 from common.learning import models
 from common.learning.computing import first_line, out_of_memory, resolve_accelerator, set_up
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import reseed
+from common.learning.own import KEY, random_samples, seeded
 from common.model.layout import ModelLayout, Row
+from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, dropout_seed, load_local_dataset, uniform_numbers
-from device.training.network import Network, network_of
+from device.training.network import Network, NetworkSource, source_of
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
 from device.training.updates import finish, vectors_of
@@ -34,11 +40,17 @@ from device.vectors import TaskVectors
 __all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
 
 PROGRESS_S = 0.5
+TRIED_SAMPLES: Final = 8
+FORMAT_ERROR_MOST: Final = 0.1  # of a step, by another memory format; rounding alone may make 0.02 (batch norm)
+
+Batches = Iterable[tuple[int, Tensor, Tensor]]
+
+log = logging.getLogger("fedstrata.training")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    network: Network
+    source: NetworkSource
     vectors: TaskVectors
     local: LocalDataset
     draws: int
@@ -53,11 +65,11 @@ class Trainer:
         *,
         node: str,
         accelerator: str,
-        networks: MutableMapping[Inputs, Network] | None = None,
+        sources: MutableMapping[Inputs, NetworkSource] | None = None,
     ) -> None:
         """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment.
 
-        `networks` are shared by trainers of one experiment and accelerator that train one after another.
+        `sources` are shared by trainers of one experiment and accelerator that train one after another.
         """
         names = experiment.tree.devices
         if node not in names:
@@ -67,27 +79,36 @@ class Trainer:
         self._experiment = experiment
         self._node = node
         self._accelerator = resolve_accelerator(accelerator)
-        self._networks = {} if networks is None else networks
+        self._sources = {} if sources is None else sources
+        self._own = [key for key, name in experiment.code_at(node).items() if is_own(name)]
         self._made: _Prepared | None = None
 
     def prepare(self) -> None:
-        """Load the data, select this device's samples and build the model. Takes seconds. Raises InvalidExperiment."""
+        """Load the data, select this device's samples, build the model and try own code. Raises InvalidExperiment."""
         experiment, accelerator = self._experiment, self._accelerator
         set_up(accelerator, experiment.training)
         objective = objective_of(experiment.training)  # one's own that cannot be built ends here
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
-        if local.inputs not in self._networks:
-            self._networks[local.inputs] = network_of(experiment, local.inputs, accelerator=accelerator)
-        network = self._networks[local.inputs]
-        vectors = vectors_of(experiment, self._node, network.layout)
-        self._made = _Prepared(network, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
-        if experiment.training.compile:
-            self._compile()
+        known = self._sources.get(local.inputs)
+        source = known or source_of(experiment, local.inputs, accelerator=accelerator)
+        vectors = vectors_of(experiment, self._node, source.layout)
+        made = _Prepared(source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
+        if known is None and source.shared is None:
+            source = self._formed(made)
+        self._sources[local.inputs] = source
+        self._made = made = replace(made, source=source, local=replace(local, joins=source.joins))
+        if source.joins and len(local.samples) == 1:
+            problem, remedy = f"cannot train on one sample, and {self._node} has no more", "See data.min_samples."
+            raise InvalidExperiment(KEY, experiment.model.name, problem, remedy)
+        if self._own or experiment.training.compile:
+            for size in set(made.local.sizes(experiment.training.batch_size)) - source.tried:
+                self._tried(made, size)
+                source.tried.add(size)
 
     @property
     def layout(self) -> ModelLayout:
         """The model's layout, once prepared."""
-        return self._prepared.network.layout
+        return self._prepared.source.layout
 
     @property
     def vectors(self) -> TaskVectors:
@@ -114,54 +135,13 @@ class Trainer:
         Cancelled, RunFailed if the accelerator's memory does not suffice, and InvalidExperiment if training should be
         deterministic and cannot be. The trainer can be used again after any of these.
         """
-        made = self._prepared
-        module, layout = made.network.module, made.network.layout
+        made, experiment = self._prepared, self._experiment
         exhausted = False
-        set_up(self._accelerator, self._experiment.training)
+        set_up(self._accelerator, experiment.training)
+        network = made.source.network()
+        total = epochs * len(made.local.sizes(experiment.training.batch_size))
         start, cpu_start = time.monotonic(), time.thread_time()
-        try:
-            models.read_row(module, layout, row)
-            self._move_to(self._accelerator)
-            reseed(module, dropout_seed(self._experiment, node=self._node, local_round=local_round), self._accelerator)
-            vectors = made.vectors.read(row)
-            loss, steps = self._run_sgd(
-                vectors, epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled
-            )
-            self._move_to("cpu")
-            models.write_row(module, layout, out)
-            finish(self._experiment, made.vectors, made.local, row, out, steps=steps, local_round=local_round)
-        except RuntimeError as error:
-            if self._experiment.training.deterministic and "deterministic" in str(error):
-                raise _undetermined(error) from None
-            if not out_of_memory(error):
-                raise
-            exhausted = True  # raised below: this exception's traceback references the tensors that must be freed
-        finally:
-            self._release()
-        train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
-        if exhausted:
-            raise self._exhausted()
-        return LocalResult(self.samples, loss, steps, train_s, wait_s=0.0, cpu_s=cpu_s)
-
-    @property
-    def _prepared(self) -> _Prepared:
-        if self._made is None:
-            raise RuntimeError("call Trainer.prepare first")
-        return self._made
-
-    def _run_sgd(
-        self,
-        vectors: Mapping[str, Floats],
-        *,
-        epochs: int,
-        local_round: int,
-        progress: Progress,
-        cancelled: threading.Event,
-    ) -> tuple[float, int]:
-        """Return the last epoch's mean loss and the number of steps."""
-        made, network, experiment = self._prepared, self._prepared.network, self._experiment
-        total = epochs * -(-self.samples // experiment.training.batch_size)
-        reported = time.monotonic()
+        reported = start
 
         def watch(steps: int) -> None:
             nonlocal reported
@@ -173,72 +153,161 @@ class Trainer:
             if cancelled.is_set():
                 raise Cancelled
 
-        losses, steps = run_sgd(
-            network.forward,
-            list(network.module.train().parameters()),
-            batches(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round),
-            training=experiment.training,
-            learning_rate=experiment.learning_rate_in(local_round),
-            last_epoch=epochs - 1,
-            watch=watch,
-            buffers=list(network.module.buffers()),
-            vectors={name: self._tensors(name, vector) for name, vector in vectors.items()},
-            features=network.features,
-            captured=network.captured,
-            uniform=uniform_numbers(
-                experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
-            ),
-            head=network.head,
-        )
-        loss = float(losses) / self.samples
-        progress(steps, total)
-        return loss, steps
+        some = batches(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round)
+        try:
+            losses, steps = self._trained(
+                made, network, some, row=row, out=out, last_epoch=epochs - 1, local_round=local_round, watch=watch
+            )
+            progress(steps, total)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            exhausted = True  # raised below: this exception's traceback references the tensors that must be freed
+        finally:
+            self._release(network)
+        train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
+        if exhausted:
+            raise self._exhausted()
+        return LocalResult(self.samples, losses / self.samples, steps, train_s, wait_s=0.0, cpu_s=cpu_s)
 
-    def _tensors(self, name: str, vector: Floats) -> list[Tensor]:
+    @property
+    def joins(self) -> bool:
+        """Whether a batch has one sample more than the others, as the model cannot train on one alone."""
+        local, size = self._prepared.local, self._experiment.training.batch_size
+        return max(local.sizes(size)) > size
+
+    @property
+    def _prepared(self) -> _Prepared:
+        if self._made is None:
+            raise RuntimeError("call Trainer.prepare first")
+        return self._made
+
+    def _trained(
+        self,
+        made: _Prepared,
+        network: Network,
+        some: Batches,
+        *,
+        row: Row,
+        out: Row,
+        last_epoch: int,
+        local_round: int,
+        watch: Callable[[int], None],
+    ) -> tuple[float, int]:
+        """Train on some batches, from `row` into `out`; return the sum of the last epoch's losses, and the steps."""
+        experiment, module, layout = self._experiment, network.module, made.source.layout
+        own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round)
+        with seeded(own_seed, self._accelerator) if self._own else nullcontext(), self._deterministic():
+            models.read_row(module, layout, row)
+            self._move(network, self._accelerator)
+            reseed(module, dropout_seed(experiment, node=self._node, local_round=local_round), self._accelerator)
+            losses, steps = run_sgd(
+                network.forward,
+                list(module.train().parameters()),
+                some,
+                training=experiment.training,
+                learning_rate=experiment.learning_rate_in(local_round),
+                last_epoch=last_epoch,
+                watch=watch,
+                buffers=list(module.buffers()),
+                vectors={
+                    name: self._tensors(made, network, name, vector) for name, vector in made.vectors.read(row).items()
+                },
+                features=network.features,
+                captured=network.captured,
+                uniform=uniform_numbers(
+                    experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
+                ),
+                head=network.head,
+            )
+            self._move(network, "cpu")
+            models.write_row(module, layout, out)
+            finish(experiment, made.vectors, made.local, row, out, steps=steps, local_round=local_round)
+        return float(losses), steps
+
+    def _tensors(self, made: _Prepared, network: Network, name: str, vector: Floats) -> list[Tensor]:
         """Return a vector as tensors: one of length D like the parameters, in their order, another one as it is."""
-        parts = self._prepared.vectors.split(name, vector)
+        parts = made.vectors.split(name, vector)
         if name in parts:
             return [torch.from_numpy(vector.copy()).to(self._accelerator)]
         found = []
-        for parameter, weight in self._prepared.network.module.named_parameters():
+        for parameter, weight in network.module.named_parameters():
             part = torch.from_numpy(parts[parameter].copy())
             found.append(torch.empty_like(weight, requires_grad=False).copy_(part))
         return found
 
-    def _compile(self) -> None:
-        """Take a step with a batch of each size, so that no round's seconds include the compiler's.
+    def _formed(self, made: _Prepared) -> NetworkSource:
+        """Return the source in the form in which the user's own model trains as it is, and fastest.
 
-        Each training begins with another model, so the steps have no effect. Only the model is compiled, and any
-        objective calls it: cross-entropy needs no vectors.
+        It depends on the experiment alone. Raises InvalidExperiment if the model fails in training, or if the same
+        training twice gives other models.
         """
-        made, size = self._prepared, self._experiment.training.batch_size
-        training = self._experiment.training.model_copy(update={"objective": CrossEntropy()})
+        source, few = made.source, min(TRIED_SAMPLES, self._experiment.training.batch_size)
         try:
-            self._move_to(self._accelerator)
-            reseed(made.network.module, 0, self._accelerator)
-            sizes: list[tuple[int, Tensor, Tensor]] = []
-            for count in {min(size, self.samples), self.samples % size or size}:
-                some = made.local.samples[:count]
-                inputs = made.local.normalise(made.local.images.index_select(0, some))
-                sizes.append((0, inputs, made.local.labels.index_select(0, some)))
-            run_sgd(
-                made.network.forward,
-                list(made.network.module.parameters()),
-                sizes,
-                training=training,
-                learning_rate=training.learning_rate,
-                last_epoch=0,
-                watch=lambda _: None,
-                buffers=list(made.network.module.buffers()),
-            )
-        except RuntimeError as error:  # base of the compiler's errors
-            if out_of_memory(error):
+            self._tried(made, 1)
+        except InvalidExperiment:
+            if few == 1:
+                raise
+            source = replace(source, joins=True)
+        once, again = (self._tried(made, few) for _ in range(2))
+        if not np.array_equal(once, again):
+            problem = "the same training twice gives other models"
+            remedy = "Draw random numbers from torch's, numpy's or Python's own generator; keep nothing in its module."
+            own.refuse(KEY, self._experiment.model.name, problem, remedy)
+        if self._accelerator.type == "cpu":
+            fast = replace(source, memory_format=torch.channels_last)
+            with suppress(InvalidExperiment):  # for instance of a view that needs another order
+                other = self._tried(replace(made, source=fast), few)
+                start_D, once_D, other_D = map(source.layout.floats, (self._first(made), once, other))
+                if np.linalg.norm(other_D - once_D) <= FORMAT_ERROR_MOST * np.linalg.norm(once_D - start_D):
+                    source = fast
+        return source
+
+    def _tried(self, made: _Prepared, samples: int) -> Row:
+        """Return the first model after a step of training on so many random samples. Raises InvalidExperiment.
+
+        So own code fails before the run, and no round's seconds include the compiler's.
+        """
+        inputs = made.local.inputs
+        given, draw = random_samples(inputs, samples), torch.Generator().manual_seed(samples)
+        labels = torch.randint(inputs.classes, (samples,), generator=draw)
+        if inputs.numbers:
+            labels = torch.randn(samples, inputs.classes, generator=draw)
+        given, labels = given.to(self._accelerator), labels.to(self._accelerator)
+        row, out, network = self._first(made), made.vectors.returned.empty(), made.source.network()
+        local = LocalDataset(inputs, given, labels, torch.arange(samples), lambda images: images, "")
+        try:
+            self._trained(
+                replace(made, local=local), network, [(0, given, labels)], row=row, out=out, last_epoch=0,
+                local_round=0, watch=lambda _: None,
+            )  # fmt: skip
+        except FedstrataError:
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and out_of_memory(error):
                 raise self._exhausted() from None
-            problem = f"torch.compile fails: {first_line(error)}"
-            remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
-            raise InvalidExperiment("training.compile", True, problem, remedy) from None
+            if self._experiment.training.compile and isinstance(error, RuntimeError):  # base of the compiler's errors
+                problem = f"torch.compile fails: {first_line(error)}"
+                remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
+                raise InvalidExperiment("training.compile", True, problem, remedy) from None
+            if not self._own:
+                raise
+            key, remedy = self._own[0], "Correct it."
+            problem = f"fails in training on {samples} samples with {own.short(error)}"
+            for name, weight in network.module.named_parameters():
+                if weight.grad is not None and weight.grad.is_sparse:
+                    problem, remedy = f"the gradient of its {name} is sparse", "Use sparse=False."
+            own.refuse(key, self._experiment.code_at(self._node)[key], problem, remedy)
         finally:
-            self._release()
+            self._release(network)
+        return out
+
+    def _first(self, made: _Prepared) -> Row:
+        """Return the first model of a run, with zeros behind it."""
+        row = made.vectors.received.empty()
+        row[:] = 0
+        models.write_row(made.source.network().module, made.source.layout, row)
+        return row
 
     def _exhausted(self) -> RunFailed:
         return RunFailed(
@@ -251,24 +320,27 @@ class Trainer:
         if self._accelerator.type == "cuda":
             torch.cuda.synchronize(self._accelerator)
 
-    def _move_to(self, where: torch.device | str) -> None:
-        if self._accelerator.type != "cpu":  # torch would check every tensor of the module
-            self._prepared.network.module.to(where)
+    @contextmanager
+    def _deterministic(self) -> Iterator[None]:
+        """Name an operation without the deterministic form that is asked for. Raises InvalidExperiment."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self._experiment.training.deterministic and "deterministic" in str(error)):
+                raise
+            operation = str(error).partition(" does not have")[0]
+            problem = f"{operation} has no deterministic form on this accelerator"
+            remedy = "Set it to false, use another model, or --accelerator cpu."
+            raise InvalidExperiment("training.deterministic", True, problem, remedy) from None
 
-    def _release(self) -> None:
+    def _move(self, network: Network, where: torch.device | str) -> None:
+        if self._accelerator.type != "cpu":  # torch would check every tensor of the module
+            network.module.to(where)
+
+    def _release(self, network: Network) -> None:
         """Drop gradients and release the accelerator's memory, because other processes may train on it too."""
-        for weight in self._prepared.network.module.parameters():
+        for weight in network.module.parameters():
             weight.grad = None
-        self._move_to("cpu")
+        self._move(network, "cpu")
         if self._accelerator.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _undetermined(error: RuntimeError) -> InvalidExperiment:
-    operation = str(error).partition(" does not have")[0]
-    return InvalidExperiment(
-        "training.deterministic",
-        True,
-        f"{operation} has no deterministic form on this accelerator",
-        "Set it to false, use another model, or --accelerator cpu.",
-    )

@@ -25,9 +25,10 @@ from common.learning.head import head_places
 from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
-from device.training.network import Network
+from device.training.network import NetworkSource
 from device.training.objectives.table import objective_of
 from device.training.sgd import features_of, forward_of, run_sgd
+from device.vmapped.hidden_state import obstacle_in
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
 from device.vmapped.models import Recipe, VmappedModels
 from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
@@ -51,6 +52,7 @@ TRIAL_LEARNING_RATE = 0.01  # its steps are long compared with the rounding of f
 # model, up to its last bit. In the others rounding decides on which side of a ReLU's kink a value is, and batch norm
 # over few samples amplifies it: 0.02 and 0.33 were seen (ResNet-18, batches of 10, on a CPU). Wrong steps are 1 off.
 ERROR_MOST: Final = {"float64": 1e-6, "fp32": 0.1, "tf32": 0.5, "bf16": 0.5}
+ROUNDING: Final = 2.0**-22  # of float32, with a bit to spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,17 @@ def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
     computed twice: in float64, where only another formula makes a difference, however small a term it has; and in the
     precision that will run, whose kernels may fail. Raises torch.OutOfMemoryError.
     """
+    if obstacle := obstacle_in(recipe.module):
+        return obstacle
     precision = recipe.training.precision
+    anew = recipe.anew or partial(copy.deepcopy, recipe.module)
     exact = replace(
         recipe,
-        module=copy.deepcopy(recipe.module).double(),
+        module=anew().double(),
         normalise=partial(_in_float64, recipe.normalise),
         training=recipe.training.model_copy(update={"precision": "fp32"}),
         captured=None,
+        anew=recipe.anew and (lambda: anew().double()),
     )
     return _problem(exact, turns, "float64") or _problem(recipe, turns, precision)
 
@@ -132,26 +138,49 @@ def _problem(recipe: Recipe, turns: Sequence[Turn], precision: str) -> str:
     for k, turn in enumerate(tried):
         if not isinstance(result := outcomes.get(k), VmappedResult):
             raise torch.OutOfMemoryError(f"{recipe.accelerator} has no memory for one vmapped step")
-        rows = turn.row, result.row, _alone(recipe, turn, TRIAL_STEPS)
-        for part in (slice(recipe.layout.parameters), slice(recipe.layout.parameters, None)):  # parameters, buffers
-            start, vmapped, own = (recipe.layout.floats(row)[part] for row in rows)
-            apart, length = np.linalg.norm(vmapped - own), np.linalg.norm(own - start)
-            if not apart <= ERROR_MOST[precision] * length:
-                return f"vmapped steps in {precision} that differ by {apart / length:.2g} of their length"
+        start, vmapped, own = (turn.row, result.row, _alone(recipe, turn, TRIAL_STEPS))
+        if precision == "float64":
+            problem = _different_tensor(recipe.layout, start, vmapped, own)
+        else:
+            problem = _different_part(recipe.layout, start, vmapped, own, most=ERROR_MOST[precision])
+        if problem:
+            return f"vmapped steps in {precision} {problem}"
     return ""
 
 
-def measure(recipe: Recipe, turn: Turn, network: Network | None = None, *, size: int) -> StepTimes:
+def _different_tensor(layout: ModelLayout, start: Row, vmapped: Row, own: Row) -> str:
+    """Return the first tensor whose steps differ by more than the rounding of results to float32."""
+    starts, vmappeds, owns = map(layout.views, (start, vmapped, own))
+    for name, value in owns.items():
+        apart = np.abs(vmappeds[name] - value) - ROUNDING * np.abs(value)
+        difference, length = np.linalg.norm(apart.clip(0)), np.linalg.norm(value - starts[name])
+        if not difference <= ERROR_MOST["float64"] * length:
+            share = f"{difference / length:.2g} of their length" if length else "all"
+            return f"that differ by {share} in {name}"
+    return ""
+
+
+def _different_part(layout: ModelLayout, start: Row, vmapped: Row, own: Row, *, most: float) -> str:
+    """Return how far the steps of the parameters, or those of the buffers, are apart, if it is too far."""
+    for part in (slice(layout.parameters), slice(layout.parameters, None)):
+        start_C, vmapped_C, own_C = (layout.floats(row)[part] for row in (start, vmapped, own))
+        apart, length = np.linalg.norm(vmapped_C - own_C), np.linalg.norm(own_C - start_C)
+        if not apart <= most * length:
+            return f"that differ by {apart / length:.2g} of their length"
+    return ""
+
+
+def measure(recipe: Recipe, turn: Turn, source: NetworkSource | None = None, *, size: int) -> StepTimes:
     """Time steps of a full batch: of `size` copies of a turn vmapped, of one vmapped, and of one in-process.
 
-    `network`: the form in which a device alone is trained, if it is another one than the recipe's module. The results
+    `source`: of the form in which a device alone is trained, if it is another one than the recipe's module. The results
     are discarded.
     """
     batch_size = recipe.training.batch_size
     full = _repeated(turn, torch.arange(batch_size) % len(turn.visits.places), Load(batch_size, 1))
 
     def alone(count: int, watch: Watch) -> None:
-        _alone(recipe, full, count, network, watch)
+        _alone(recipe, full, count, source, watch)
 
     ways = alone, _vmapped(recipe, [full]), _vmapped(recipe, [full] * size)
     found: list[list[float]] = []
@@ -213,10 +242,11 @@ def _seconds(recipe: Recipe, steps: Callable[[int, Watch], None]) -> float:
 
 
 def _alone(
-    recipe: Recipe, turn: Turn, count: int, network: Network | None = None, watch: Watch = lambda _: None
+    recipe: Recipe, turn: Turn, count: int, source: NetworkSource | None = None, watch: Watch = lambda _: None
 ) -> Row:
     """Take the first step of a turn `count` times as its trainer does, and return the model, uint8 [row_bytes]."""
-    module = recipe.module if network is None else network.module.train()
+    network = source.network() if source else None
+    module = network.module.train() if network else recipe.anew() if recipe.anew else recipe.module
     layout, size = recipe.layout, min(recipe.training.batch_size, turn.load.samples)
     places = turn.visits.places[:size].to(recipe.accelerator)
     changes = None if turn.visits.changes is None else turn.visits.changes[:size].to(recipe.accelerator)

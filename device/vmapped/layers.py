@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.learning.nets.layers import Dropout
+from common.learning.nets.layers import Dropout, is_plain
 from device.vmapped.schedule import VmappedStep
 
 State = tuple[Tensor, Tensor]
@@ -23,7 +23,7 @@ class VmappedLayers:
 
     def __init__(self, module: nn.Module, seeds: Sequence[int], *, device: torch.device) -> None:
         self._dropouts = [layer for layer in module.modules() if isinstance(layer, Dropout)]
-        self._lstms = [layer for layer in module.modules() if type(layer) is nn.LSTM and _is_plain(layer)]
+        self._lstms = [layer for layer in module.modules() if type(layer) is nn.LSTM and _is_unrollable(layer)]
         self._sources = [torch.Generator(device).manual_seed(seed) for seed in seeds if self._dropouts]
 
     @contextmanager
@@ -86,8 +86,8 @@ class _Masks(torch.autograd.Function):
         return masks, 0
 
 
-def _is_plain(layer: nn.LSTM) -> bool:
-    return not (layer.bidirectional or layer.proj_size or layer.dropout)
+def _is_unrollable(layer: nn.LSTM) -> bool:
+    return is_plain(layer) and not (layer.bidirectional or layer.proj_size or layer.dropout)
 
 
 def _unrolled(layer: nn.LSTM, inputs: Tensor, state: State | None = None) -> tuple[Tensor, State]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from device.training.captured import CapturedGradients
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.vectors import TaskVectors
+from device.vmapped.hidden_state import hidden_state
 from device.vmapped.layers import VmappedLayers
 from device.vmapped.schedule import VmappedStep
 
@@ -39,7 +40,8 @@ Tensors = dict[str, Tensor]
 class Recipe:
     """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator.
 
-    `captured`: the gradients of the objective's losses for A models, or None.
+    `captured`: the gradients of the objective's losses for A models, or None. `anew` makes the module of one training
+    of a device alone, if any code of the experiment is the user's own, which may keep anything beside its state.
     """
 
     module: nn.Module
@@ -50,6 +52,7 @@ class Recipe:
     training: TrainingSettings
     learning_rate: float
     captured: CapturedGradients | None = None
+    anew: Callable[[], nn.Module] | None = None
 
     @property
     def layout(self) -> ModelLayout:
@@ -89,12 +92,12 @@ def keep_batch_norm_fp32(module: nn.Module, training: TrainingSettings, *, devic
         return
     for layer in module.modules():
         if isinstance(layer, _NormBase):
-            setattr(layer, "forward", MethodType(_of_fp32, layer))  # noqa: B010 - mypy knows no such assignment
+            forward = partial(_of_fp32, layer.forward)
+            setattr(layer, "forward", forward)  # noqa: B010 - mypy knows no such assignment
 
 
-def _of_fp32(layer: _NormBase, inputs: Tensor) -> Tensor:
-    outputs: Tensor = type(layer).forward(layer, inputs.float() if inputs.dtype is torch.bfloat16 else inputs)
-    return outputs
+def _of_fp32(forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    return forward(inputs.float() if inputs.dtype is torch.bfloat16 else inputs)
 
 
 def logits_of(module: nn.Module) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
@@ -153,6 +156,8 @@ class VmappedModels:
         moving = self._weights if recipe.training.momentum else {}
         self._momenta = {name: torch.zeros_like(weight) for name, weight in moving.items()}
         self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
+        self._frozen = {name for name, weight in recipe.module.named_parameters() if not weight.requires_grad}
+        self._hidden = self._hidden_now()
 
     def step(self, places: int | Tensor, batch: Batch) -> None:
         """Take one step of SGD at the first A places, or at given ones, int64 [A].
@@ -160,7 +165,10 @@ class VmappedModels:
         Nothing has changed if memory runs out.
         """
         recipe = self._recipe
-        weights = {name: t.detach().requires_grad_() for name, t in _some(self._weights, places).items()}
+        weights = {
+            name: tensor.detach().requires_grad_(name not in self._frozen)
+            for name, tensor in _some(self._weights, places).items()
+        }
         momenta, buffers = _some(self._momenta, places), _some(self._buffers, places)
         passes: list[Tensors] = []
 
@@ -211,7 +219,12 @@ class VmappedModels:
                         all_[name].index_copy_(0, places, tensor.detach())
 
     def read(self, places: Sequence[int]) -> tuple[list[Row], list[float]]:
-        """Return these places' models, uint8 [row_bytes] each, and their sums of losses."""
+        """Return these places' models, uint8 [row_bytes] each, and their sums of losses.
+
+        Raises RuntimeError if the user's own code has changed what it keeps beside them, or drawn random numbers.
+        """
+        if self._hidden_now() != self._hidden:
+            raise RuntimeError("the model or the objective keeps something from step to step, or draws random numbers")
         layout, index = self._recipe.layout, torch.tensor(places, device=self._losses.device)
         state = _some({**self._weights, **self._buffers}, index)
         floats = [state[e.name].reshape(len(places), -1) for e in layout.entries if e.section is not Section.COUNTER]
@@ -224,7 +237,7 @@ class VmappedModels:
         """Return the places from start to stop as a separate state, on the CPU until it is moved."""
         made = object.__new__(VmappedModels)
         made._recipe, made._objective, made._head = self._recipe, self._objective, self._head
-        made._layers = self._layers.part(start, stop)
+        made._layers, made._frozen, made._hidden = self._layers.part(start, stop), self._frozen, self._hidden
         made._weights, made._received, made._momenta, made._buffers = (
             _part(tensors, start, stop) for tensors in (self._weights, self._received, self._momenta, self._buffers)
         )
@@ -237,6 +250,10 @@ class VmappedModels:
         for tensors in (self._weights, self._received, self._momenta, self._buffers, *self._vectors.values()):
             tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
         self._losses = self._losses.to(device)
+
+    def _hidden_now(self) -> bytes:
+        recipe = self._recipe
+        return b"" if recipe.anew is None else hidden_state(recipe.module, self._objective)
 
     def _outputs(
         self, run: Callable[..., tuple[Sequence[Tensor], Tensors]], weights: Tensors, buffers: Tensors, batch: Batch

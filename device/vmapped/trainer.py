@@ -11,18 +11,20 @@ from functools import partial
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
+from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.learning import datasets, models
 from common.learning.computing import first_line, out_of_memory, set_up
+from common.learning.inputs import Inputs
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
 from device.training.captured import CapturedGradients
-from device.training.network import network_of
+from device.training.network import source_of
 from device.training.objectives.table import objective_of
 from device.training.sgd import captured_of, is_captured, keep_linear_fp32
 from device.training.updates import finish, vectors_of
@@ -167,18 +169,26 @@ class _Shared:
     def _begin(self, node: str) -> None:
         """Make what all devices share; `node` is any of them."""
         inputs = self._local[node].inputs
-        module = models.of(self._experiment, inputs=inputs)
-        keep_linear_fp32(module, self._experiment.training, device=self._accelerator)
-        keep_batch_norm_fp32(module, self._experiment.training, device=self._accelerator)
-        self._vectors = vectors_of(self._experiment, node, models.layout_of(module))
+        self._module = self._build(inputs)
+        self._anew = partial(self._build, inputs) if any(map(is_own, self._experiment.code_at(node).values())) else None
+        self._vectors = vectors_of(self._experiment, node, models.layout_of(self._module))
         self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, inputs.classes)
-        self._module = module.to(self._accelerator).train()
         self._captured = self._capture(RECORDED_USE)
         # On a CPU a device alone is trained with another form of the model.
         on_cpu = self._accelerator.type == "cpu"
-        self._network = network_of(self._experiment, inputs, accelerator=CPU) if on_cpu else None
+        self._source = source_of(self._experiment, inputs, accelerator=CPU) if on_cpu else None
         data = datasets.load(self._experiment.data, node=node)
         self._normalise = data.normaliser(self._accelerator)
+
+    def _build(self, inputs: Inputs) -> nn.Module:
+        experiment, training = self._experiment, self._experiment.training
+        if is_own(experiment.model.name):
+            module = models.anew(experiment, inputs=inputs)
+        else:
+            module = models.of(experiment, inputs=inputs)
+            keep_linear_fp32(module, training, device=self._accelerator)
+        keep_batch_norm_fp32(module, training, device=self._accelerator)
+        return module.to(self._accelerator).train()
 
     def prepare(self, device: HostedDevice, *, timed: bool) -> None:
         """Try copies of a device together, or the second one's. Raises InvalidExperiment, torch.OutOfMemoryError."""
@@ -205,7 +215,7 @@ class _Shared:
     def recipe(self, rate: float) -> Recipe:
         """Return what the devices share at this learning rate."""
         shared = (self._module, self._vectors, self._images, self._labels, self._normalise)
-        return Recipe(*shared, self._experiment.training, rate, self._captured)
+        return Recipe(*shared, self._experiment.training, rate, self._captured, self._anew)
 
     def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
         """Return a device's order as a turn of vmapped training."""
@@ -255,7 +265,7 @@ class _Shared:
         most = most_in_memory(recipe, turn)
         if timed and most == 1:
             return 0, None
-        times = measure(recipe, turn, self._network, size=min(most, TRIAL_DEVICES)) if timed else None
+        times = measure(recipe, turn, self._source, size=min(most, TRIAL_DEVICES)) if timed else None
         log.info("%s: at most %d together, %s", name, most, times)
         return most, times
 

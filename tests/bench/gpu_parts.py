@@ -30,7 +30,7 @@ from common.learning.evaluation import ModelTester
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import reseed
 from deploy.runs.run import Run, folders
-from device.training.network import network_of
+from device.training.network import source_of
 from device.training.sgd import run_sgd
 from device.vmapped.gathering import VARIABLE
 from device.vmapped.loop import Batches
@@ -142,7 +142,7 @@ def _step(setting: Setting, name: str, precision: str) -> Facts:
     tree: dict[str, Any] = {"model": {"name": name}, "training": {"batch_size": size, "precision": precision}}
     lab = reading.parse(tree)
     set_up(device, lab.training)
-    network = network_of(lab, inputs, accelerator=device)
+    network = source_of(lab, inputs, accelerator=device).network()
     module = network.module.to(device).train()
     reseed(module, 1, device)
     source = torch.Generator().manual_seed(1)

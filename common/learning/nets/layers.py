@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-
-Enter = Callable[[nn.Module, object], None]
-Leave = Callable[[nn.Module, object, object], None]
 
 
 def sequence(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
@@ -45,44 +42,26 @@ class Dropout(nn.Module):
         return (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.whole else tuple(x.shape)
 
 
+_WHOLE: Final[Mapping[type[nn.Module], bool]] = {
+    nn.Dropout: False,
+    nn.Dropout1d: True,
+    nn.Dropout2d: True,
+    nn.Dropout3d: True,
+}
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer is as its class: its user has set no `forward` of its own, and no hooks."""
+    own = vars(layer)
+    return "forward" not in own and not any(value for name, value in own.items() if name.endswith("_hooks"))
+
+
 def own_dropout(module: nn.Module) -> None:
-    """Replace torch's dropout layers of a module by Dropout."""
+    """Replace dropout layers of a module that are torch's as they are by Dropout, which vmapped training can batch."""
     for parent in module.modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Dropout:
-                setattr(parent, name, Dropout(child.p))
-            elif type(child) is nn.Dropout1d or type(child) is nn.Dropout2d or type(child) is nn.Dropout3d:
-                setattr(parent, name, Dropout(child.p, whole=True))
-
-
-def draws_globally(module: nn.Module, samples: Tensor) -> str | None:
-    """Return the name of the innermost layer that uses torch's global generator in training, if there is one.
-
-    The module is run on the samples in training mode; its state, its mode and the generator are restored.
-    """
-    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    names = {layer: name for name, layer in module.named_modules()}
-    before: dict[nn.Module, Tensor] = {}
-    found: list[str] = []
-
-    def enter(layer: nn.Module, _: object) -> None:
-        before[layer] = torch.get_rng_state()
-
-    def leave(layer: nn.Module, _: object, __: object) -> None:
-        if not torch.equal(before[layer], torch.get_rng_state()):
-            found.append(f"{names[layer] or 'the model'} ({type(layer).__name__})")
-
-    hooks = [hook for layer in names for hook in _hooked(layer, enter, leave)]
-    mode = module.training
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            module.train()(samples)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        module.train(mode)
-        module.load_state_dict(state)
-    return found[0] if found else None
+            if type(child) in _WHOLE and is_plain(child) and not child.inplace:
+                setattr(parent, name, Dropout(vars(child)["p"], whole=_WHOLE[type(child)]))
 
 
 def reseed(module: nn.Module, seed: int, device: torch.device) -> None:
@@ -123,10 +102,6 @@ def draw_by_fan_out(module: nn.Module, source: torch.Generator) -> None:
             nn.init.normal_(layer.weight, 0.0, math.sqrt(2 / outputs), generator=source)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-
-
-def _hooked(layer: nn.Module, enter: Enter, leave: Leave) -> tuple[RemovableHandle, RemovableHandle]:
-    return layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)
 
 
 def _uniform(tensor: Tensor, bound: float, source: torch.Generator) -> None:

@@ -1,0 +1,615 @@
+"""Models that PyTorch allows and a trainer may get wrong: each trains as in a plain loop, or is refused in one line.
+
+All are for gray images of 8 x 8 in ten classes. They are imported as a user's own code is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+
+class Net(nn.Module):
+    """Two layers, of which models here change something."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.last = nn.Linear(144, 10)
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.relu(self.conv(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.features(x).flatten(1))
+        return out
+
+
+def _standardised(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        weight = layer.weight - layer.weight.mean((1, 2, 3), keepdim=True)
+        weight = weight / (weight.std((1, 2, 3), keepdim=True) + 1e-5)
+        return functional.conv2d(x, weight, layer.bias)
+
+    return forward
+
+
+class WeightStandardised(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(1, 16, 3)  # a first layer that a CPU would compute as a matrix product
+        self.wide.forward = _standardised(self.wide)  # type: ignore[method-assign]
+        self.whole = nn.Conv2d(16, 10, 6)  # a kernel as large as its input
+        self.whole.forward = _standardised(self.whole)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.features(x).flatten(1)) + self.whole(torch.relu(self.wide(x))).flatten(1)
+
+
+class LinearOfItsOwn(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        layer = self.last
+        layer.forward = lambda x: functional.linear(x, layer.weight.round(decimals=2), layer.bias) + x.mean()  # type: ignore[method-assign]
+
+
+class NormOfItsOwn(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+        self.norm.forward = lambda x: 3 * nn.BatchNorm2d.forward(self.norm, x)  # type: ignore[method-assign]
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+class LSTMOfItsOwn(nn.Module):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.last = nn.Linear(64, 10)
+        rnn = self.rnn
+        rnn.forward = lambda x: nn.LSTM.forward(rnn, 2 * x)  # type: ignore[assignment, misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.rnn(x.squeeze(1))[0].flatten(1))
+        return out
+
+
+class RunningMean(Net):
+    """A buffer that is not in the state, and changes."""
+
+    mean: Tensor
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1, 8, 8), persistent=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.5).add_(0.5 * x.mean(0).detach())
+        return torch.relu(self.conv(x - self.mean))
+
+
+class Rebound(RunningMean):
+    def features(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0).detach()
+        return torch.relu(self.conv(x - self.mean))
+
+
+class StepCounter(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        return super().forward(x) / (1 + 0.2 * self.steps)
+
+
+class LateCounter(StepCounter):
+    """A counter without an effect in the first steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        return Net.forward(self, x) * (0.2 if self.steps > 5 else 1)
+
+
+def closure(**_: Any) -> nn.Module:
+    net, seen = Net(), [0]
+    inner = net.forward
+
+    def forward(x: Tensor) -> Tensor:
+        seen[0] += net.training
+        return inner(x) / seen[0] if seen[0] else inner(x)
+
+    net.forward = forward  # type: ignore[method-assign]
+    return net
+
+
+class Config:
+    """An attribute of a class that a pickle does not know how to compare by itself."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class ObjectState(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.config = Config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.calls += self.training
+        return super().forward(x) / (1 + 0.1 * self.config.calls)
+
+
+class Remembers(Net):
+    """The last batch's mean output, as a list of tensors."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        before = self.seen[-1] if self.seen else 0.0
+        if self.training:
+            self.seen.append(out.detach().mean())
+        return out + before
+
+
+class FrozenByHook(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        assert self.last.bias is not None
+        self.last.bias.register_hook(torch.zeros_like)
+
+
+class ScaledByHook(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.conv.weight.register_hook(lambda grad: grad.transpose(2, 3).contiguous().transpose(2, 3) * 0.5)
+
+
+class AfterAccumulation(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.last.weight.register_post_accumulate_grad_hook(_halved)
+
+
+def _halved(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(0.5)
+
+
+class BackwardHook(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.last.register_full_backward_hook(lambda _, given, __: tuple(each * 0.5 for each in given))
+
+
+class ForwardHook(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.last.register_forward_hook(lambda _, __, out: out * 0.5)
+
+
+class HookInside(Net):
+    def features(self, x: Tensor) -> Tensor:
+        out = super().features(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad * 0.1)
+        return out
+
+
+class FrozenPart(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.conv.requires_grad_(False)
+
+
+class FrozenBias(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        assert self.conv.bias is not None
+        self.conv.bias.requires_grad_(False)
+
+
+class AllFrozen(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class NumpyNoise(Net):
+    def features(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x + float(np.random.normal())
+        return super().features(x)
+
+
+class PythonNoise(Net):
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x * (random.random() if self.training else 1.0))
+
+
+class TorchNoise(Net):
+    def features(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().features(x), 0.5, self.training)
+
+
+class NoiseInABranch(Net):
+    """Random only where a value is met that no input of zeros has."""
+
+    def features(self, x: Tensor) -> Tensor:
+        if self.training and bool((x > 0).any()):
+            x = x + 0.1 * torch.randn_like(x)
+        return super().features(x)
+
+
+class SystemNoise(Net):
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x) * float(np.random.default_rng().normal())
+
+
+class AlphaDropout(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.drop = nn.AlphaDropout()
+
+    def features(self, x: Tensor) -> Tensor:
+        out: Tensor = self.drop(super().features(x))
+        return out
+
+
+class DroppedLSTM(nn.Module):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.5)
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.rnn(x.squeeze(1))[0].flatten(1))
+        return out
+
+
+class InPlaceDropout(Net):
+    """A sum that sees what dropout in place leaves."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5, inplace=True)
+
+    def features(self, x: Tensor) -> Tensor:
+        out = self.conv(x)
+        return torch.relu(self.drop(out) + out)
+
+
+class HookedDropout(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.drop.register_forward_hook(lambda _, __, out: out * 0.5)
+
+    def features(self, x: Tensor) -> Tensor:
+        out: Tensor = self.drop(super().features(x))
+        return out
+
+
+class Viewed(Net):
+    """The usual view after a convolution, which needs its order in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.features(x).view(-1, 144))
+        return out
+
+
+class Strided(Net):
+    """Windows by strides that are right in one order in memory alone."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.second = nn.Conv2d(4, 4, 1)
+
+    def features(self, x: Tensor) -> Tensor:
+        out = self.second(torch.relu(self.conv(x)))
+        return out.as_strided((len(x), 4, 6, 6), (144, 36, 6, 1))
+
+
+class Normed(nn.Module):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(self.norm(self.first(x.flatten(1)))))
+        return out
+
+
+class Squeezes(Net):
+    """It fails with a batch of one sample, whose dimension it drops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).squeeze()
+
+
+class MomentumNone(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4, momentum=None)
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+class CentresTheBatch(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 3, sparse=True)
+        self.last = nn.Linear(192, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = (x * 4).long().clamp(0, 16)
+        out: Tensor = self.last(self.table(places).flatten(1))
+        return out
+
+
+class DenseEmbedding(SparseEmbedding):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 3, padding_idx=0)
+
+
+def scripted(**_: Any) -> nn.Module:
+    module: nn.Module = torch.jit.script(Normed())  # type: ignore[no-untyped-call]
+    return module
+
+
+class Unbatched(Net):
+    def features(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.relu(self.conv(each)) for each in x])
+
+
+class ExtraState(Net):
+    def get_extra_state(self) -> Any:
+        return {"steps": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"steps": 3}
+
+
+class ExtraTensor(Net):
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(3)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state.sum() == 3
+
+
+class Tied(nn.Module):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(self.second(torch.relu(self.first(x.flatten(1))))))
+        return out
+
+
+class TwiceUsed(Tied):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.second = self.first
+
+
+class Scale(Net):
+    """A parameter without dimensions, and one without elements."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.empty.sum()
+
+
+def with_buffer(value: Tensor, *, persistent: bool = True) -> nn.Module:
+    net = Net()
+    net.register_buffer("mask", value, persistent=persistent)
+    return net
+
+
+def bool_buffer(**_: Any) -> nn.Module:
+    return with_buffer(torch.ones(3, dtype=torch.bool))
+
+
+def bool_table(**_: Any) -> nn.Module:
+    return with_buffer(torch.ones(3, dtype=torch.bool), persistent=False)
+
+
+def half_buffer(**_: Any) -> nn.Module:
+    return with_buffer(torch.ones(3, dtype=torch.float16))
+
+
+def double_buffer(**_: Any) -> nn.Module:
+    return with_buffer(torch.ones(3, dtype=torch.float64))
+
+
+def short_counter(**_: Any) -> nn.Module:
+    return with_buffer(torch.ones(3, dtype=torch.int32))
+
+
+def counter(**_: Any) -> nn.Module:
+    return with_buffer(torch.ones(3, dtype=torch.int64))
+
+
+class HalfParameter(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+
+
+class WeightNormed(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.last)
+
+
+class SpectralNormed(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        parametrizations.spectral_norm(self.last)
+
+
+class Lazy(nn.Module):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.LazyLinear(16), nn.LazyLinear(10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(self.first(x.flatten(1))))
+        return out
+
+
+class Unused(Net):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        out: Tensor = self.last(checkpoint(self.features, x, use_reentrant=False).flatten(1))
+        return out
+
+
+class FreezesAfterSteps(Net):
+    """It stops training a layer after some steps."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            assert isinstance(self.steps, Tensor)
+            self.steps += 1
+            self.conv.requires_grad_(bool(self.steps < 3))
+        return super().forward(x)
+
+
+class KeepsEval(Net):
+    """Its norm stays in eval mode whatever is asked for."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+
+    def train(self, mode: bool = True) -> KeepsEval:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+class Volume(nn.Module):
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 4, (1, 3, 3))
+        self.last = nn.Linear(144, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(self.conv(x[:, None])).flatten(1))
+        return out
+
+
+class FixedAttribute(Net):
+    """A constant matrix that no conversion of the module reaches."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.fixed = [torch.eye(10) / 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.fixed[0]
+
+
+class Once(Net):
+    """A module that is made once for all."""
+
+
+_ONCE = Once()
+
+
+def shared_module(**_: Any) -> nn.Module:
+    return _ONCE
+
+
+_BACKBONE = nn.Conv2d(1, 4, 3)
+
+
+def shared_part(**_: Any) -> nn.Module:
+    net = Net()
+    net.conv = _BACKBONE
+    return net
+
+
+class Tuple(Net):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+class BadBackward(Net):
+    """An operation in place that only the backward pass refuses."""
+
+    def features(self, x: Tensor) -> Tensor:
+        out = torch.exp(self.conv(x))
+        out += 1
+        return out
+
+
+class TrainOnlyFault(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.absent(x)  # type: ignore[no-any-return, operator]
+        return super().forward(x)
+
+
+class NoGradient(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class HiddenParameter(Net):
+    """A parameter that its state_dict leaves out."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self._register_state_dict_hook(_without_a_bias)
+
+
+def _without_a_bias(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+    del state["last.bias"]

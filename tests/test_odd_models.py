@@ -1,0 +1,238 @@
+"""Users' own models of every kind: trained as in a plain loop, on several devices of a process, or refused before."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from common.accounting.child_report import TrainingPath
+from common.errors import InvalidExperiment
+from common.experiment import reading, schema
+from common.learning import datasets, models
+from common.learning.evaluation import ModelTester
+from common.learning.own import seeded
+from common.model.layout import Row
+from common.randomness import Purpose, torch_seed
+from device.jobs import Ending, HostedDevice, LocalResult, Order
+from device.pool.trainers import Trainers
+from device.training import batches
+from device.vmapped.gathering import VARIABLE
+from tests.helpers import odd_models
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+
+DEVICES = ["device-0", "device-1", "device-2"]
+ROUND = 2
+
+# What trains, and why it is not trained vmapped, "" if it is.
+TRAINED = {
+    "Net": "",
+    "WeightStandardised": "",
+    "LinearOfItsOwn": "",
+    "NormOfItsOwn": "",
+    "LSTMOfItsOwn": ".",
+    "RunningMean": ".",
+    "Rebound": ".",
+    "StepCounter": "keeps something from step to step|differ",
+    "LateCounter": "keeps something from step to step",
+    "closure": "keeps something from step to step|differ",
+    "ObjectState": "keeps something from step to step|differ",
+    "Remembers": ".",
+    "FrozenByHook": "a hook of the gradients of last.bias",
+    "ScaledByHook": "a hook of the gradients of conv.weight",
+    "AfterAccumulation": "a hook of the gradients of last.weight",
+    "BackwardHook": "a hook of the gradients of last",
+    "ForwardHook": "",
+    "HookInside": "differ by .* in conv.weight",
+    "FrozenPart": "",
+    "FrozenBias": "",
+    "NumpyNoise": "draws random numbers|differ",
+    "PythonNoise": "draws random numbers|differ",
+    "TorchNoise": "random",
+    "NoiseInABranch": ".",
+    "AlphaDropout": "random",
+    "DroppedLSTM": ".",
+    "InPlaceDropout": ".",
+    "HookedDropout": ".",
+    "Viewed": "",
+    "Strided": ".",
+    "Normed": "",
+    "Squeezes": "",
+    "MomentumNone": ".",
+    "CentresTheBatch": "differ",
+    "DenseEmbedding": ".",
+    "scripted": ".",
+    "Unbatched": "",
+    "Tied": "",
+    "TwiceUsed": "the second name of a layer, second",
+    "Scale": "",
+    "bool_table": "",
+    "counter": "",
+    "WeightNormed": ".",
+    "SpectralNormed": ".",
+    "Lazy": "",
+    "Unused": "",
+    "Checkpointed": ".",
+    "FreezesAfterSteps": ".",
+    "KeepsEval": "",
+    "Volume": "",
+    "FixedAttribute": "in float64",
+}
+REFUSED = {
+    "AllFrozen": "it has no parameter that is trained",
+    "SystemNoise": "the same training twice gives other models",
+    "SparseEmbedding": "the gradient of its table.weight is sparse. Use sparse=False",
+    "ExtraState": "_extra_state in its state_dict is neither a parameter nor a buffer. Keep that state in buffers",
+    "ExtraTensor": "_extra_state in its state_dict is neither a parameter nor a buffer. Keep that state in buffers",
+    "bool_buffer": "its buffer mask is torch.bool.*persistent=False",
+    "half_buffer": "its buffer mask is torch.float16.*Use float32",
+    "double_buffer": "its buffer mask is torch.float64.*Use float32",
+    "short_counter": "its buffer mask is torch.int32.*int64",
+    "HalfParameter": "its parameter extra is torch.float16.*Use float32",
+    "HiddenParameter": "its parameter last.bias is not in its state_dict",
+    "shared_module": "returns the same module, or a part of it, again.*Make a new one in each call",
+    "shared_part": "returns the same module, or a part of it, again.*Make a new one in each call",
+    "Tuple": "returns tuple for two samples, not logits",
+    "BadBackward": "modified by an inplace operation",
+    "TrainOnlyFault": "no attribute 'absent'",
+    "NoGradient": "does not require grad",
+}
+
+
+def experiment(name: str, **training: Any) -> schema.Experiment:
+    settings = {"batch_size": 10, "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.01, **training}
+    model = {"name": f"tests.helpers.odd_models:{name}"}
+    return reading.parse({"model": model, "topology": {"devices": 23}, "training": settings})
+
+
+def test_every_odd_model_has_an_outcome() -> None:
+    named = {
+        name
+        for name, value in vars(odd_models).items()
+        if getattr(value, "__module__", "") == odd_models.__name__ and not name.startswith("_")
+    }
+    assert named - {"Config", "Once", "with_buffer"} == TRAINED.keys() | REFUSED.keys()
+    assert len(TRAINED) + len(REFUSED) >= 56
+
+
+@cache
+def plain(text: str, node: str, epochs: int) -> tuple[Row, int]:
+    """Return the model and the steps of a textbook's loop, from the first model."""
+    lab = reading.parse(text)
+    inputs = datasets.load(lab.data).inputs
+    module = models.anew(lab, inputs=inputs)
+    layout, training = models.layout_of(module), lab.training
+    local = batches.load_local_dataset(lab, node, accelerator=torch.device("cpu"))
+    optimiser = torch.optim.SGD(
+        module.parameters(), training.learning_rate, training.momentum, weight_decay=training.weight_decay
+    )
+    steps = 0
+    joins = lab.model.name.endswith(("Normed", "Squeezes", "scripted"))
+    with seeded(torch_seed(lab.seed, Purpose.OWN_CODE, node, ROUND)):
+        for _, inputs_, labels in batches.batches(
+            replace(local, joins=joins), lab, node=node, epochs=epochs, local_round=ROUND
+        ):
+            optimiser.zero_grad()
+            functional.cross_entropy(module.train()(inputs_), labels).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            steps += 1
+    row = layout.empty()
+    models.write_row(module, layout, row)
+    return row, steps
+
+
+def trained(lab: schema.Experiment, *, epochs: int = 2) -> list[tuple[Row, LocalResult]]:
+    """Train three devices of one process, one after another or vmapped, from the first model."""
+    trainers = Trainers()
+    devices = [HostedDevice(lab, lab.digest, node) for node in DEVICES]
+    layouts = [trainers.prepare(device, "cpu").layout for device in devices]
+    first = layouts[0].empty()
+    models.write_row(models.anew(lab, inputs=datasets.load(lab.data).inputs), layouts[0], first)
+    outs = [layout.empty() for layout in layouts]
+    ended: dict[int, Ending] = {}
+    orders = [Order(first, out, epochs, ROUND, lambda *_: None, threading.Event()) for out in outs]
+    trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
+    found = []
+    for number, out in enumerate(outs):
+        result = ended[number]
+        assert isinstance(result, LocalResult), result
+        found.append((out, result))
+    return found
+
+
+def check(lab: schema.Experiment, found: list[tuple[Row, LocalResult]], *, epochs: int = 2, within: float) -> None:
+    layout = models.layout_of(models.anew(lab, inputs=datasets.load(lab.data).inputs))
+    for node, (out, result) in zip(DEVICES, found, strict=True):
+        wanted, steps = plain(lab.to_json(), node, epochs)
+        assert result.steps == steps
+        apart = np.abs(layout.floats(out) - layout.floats(wanted)).max()
+        assert apart <= within, f"{node}: {apart:.3g}"
+        assert np.array_equal(layout.integers(out), layout.integers(wanted))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_it_trains_as_a_plain_loop_on_each_device_of_a_process(name: str) -> None:
+    lab = experiment(name)
+    found = trained(lab)
+    check(lab, found, within=3e-5)
+    again = trained(lab)
+    assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_vmapped_it_trains_as_a_plain_loop_or_is_trained_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = experiment(name)
+    monkeypatch.setenv(VARIABLE, "always")
+    if TRAINED[name]:
+        with pytest.raises(InvalidExperiment, match=rf"(?s)^training\.vmapped = 'always': .*({TRAINED[name]})"):
+            trained(lab)
+        return
+    found = trained(lab)
+    assert {result.path for _, result in found} == {TrainingPath.VMAPPED}
+    check(lab, found, within=1e-4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_before_the_run_in_one_line(name: str) -> None:
+    lab = experiment(name)
+    with pytest.raises(
+        InvalidExperiment, match=rf"(?s)^model\.name = 'tests\.helpers\.odd_models:{name}': .*{REFUSED[name]}"
+    ) as caught:
+        trained(lab)
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("name", ["Normed", "Squeezes", "scripted"])
+def test_a_last_batch_of_one_sample_joins_the_one_before_where_it_cannot_be_trained_on(name: str) -> None:
+    lab = experiment(name, batch_size=31)  # of 63 samples
+    found = trained(lab)
+    check(lab, found, within=3e-5)
+    assert [(result.samples, result.steps) for _, result in found] == [(63, 2 * 2)] * 3
+
+
+def test_a_model_that_cannot_train_on_one_sample_refuses_batches_of_one() -> None:
+    with pytest.raises(InvalidExperiment, match=r"fails in training on 1 sample.*more than 1 value per channel"):
+        trained(experiment("Normed", batch_size=1))
+
+
+@pytest.mark.parametrize("name", ["StepCounter", "RunningMean", "WeightStandardised", "NumpyNoise"])
+def test_it_is_evaluated_as_it_is_made_each_time(name: str) -> None:
+    lab = experiment(name)
+    tester = ModelTester(lab)
+    row = trained(lab)[0][0]
+    once, again = tester.evaluate(row), tester.evaluate(row)
+    data = datasets.load(lab.data)
+    module: nn.Module = models.anew(lab, inputs=data.inputs)
+    models.read_row(module, tester.layout, row)
+    with torch.no_grad():
+        right = module.eval()(data.normaliser()(data.test_images)).argmax(1) == data.test_labels
+    assert once == again
+    assert once.score == pytest.approx(float(right.float().mean()), abs=1e-6)
