@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-payloads bench-plan bench-scale bench-slow bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-payloads bench-plan bench-scale bench-slow bench-soak bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -38,6 +38,9 @@ bench-fedbuff: $(INSTALLED) broker ## measure FedBuff beside synchronous rounds 
 bench-payloads: $(INSTALLED) broker ## measure the bytes of each method on its links
 	.venv/bin/python tests/bench/payloads.py
 
+bench-odd-models: $(INSTALLED) broker ## train users' odd models over a network, against a plain PyTorch loop
+	.venv/bin/python tests/bench/odd_models.py
+
 bench-plan: $(INSTALLED) broker ## compare what `fedstrata plan` predicts with what is measured
 	.venv/bin/python tests/bench/plan.py
 
@@ -52,6 +55,9 @@ bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-tran
 
 bench-matrix: $(INSTALLED) broker ## stop each role and the broker at each state of the protocol: is the model the same?
 	.venv/bin/python tests/bench/matrix.py
+
+bench-soak: $(INSTALLED) broker ## kill roles and the broker at random for ten minutes: same model, memory, files?
+	.venv/bin/python tests/bench/soak.py
 
 bench-kits: $(INSTALLED) broker wheel ## install a lab of ten machines from its kits and measure runs in a row, as root
 	.venv/bin/python tests/bench/kits.py

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,26 +10,24 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.learning.evaluation import ModelTester
-from common.learning.own import seeded
 from common.model.layout import Row
-from common.randomness import Purpose, torch_seed
 from device.jobs import Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
-from device.training import batches
 from device.vmapped.gathering import VARIABLE
 from tests.helpers import odd_models
+from tests.helpers.plain import first_model, plain_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 
 DEVICES = ["device-0", "device-1", "device-2"]
 ROUND = 2
+JOINING = ("Normed", "Squeezes", "scripted")  # a last batch of one sample to the one before
 
 # What trains, and why it is not trained vmapped, "" if it is.
 TRAINED = {
@@ -125,28 +122,9 @@ def test_every_odd_model_has_an_outcome() -> None:
 
 @cache
 def plain(text: str, node: str, epochs: int) -> tuple[Row, int]:
-    """Return the model and the steps of a textbook's loop, from the first model."""
     lab = reading.parse(text)
-    inputs = datasets.load(lab.data).inputs
-    module = models.anew(lab, inputs=inputs)
-    layout, training = models.layout_of(module), lab.training
-    local = batches.load_local_dataset(lab, node, accelerator=torch.device("cpu"))
-    optimiser = torch.optim.SGD(
-        module.parameters(), training.learning_rate, training.momentum, weight_decay=training.weight_decay
-    )
-    steps = 0
-    joins = lab.model.name.endswith(("Normed", "Squeezes", "scripted"))
-    with seeded(torch_seed(lab.seed, Purpose.OWN_CODE, node, ROUND)):
-        for _, inputs_, labels in batches.batches(
-            replace(local, joins=joins), lab, node=node, epochs=epochs, local_round=ROUND
-        ):
-            optimiser.zero_grad()
-            functional.cross_entropy(module.train()(inputs_), labels).backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            steps += 1
-    row = layout.empty()
-    models.write_row(module, layout, row)
-    return row, steps
+    joins = lab.model.name.endswith(JOINING)
+    return plain_training(lab, node, first_model(lab), epochs=epochs, local_round=ROUND, joins=joins)
 
 
 def trained(lab: schema.Experiment, *, epochs: int = 2) -> list[tuple[Row, LocalResult]]:
@@ -154,8 +132,7 @@ def trained(lab: schema.Experiment, *, epochs: int = 2) -> list[tuple[Row, Local
     trainers = Trainers()
     devices = [HostedDevice(lab, lab.digest, node) for node in DEVICES]
     layouts = [trainers.prepare(device, "cpu").layout for device in devices]
-    first = layouts[0].empty()
-    models.write_row(models.anew(lab, inputs=datasets.load(lab.data).inputs), layouts[0], first)
+    first = first_model(lab)
     outs = [layout.empty() for layout in layouts]
     ended: dict[int, Ending] = {}
     orders = [Order(first, out, epochs, ROUND, lambda *_: None, threading.Event()) for out in outs]
@@ -210,7 +187,7 @@ def test_it_is_refused_before_the_run_in_one_line(name: str) -> None:
     assert caught.value.exit_code == 4
 
 
-@pytest.mark.parametrize("name", ["Normed", "Squeezes", "scripted"])
+@pytest.mark.parametrize("name", JOINING)
 def test_a_last_batch_of_one_sample_joins_the_one_before_where_it_cannot_be_trained_on(name: str) -> None:
     lab = experiment(name, batch_size=31)  # of 63 samples
     found = trained(lab)

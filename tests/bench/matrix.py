@@ -143,21 +143,23 @@ class Lab:
             one = broker.start(directory=self.home, port=self.port, kind="mosquitto")
             self.processes[name] = one.process
             return
+        common = ["--spool", str(self.home / "spool"), "--broker", f"127.0.0.1:{self.port}"]
+        with (self.home / f"{name}.log").open("ab") as log:
+            words = [sys.executable, "-m", "deploy.cli", *self.words(name, again=again), *common]
+            self.processes[name] = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def words(self, name: str, *, again: bool) -> list[str]:
+        """Return the words of a role's command."""
         file = str(self.folder) if again and name == CLOUD else str(self.file)
         homes = ((1, 0), (2, 1), (3, 1))
         others = [("--name", f"device-{i}", "--institution", f"institution-{home}") for i, home in homes]
-        what = {
+        return {
             CLOUD: ["cloud", "--sole", *["--resume"] * again, file, "--runs", str(self.runs), "--format", "json"],
             INSTITUTION: ["institution", "--once", "--name", INSTITUTION],
             "institution-1": ["institution", "--once", "--name", "institution-1"],
             DEVICE: ["device", "--once", "--name", DEVICE, "--institution", INSTITUTION, "--slots", "1"],
             "others": ["device", "--once", *(word for words in others for word in words), "--slots", "1"],
         }[name]
-        common = ["--spool", str(self.home / "spool"), "--broker", f"127.0.0.1:{self.port}"]
-        with (self.home / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", *what, *common], stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
 
     @property
     def folder(self) -> Path:

@@ -1,0 +1,118 @@
+"""`make bench-soak`: minutes of random kills of all roles and the broker, in a lab whose nodes stay from run to run.
+
+A device, its institution, the cloud and the broker are killed, ended or stopped at random moments, and started again at
+once, the cloud with `--resume`. The other institution and its devices live through all of it. Each run must leave the
+model of an undisturbed one, bit for bit; printed are the runs, the signals, and the memory and open files of those that
+lived, over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import psutil
+from matrix import BROKER, CLOUD, DEVICE, EXPERIMENT, INSTITUTION, PATIENCE_S, VICTIMS, Lab
+from rich.console import Console
+from rich.table import Table
+
+from common.experiment.reading import parse, to_toml
+
+WITNESSES: Final = ("institution-1", "others")
+ROUNDS: Final = 10
+PAUSE_S: Final = (0.2, 4.0)  # between two signals
+STOPPED_S: Final = 3.0
+SIGNALS: Final = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+
+
+class StayingLab(Lab):
+    """A lab whose institutions and devices wait for the next run."""
+
+    def __init__(self, home: Path, stack: ExitStack) -> None:
+        super().__init__(home, stack)
+        self.file.write_text(to_toml(parse({**EXPERIMENT, "rounds": ROUNDS})))
+        self.done = 0
+
+    def words(self, name: str, *, again: bool) -> list[str]:
+        return [word for word in super().words(name, again=again) if word != "--once"]
+
+    @property
+    def folder(self) -> Path:
+        return sorted(self.runs.iterdir())[self.done]
+
+    def run(self, draw: random.Random, signals: Counter[str], *, disturbed: bool) -> bytes:
+        """Run the experiment, with random signals meanwhile; return its model."""
+        self.start(CLOUD)
+        while disturbed:
+            try:
+                self.processes[CLOUD].wait(draw.uniform(*PAUSE_S))
+                break
+            except subprocess.TimeoutExpired:
+                victim, number = draw.choice(VICTIMS), draw.choice(SIGNALS)
+                if victim == CLOUD and not self.begun():
+                    continue
+                signals[f"{number.name} {victim}"] += 1
+                self.signal(victim, number)
+        code = self.processes[CLOUD].wait(10 * PATIENCE_S)
+        assert code == 0, f"the cloud ended with {code}; see {self.home}"
+        model = self.model()
+        self.done += 1
+        return model
+
+    def begun(self) -> bool:
+        """Return whether the run has ended a global round, so that it can be resumed."""
+        return self.runs.exists() and len(list(self.runs.iterdir())) > self.done and bool(self.rounds())
+
+    def signal(self, victim: str, number: signal.Signals) -> None:
+        if number is signal.SIGSTOP:
+            process = self.processes[victim]
+            process.send_signal(number)
+            time.sleep(STOPPED_S)
+            process.send_signal(signal.SIGCONT)
+        else:
+            super().signal(victim, number)
+
+    def costs(self, name: str) -> tuple[float, int]:
+        """Return the memory of a process and its workers, MB, and its open files."""
+        process = psutil.Process(self.processes[name].pid)
+        whole = [process, *process.children(recursive=True)]
+        return sum(each.memory_info().rss for each in whole) / 1e6, sum(each.num_fds() for each in whole)
+
+
+def main() -> None:
+    """Disturb runs until the time is over; the exit code is 1 if a model differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args()
+    draw, signals, console = random.Random(chosen.seed), Counter[str](), Console(width=120)
+    table = Table("minute", "run", "signals", "same model", *(f"{name}, MB, files" for name in WITNESSES))
+    same = []
+    with tempfile.TemporaryDirectory(prefix="soak-") as root, ExitStack() as stack:
+        lab = StayingLab(Path(root), stack)
+        for name in (BROKER, INSTITUTION, "institution-1", DEVICE, "others"):
+            lab.start(name)
+        expected = lab.run(draw, signals, disturbed=False)
+        begin = time.monotonic()
+        while (minutes := (time.monotonic() - begin) / 60) < chosen.minutes:
+            same.append(lab.run(draw, signals, disturbed=True) == expected)
+            costs = [f"{memory:.0f}, {files}" for memory, files in map(lab.costs, WITNESSES)]
+            table.add_row(f"{minutes:.1f}", str(lab.done), str(sum(signals.values())), str(same[-1]), *costs)
+            print(f"run {lab.done}: {sum(signals.values())} signals, same model: {same[-1]}", file=sys.stderr)
+    console.print(table)
+    print(", ".join(f"{count} {what}" for what, count in sorted(signals.items())))
+    print(f"{sum(same)} of {len(same)} runs with the model of the undisturbed one, bit for bit")
+    raise SystemExit(not all(same))
+
+
+if __name__ == "__main__":
+    main()

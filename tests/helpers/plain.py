@@ -1,0 +1,47 @@
+"""A textbook's training of an experiment's own model on one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+
+from common.experiment import schema
+from common.learning import datasets, models
+from common.learning.own import seeded
+from common.model.layout import Row
+from common.randomness import Purpose, torch_seed
+from device.training import batches
+
+
+def first_model(lab: schema.Experiment) -> Row:
+    """Return the initial model."""
+    module = models.anew(lab, inputs=datasets.load(lab.data).inputs)
+    layout = models.layout_of(module)
+    row = layout.empty()
+    models.write_row(module, layout, row)
+    return row
+
+
+def plain_training(
+    lab: schema.Experiment, node: str, row: Row, *, epochs: int, local_round: int, joins: bool
+) -> tuple[Row, int]:
+    """Return the model and the steps of a plain PyTorch loop from a model; `joins`: see LocalDataset."""
+    module = models.anew(lab, inputs=datasets.load(lab.data).inputs)
+    layout, training = models.layout_of(module), lab.training
+    models.read_row(module, layout, row)
+    local = replace(batches.load_local_dataset(lab, node, accelerator=torch.device("cpu")), joins=joins)
+    optimiser = torch.optim.SGD(
+        module.parameters(), training.learning_rate, training.momentum, weight_decay=training.weight_decay
+    )
+    steps = 0
+    with seeded(torch_seed(lab.seed, Purpose.OWN_CODE, node, local_round)):
+        for _, inputs, labels in batches.batches(local, lab, node=node, epochs=epochs, local_round=local_round):
+            optimiser.zero_grad()
+            functional.cross_entropy(module.train()(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            steps += 1
+    out = layout.empty()
+    models.write_row(module, layout, out)
+    return out, steps
