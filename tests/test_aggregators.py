@@ -17,7 +17,7 @@ from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import gram, gram_by_entry
 from common.aggregation.uploads import Aggregated, Dispatched
-from common.experiment.aggregation import FedCross, FedMR
+from common.experiment.aggregation import RULES, FedCross, FedMR
 from common.experiment.reading import parse
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
@@ -37,6 +37,7 @@ ENTRIES = [
 LAYOUT = ModelLayout.build(ENTRIES)
 PLAIN = ModelLayout.build([entry for entry in ENTRIES if entry[2] is Section.PARAMETER])
 CHILDREN = ("a", "b", "c", "d", "e")
+MANY = {"institutions": 20, "devices": 20}
 DRAWS = ["abcde", "aceb", "bcdf", "abcdef", "fa", "cdef", "abdf", "bcef", "ad", "abcdef"]
 
 SINGLE: list[dict[str, Any]] = [
@@ -55,7 +56,7 @@ STEPPED: list[dict[str, Any]] = [
 ]
 ROBUST: list[dict[str, Any]] = [
     {"name": "median"},
-    {"name": "trimmed_mean", "trim": 0.25},
+    {"name": "trimmed_mean", "trim": 0.34},
     {"name": "krum", "wrong": 0},
 ]
 SEVERAL: list[dict[str, Any]] = [
@@ -96,7 +97,7 @@ def aggregator(
     measures: bool = True,
     folder: Path | None = None,
 ) -> Aggregator:
-    rule = parse({"cloud": {"aggregation": tree}}).cloud.aggregation
+    rule = parse({"cloud": {"aggregation": tree}, "topology": MANY}).cloud.aggregation
     memory: dict[tuple[str, int], Rows] = {}
 
     def rows(name: str, count: int) -> Rows:
@@ -186,7 +187,8 @@ def test_rubbish_of_missing_children_goes_nowhere(tree: dict[str, Any]) -> None:
         rows = rows_of(rule, r + 1, CHILDREN)
         assert all(np.isfinite(LAYOUT.floats(row)).all() for row in [rule.model, *rows])
         assert all(row.min() >= 0 and LAYOUT.integers(row).tolist()[0] < 2**20 for row in [rule.model, *rows])
-        assert len(outcome.distances) == (3 if r != 4 else 1)
+        answered = 3 if r != 4 else 1
+        assert len(outcome.distances) == (answered if answered >= RULES[tree["name"]](**tree).uploads_least else 0)
         json.dumps(outcome.facts)
 
 
@@ -262,7 +264,7 @@ def test_an_institution_finds_the_same_spread_without_distances(tree: dict[str, 
         assert dispatched(cloud, r + 1, CHILDREN) == dispatched(site, r + 1, CHILDREN)
 
 
-@pytest.mark.parametrize("tree", [*SINGLE, *ROBUST, *SEVERAL], ids=label)
+@pytest.mark.parametrize("tree", [*SINGLE, *SEVERAL], ids=label)
 def test_a_single_child_is_copied(tree: dict[str, Any]) -> None:
     rule = aggregator(tree | ({"warmup_rounds": 0, "depth": 1} if tree["name"] == "fedcda" else {}))
     rule.begin(first_model())
@@ -310,7 +312,7 @@ def test_what_outlives_a_global_round_is_said(tree: dict[str, Any], tmp_path: Pa
     for r in range(4):
         play(rules[0], r, CHILDREN)
     (tmp_path / "saved").mkdir()
-    if parse({"institution": {"aggregation": tree}}).institution.aggregation.remembers:
+    if RULES[tree["name"]](**tree).remembers:
         rules[1].restore(tmp_path / "saved", rules[0].save(tmp_path / "saved"))
     for rule in rules:
         rule.begin(first_model(7))

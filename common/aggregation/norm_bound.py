@@ -93,7 +93,7 @@ class NormBoundedRule:
         reports = zip(uploads.children, uploads.reports, strict=True)
         kept = tuple(None if name in reasons else report for name, report in reports)
         done = self._rule.aggregate(r, replace(uploads, reports=kept))
-        return replace(done, facts={**done.facts, **facts}, left_out=reasons)
+        return replace(done, facts={**done.facts, **facts}, left_out={**done.left_out, **reasons})
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the rule's state."""

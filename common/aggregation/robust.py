@@ -5,7 +5,8 @@
     Krum           s_k = sum of the K - f - 2 least ||v_k - v_i||^2, i != k                   (Blanchard et al. 2017)
                    the upload of the least s_k; multi-Krum: the mean of the m of the least
 
-Over trainable columns and without weights. Buffers are those of the uniform mean; with Krum of the chosen uploads.
+Over trainable columns and without weights. Buffers are those of the uniform mean; with Krum of the chosen uploads. With
+fewer uploads than protect (`uploads_least` of the settings) the node keeps its model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from common.aggregation.mixing import Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics
 from common.aggregation.uploads import RuleContext
 from common.experiment.aggregation import Krum, Median, TrimmedMean
+from common.experiment.rounds import share_of
 
 
 class MedianColumns(ColumnMean):
@@ -44,7 +46,7 @@ class TrimmedColumns(ColumnMean):
     def columns(self, block: Columns) -> Doubles:
         """Return the means [C] of the values that are left."""
         count = len(block.uploads_KC)
-        out = int(self._trim * count)
+        out = share_of(count, self._trim)
         found: Doubles = np.sort(block.uploads_KC, axis=0)[out : count - out].mean(axis=0, dtype=np.float64)
         return found
 
@@ -75,7 +77,7 @@ class KrumMean(ShareMean):
 
 
 def scores(products: Gram, wrong: int) -> Doubles:
-    """Return Krum's s_k, with at least one neighbour where few uploads came."""
+    """Return Krum's s_k, with at least one neighbour."""
     squares_K = np.diagonal(products.offsets_KK)
     apart_KK = np.maximum(squares_K[:, None] + squares_K[None, :] - 2 * products.offsets_KK, 0.0)
     np.fill_diagonal(apart_KK, np.inf)

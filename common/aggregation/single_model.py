@@ -126,6 +126,7 @@ class SingleModelRule(OneModel):
     def __init__(self, settings: RuleSettings, context: RuleContext) -> None:
         super().__init__(context.layout)
         self._measures = context.measures
+        self._uploads_least = settings.uploads_least
         column_plan = COLUMNS.get(type(settings))
         self._columns = column_plan(settings, context) if column_plan is not None else None
         self._mean_plan: MeanPlan = self._columns or MEANS.get(type(settings), fedavg.ShareMean)(settings)
@@ -148,6 +149,8 @@ class SingleModelRule(OneModel):
         """Write the mean of the uploads, then take the step."""
         answered, statistics, step = uploads.answered, uploads.statistics, self._step
         children = [uploads.children[k] for k in answered]
+        if len(answered) < self._uploads_least:
+            return self._keep(children, statistics)
         mixes = step is None and self._columns is None  # then the next model is a mixture of the uploads
         compares = self._mean_plan.compares or (self._measures if mixes else step is not None and step.compares)
         products = self._products(uploads) if compares else None
@@ -172,6 +175,15 @@ class SingleModelRule(OneModel):
             distances = self._distances(uploads) if self._measures else []
         loss = float(weights_K @ statistics.losses_K)
         return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
+
+    def _keep(self, children: Sequence[str], statistics: Statistics) -> Aggregated:
+        """Keep the model of a round that has fewer uploads than protect from wrong ones."""
+        if self._current is not self._mean:
+            self._mean[:] = self._current
+            self._current = self._mean
+        reason = f"{len(children)} uploads do not protect from wrong ones, {self._uploads_least} do: the model is kept"
+        facts = {"uploads": len(children), "uploads_least": self._uploads_least}
+        return Aggregated(float(statistics.losses_K.mean()), {}, None, facts, dict.fromkeys(children, reason))
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the state of the plan and of the step."""

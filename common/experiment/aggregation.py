@@ -111,7 +111,7 @@ class FedCDA(RuleSettings):
         """Return the bytes of the cached uploads, and of a sum in float64."""
         return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + 2 * row_bytes
 
-    def check(self, key: str, children: int) -> None:
+    def check(self, key: str, children: int, uploads: int) -> None:
         """Check the number of combinations of a group. Raises InvalidExperiment."""
         group = ceil(children / self.groups)
         if self.depth**group > self.combinations:
@@ -167,7 +167,7 @@ class _AdaptiveSettings(RuleSettings):
         """Whether the moments persist: always."""
         return True
 
-    def check(self, key: str, children: int) -> None:
+    def check(self, key: str, children: int, uploads: int) -> None:
         """Check that there is a learning rate. Raises InvalidExperiment."""
         if self.learning_rate is None:
             problem = f"{self.name} needs the server's learning rate; the paper tunes it"
@@ -265,7 +265,7 @@ class FedBuff(RuleSettings):
     learning_rate: Positive = 1.0  # of the server (eta)
     staleness: Annotated[float, Field(ge=0)] = 0.5  # exponent a of the weight 1 / (1 + t)^a of a step t rounds old
 
-    def check(self, key: str, children: int) -> None:
+    def check(self, key: str, children: int, uploads: int) -> None:
         """Check that so many children train at once. Raises InvalidExperiment."""
         if self.buffer > children:
             problem = f"more than the {children} children that train at once"
@@ -343,12 +343,32 @@ class Median(RuleSettings):
 
     name: Literal["median"] = "median"  # the rule
 
+    @property
+    def uploads_least(self) -> int:
+        """Three: the median of two is their mean."""
+        return 3
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check that enough uploads come. Raises InvalidExperiment."""
+        _check_uploads(f"{key}.name", self.name, self.uploads_least, children, uploads, instead="Use another rule")
+
 
 class TrimmedMean(RuleSettings):
     """One model: the mean of each column without its largest and smallest values."""
 
     name: Literal["trimmed_mean"] = "trimmed_mean"  # the rule
-    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.1  # share of the uploads left out at each end, rounded down
+    # Share of the uploads left out at each end, rounded down. It must be at least one, of all uploads that close a
+    # round; 0 is the uniform mean.
+    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
+
+    @property
+    def uploads_least(self) -> int:
+        """The least number of which one is left out at each end."""
+        return ceil(1 / self.trim - 1e-9) if self.trim else 1
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check that enough uploads come. Raises InvalidExperiment."""
+        _check_uploads(f"{key}.trim", self.trim, self.uploads_least, children, uploads, instead="Raise it")
 
 
 class Krum(RuleSettings):
@@ -358,14 +378,26 @@ class Krum(RuleSettings):
     wrong: Annotated[int, Field(ge=0)] = 1  # wrong uploads that are expected (f)
     keep: Count = 1  # uploads of which the mean is taken (m): 1 is Krum, more multi-Krum
 
-    def check(self, key: str, children: int) -> None:
-        """Check that enough children take part. Raises InvalidExperiment."""
-        if self.wrong and children < (least := 2 * self.wrong + 3):
-            problem = f"needs {least} uploads, of {children} children that take part"
-            raise InvalidExperiment(f"{key}.wrong", self.wrong, problem, "Lower it, or let more children take part.")
-        if self.keep > children:
-            problem = f"more than the {children} children that take part"
-            raise InvalidExperiment(f"{key}.keep", self.keep, problem, f"Use at most {children}.")
+    @property
+    def uploads_least(self) -> int:
+        """2 f + 3, and so many that f may be left out; any number if none is expected to be wrong."""
+        return max(2 * self.wrong + 3, self.wrong + self.keep) if self.wrong else 1
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check that enough uploads come. Raises InvalidExperiment."""
+        least = 2 * self.wrong + 3 if self.wrong else 1
+        _check_uploads(f"{key}.wrong", self.wrong, least, children, uploads, instead="Lower it")
+        if self.keep > (most := uploads - self.wrong):
+            problem = f"{self.wrong} of {uploads} uploads may be wrong"
+            raise InvalidExperiment(f"{key}.keep", self.keep, problem, f"Use at most {most}.")
+
+
+def _check_uploads(key: str, value: object, least: int, children: int, uploads: int, *, instead: str) -> None:
+    if uploads < least:
+        has, more = f"of {children} children that take part", "let more children take part"
+        if uploads < children:
+            has, more = f"and a round closes with {uploads}", "raise the quorum"
+        raise InvalidExperiment(key, value, f"needs {least} uploads, {has}", f"{instead}, or {more}.")
 
 
 class NormBound(SettingsTable):

@@ -26,6 +26,10 @@ class Closing(SettingsTable):
         """Return the rule of a round with so many children: a larger quorum is all of them."""
         return self if (self.quorum or 0) <= children else self.model_copy(update={"quorum": children})
 
+    def uploads_of(self, children: int) -> int:
+        """Return how many uploads of so many children close a round."""
+        return children if self.rule == "all" else min(self.quorum or children, children)
+
 
 class EpochControl(SettingsTable):
     """How many epochs devices train in a local round. The first global round has `training.epochs`."""
@@ -74,9 +78,14 @@ class Institution(SettingsTable):
     closing: Closing = Closing()
 
 
+def share_of(count: int, fraction: float) -> int:
+    """Return floor(fraction * count + 1e-9): 0.29 of 100 is 29, where the product of the floats lies below."""
+    return int(fraction * count + 1e-9)
+
+
 def participants(children: int, fraction: float) -> int:
-    """Return K = max(1, floor(fraction * children + 1e-9)), the number of children that take part in a round."""
-    return max(1, int(fraction * children + 1e-9))
+    """Return K = max(1, floor(fraction * children)), the number of children that take part in a round."""
+    return max(1, share_of(children, fraction))
 
 
 def check_closing(key: str, closing: Closing, children: int) -> None:

@@ -65,8 +65,16 @@ class RuleSettings(SettingsTable):
         """
         return self.step_models * row_bytes
 
-    def check(self, key: str, children: int) -> None:
-        """Check the settings against the number of children that take part in a round. Raises InvalidExperiment."""
+    @property
+    def uploads_least(self) -> int:
+        """The uploads that protect a round from wrong ones; with fewer the node keeps its model."""
+        return 1
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check the settings against the children that take part in a round, and the uploads that close it.
+
+        Raises InvalidExperiment.
+        """
 
 
 class OwnRule(RuleSettings, OwnSettings):
@@ -89,7 +97,7 @@ class OwnRule(RuleSettings, OwnSettings):
         """The vectors behind the models that come up."""
         return self.extras_up
 
-    def check(self, key: str, children: int) -> None:
+    def check(self, key: str, children: int, uploads: int) -> None:
         """Check that no vector is named twice. Raises InvalidExperiment."""
         for direction, names in (("extras_down", self.extras_down), ("extras_up", self.extras_up)):
             if len(set(names)) < len(names):

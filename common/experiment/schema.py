@@ -121,7 +121,7 @@ class Experiment(SettingsTable):
             selected = [participants(size, tier.participation) for size in set(sizes)]
             check_closing(f"{key}.closing", tier.closing, min(selected))
             for count in {min(selected), max(selected)}:
-                tier.aggregation.check(f"{key}.aggregation", count)
+                tier.aggregation.check(f"{key}.aggregation", count, tier.closing.uploads_of(count))
             tier.selection.check(f"{key}.selection", max(sizes), max(selected))
             check_alone(key, tier)
             if tier.aggregation.permutes and is_own(self.model.name):

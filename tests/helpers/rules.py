@@ -9,7 +9,8 @@ from common.experiment.aggregation import RULES
 
 _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     **{name: {"learning_rate": 0.1} for name in ("fedadagrad", "fedadam", "fedyogi")},
-    "krum": {"wrong": 0},  # for any number of children, as the next one
+    "krum": {"wrong": 0},  # for any number of children, as the next two
+    "trimmed_mean": {"trim": 0.0},
     "fedbuff": {"buffer": 1},
     "feddf": {"steps": 0},  # without samples at the node, as the next two
     "fedbe": {"epochs": 0},

@@ -33,7 +33,7 @@ def oort(settings: Oort) -> Choose:
         seen = [child for child in now.children if now.last_result(child) is not None]
         unseen = [child for child in now.children if now.last_result(child) is None]
         share = max(settings.exploration_least, settings.exploration * settings.exploration_decay**now.r)
-        explored = min(len(unseen), max(int(share * now.count + 0.5), now.count - len(seen)))
+        explored = min(len(unseen), max(int(share * now.count + 0.5 + 1e-9), now.count - len(seen)))
         found = [unseen[place] for place in chance.choice(len(unseen), explored, replace=False)] if explored else []
         if best := now.count - explored:
             scores_S = scores(settings, now, seen)
