@@ -58,7 +58,9 @@ class CloudRun:
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=folder.path / "cache",
             children=len(down.peers),
-            training=experiment.training_below(CLOUD),
+            training=experiment.training,
+            learning_rate=experiment.learning_rate_in,
+            rounds_below=experiment.rounds_below(CLOUD),
             refiner=refiner,
             bound=experiment.tier_below(CLOUD).norm_bound,
         )

@@ -69,7 +69,9 @@ class LocalRounds:
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
             children=len(down.peers),
-            training=experiment.training_below(name),
+            training=experiment.training,
+            learning_rate=experiment.learning_rate_in,
+            rounds_below=experiment.rounds_below(name),
             refiner=refiner,
             bound=self._tier.norm_bound,
         )

@@ -23,6 +23,7 @@ from common.aggregation.extras import link_layouts
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.model.codecs import CODECS
 from common.model.layout import LinkLayouts, ModelLayout, Section
@@ -33,10 +34,12 @@ from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome
 from device.memory import DeviceMemory
+from device.training.batches import load_local_dataset
 from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
 from device.training.trainer import Trainer
+from device.training.updates import finish, vectors_of
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.examples import examples
@@ -52,6 +55,7 @@ METHODS: Final = ("scaffold", "feddyn")
 OBJECTIVES: Final = (*METHODS, "moon")  # whose devices keep vectors; moon has no rule of its own
 
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 
 def training(name: str, **keys: Any) -> TrainingSettings:
@@ -193,33 +197,62 @@ def test_a_model_is_compiled_before_there_are_vectors(name: str, monkeypatch: py
     assert trainer.vectors.shapes
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-def test_a_constant_gradient_is_found_whatever_the_momentum(momentum: float) -> None:
-    """With S steps of one gradient g, corrected by c - c_k, the new c_k is g."""
-    g, c, own = (np.random.default_rng(i).normal(size=5).astype(np.float32) for i in range(3))
-    weight, moving = np.zeros(5), np.zeros(5)
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+@pytest.mark.parametrize("up", ["fp32", "int8"])
+def test_a_constant_gradient_is_found_whatever_the_momentum(
+    momentum: float, nesterov: bool, decay: float, up: str
+) -> None:
+    """With S steps of one gradient g, corrected by c - c_k, the new c_k is g and the weight decay's at the start."""
+    settings = {"momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": decay}
+    experiment = experiment_of("scaffold", up=up, **settings)
+    start, g, c, own = (np.random.default_rng(i).normal(size=D) for i in range(4))
+    weight, moving = start.copy(), np.zeros(D)
     for _ in range(7):
-        moving = momentum * moving + g + c - own
-        weight -= 0.1 * moving
-    update = LocalUpdate(
-        np.zeros(5, np.float32),
-        weight.astype(np.float32),
-        {"control": c, "own_control": own},
-        7,
-        0.1,
-        momentum,
-        np.ones(2, np.float32),
+        each = g + c - own + decay * weight
+        moving = momentum * moving + each
+        weight -= 0.1 * (each + momentum * moving if nesterov else moving)
+    found = finished(experiment, start, weight, {"control": c, "own_control": own}, steps=7)
+    wanted = g + decay * start
+    np.testing.assert_allclose(found["own_control"], wanted, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found["control_change"], wanted - own, rtol=0, atol=1e-5)
+
+
+def experiment_of(name: str, *, up: str, alpha: float | None = None, **keys: Any) -> Experiment:
+    """Return a lab of two layers with this objective, whose devices send their models by this codec."""
+    objective = {"name": name} if alpha is None else {"name": name, "alpha": alpha}
+    return parse(
+        {
+            "topology": {"institutions": 0, "devices": 2},
+            "training": {"learning_rate": 0.1, "objective": objective, **keys},
+            "cloud": {"aggregation": {"name": rule_with(name)}},
+            "transfer": {"wan": {"up": up}},
+        }
     )
-    found = objective_of(training("scaffold")).finish(update)
-    np.testing.assert_allclose(found["own_control"], g, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(found["control_change"], g - own, rtol=0, atol=1e-5)
+
+
+def finished(
+    experiment: Experiment, start: Doubles, end: Doubles, vectors: dict[str, Doubles], *, steps: int
+) -> dict[str, Floats]:
+    """Return what a device keeps and returns of a training from `start` to `end`."""
+    task = vectors_of(experiment, "device-0", LAYOUT)
+    row, out = task.received.empty(), task.returned.empty()
+    for each, columns in ((row, start), (out, end)):
+        each[:] = 0
+        LAYOUT.floats(each)[:D] = columns
+    for name, vector in task.read(row).items():
+        vector[:] = vectors[name]
+    local = load_local_dataset(experiment, "device-0", accelerator=torch.device("cpu"))
+    finish(experiment, task, local, row, out, steps=steps, local_round=0)
+    return task.returned.extras_of(out)
 
 
 def test_feddyns_vector_is_the_gradient_at_a_devices_optimum() -> None:
     alpha, h = 0.1, np.array([0.3, -0.2], np.float32)
     z, slope = np.array([1.0, 2.0], np.float32), np.array([0.5, 0.1])  # of a linear loss
     w = (z + (h - slope) / alpha).astype(np.float32)  # where slope - h + alpha (w - z) is zero
-    update = LocalUpdate(z, w, {"own_gradient": h}, 10, 0.1, 0.0, np.ones(2, np.float32))
+    update = LocalUpdate(z, w, {"own_gradient": h}, 10, 0.1, 10.0, np.ones(2, np.float32))
     found = objective_of(training("feddyn", alpha=alpha)).finish(update)
     np.testing.assert_allclose(found["own_gradient"], slope, rtol=0, atol=1e-6)
 

@@ -28,7 +28,7 @@ from common.aggregation.refined import DistilledRule, LearnedWeightsRule
 from common.aggregation.scaffold import ControlVariateRule
 from common.aggregation.server_steps import STEPS
 from common.aggregation.single_model import COLUMNS, SingleModelRule
-from common.aggregation.uploads import Aggregated, Aggregator, RuleContext, Uploads
+from common.aggregation.uploads import NO_TRAINING, Aggregated, Aggregator, RuleContext, Uploads
 from common.experiment.aggregation import (
     GAMF,
     CluSamp,
@@ -85,12 +85,15 @@ def build(
     rows: Callable[[str, int], npt.NDArray[np.uint8]],
     folder: Path | None = None,
     children: int = 1,
-    training: TrainingSettings | None = None,
+    training: TrainingSettings = NO_TRAINING,
+    learning_rate: Callable[[int], float] | None = None,
+    rounds_below: int = 1,
     refiner: Refiner | None = None,
     bound: NormBound = NO_BOUND,
 ) -> Aggregator:
     """Return a node's rule, behind the bound of its children's steps; for the other arguments see `RuleContext`."""
-    context = RuleContext(layout, node, seed, measures, rows, folder, children, training, refiner)
+    rate = learning_rate or (lambda _: training.learning_rate)
+    context = RuleContext(layout, node, seed, measures, rows, folder, children, training, rate, rounds_below, refiner)
     rule = BUILT[type(settings)](settings, context)
     if bound.action == "off":
         return rule

@@ -80,7 +80,7 @@ class AngleMean:
         self._angles: Angles = {}
 
     def of(
-        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
+        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
     ) -> tuple[Mixture, Mapping[str, object]]:
         """Return the weights, and the angles as facts."""
         assert products is not None

@@ -28,7 +28,7 @@ class ShareMean:
         self._weights = settings.weights
 
     def of(
-        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
+        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
     ) -> tuple[Mixture, Mapping[str, object]]:
         """Return the weights."""
         return plan(statistics, weights=self._weights), {}

@@ -26,7 +26,7 @@ class DynamicStep:
     compares = averages = False
 
     def __init__(self, settings: FedDyn, context: RuleContext) -> None:
-        objective = context.training.objective if context.training is not None else None
+        objective = context.training.objective
         self._moves = isinstance(objective, DynamicRegulariser) and objective.alpha > 0
         self._children = context.children
         self._taking_part = 0

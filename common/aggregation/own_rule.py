@@ -75,10 +75,10 @@ class OwnColumns(ColumnMean):
         self._all_children = context.children
 
     def of(
-        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
+        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
     ) -> tuple[Mixture, Mapping[str, object]]:
         """Return the weights of the buffers, and the rule's facts."""
-        mixture, _ = super().of(statistics, products, children)
+        mixture, _ = super().of(r, statistics, products, children)
         weights_K = mixture.dense(len(children))
         facts = RoundFacts(
             children,

@@ -61,7 +61,7 @@ class KrumMean(ShareMean):
         self._settings = settings
 
     def of(
-        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
+        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
     ) -> tuple[Mixture, Mapping[str, object]]:
         """Return equal weights for the chosen uploads; facts: each child's score, and who was chosen."""
         assert products is not None

@@ -29,9 +29,9 @@ class MeanPlan(Protocol):
     compares: bool  # whether `of` needs the products of the uploads' steps
 
     def of(
-        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
+        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
     ) -> tuple[Mixture, Mapping[str, object]]:
-        """Return W [1, K] for the uploads of these children, and facts for the plan."""
+        """Return W [1, K] for the uploads of these children in round r, and facts for the plan."""
 
     def save(self) -> dict[str, object]:
         """Return the state, in a form that JSON can hold."""
@@ -154,7 +154,7 @@ class SingleModelRule(OneModel):
         mixes = step is None and self._columns is None  # then the next model is a mixture of the uploads
         compares = self._mean_plan.compares or (self._measures if mixes else step is not None and step.compares)
         products = self._products(uploads) if compares else None
-        mixture, facts = self._mean_plan.of(statistics, products, children)
+        mixture, facts = self._mean_plan.of(r, statistics, products, children)
         weights_K = mixture.dense(len(answered))
         reads_model = step is not None or (self._columns is not None and self._columns.reads_model)
         self._before_D = self._trainable(self._current).copy() if reads_model else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from common.aggregation.statistics import Gram, Statistics, Trained
 from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout, Row
 from common.model.refinement import Refiner
+
+NO_TRAINING: Final = TrainingSettings()
 
 Dispatched: TypeAlias = Sequence[tuple[Row, Sequence[str]]]
 """A round's models, uint8 [row_bytes], each with the children that receive it."""
@@ -59,8 +61,9 @@ class RuleContext:
 
     `measures`: the distances of the uploads to the next model are wanted, which Tempo reads. `rows(name, count)`
     allocates memory for models, uint8 [count, row_bytes]. `folder`: where a rule stores what exceeds its memory limit;
-    None: all stays in memory. `children`: how many the node has. `training`: theirs, None if they are no devices.
-    `refiner`: of a rule that needs one.
+    None: all stays in memory. `children`: how many the node has. `training`: that of the devices below, with their
+    `learning_rate` in each of their local rounds, of which they do `rounds_below` in a round of the node. `refiner`: of
+    a rule that needs one.
     """
 
     layout: ModelLayout
@@ -70,7 +73,9 @@ class RuleContext:
     rows: Callable[[str, int], npt.NDArray[np.uint8]]
     folder: Path | None = None
     children: int = 1
-    training: TrainingSettings | None = None
+    training: TrainingSettings = NO_TRAINING
+    learning_rate: Callable[[int], float] = lambda local_round: NO_TRAINING.learning_rate
+    rounds_below: int = 1
     refiner: Refiner | None = None
 
 

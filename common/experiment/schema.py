@@ -18,12 +18,14 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from common.errors import InvalidExperiment
 from common.experiment import availability, codecs, hardware, links, score
+from common.experiment.aggregation import FedNova
 from common.experiment.availability import Availability, OnlineTimes
 from common.experiment.codecs import Codecs
 from common.experiment.data import Data, Model
 from common.experiment.data import check as check_data
 from common.experiment.hardware import HardwareSettings, Machine
 from common.experiment.links import Links, LinkSettings, Profile
+from common.experiment.objectives import FedProx
 from common.experiment.own import is_own
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
 from common.experiment.rules import RuleSettings
@@ -202,9 +204,9 @@ class Experiment(SettingsTable):
         """Return the tier between a node and its children. Raises KeyError."""
         return self.every_tier[self.tree.depth(parent)]
 
-    def training_below(self, parent: str) -> TrainingSettings | None:
-        """Return the training of a parent's children, None if they are no devices. Raises KeyError."""
-        return self.training if self.tree.depth(parent) == len(self.every_tier) - 1 else None
+    def rounds_below(self, parent: str) -> int:
+        """Return a device's local rounds in each round of a node above it, 1 for its own parent. Raises KeyError."""
+        return self.device_rounds // self.rounds_of(self.tree.depth(parent))
 
     def remembers(self, parent: str) -> bool:
         """Return whether a parent below the cloud has state between its tasks. Raises KeyError.
@@ -319,6 +321,10 @@ class Experiment(SettingsTable):
         if objective.rule not in (None, rule.name):
             problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
             raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
+        clips = self.training.clip_norm is not None and isinstance(objective, FedProx) and objective.mu > 0
+        if clips and any(isinstance(tier.aggregation, FedNova) for tier in self.every_tier):
+            problem = "fednova cannot weigh gradients that are clipped together with fedprox's term"
+            raise InvalidExperiment("training.clip_norm", self.training.clip_norm, problem, "Omit it.")
 
     def _check_traces(self) -> None:
         tiers = {f"{key}.link" if self.tiers else f"links.{tier.name}": tier.link for key, tier in self.keyed_tiers()}

@@ -191,7 +191,7 @@ def _cuts(settings: OwnRule) -> str:
     for width in (PARAMETERS, COLUMNS, 1000):
         rule = OwnColumns(settings, context)
         products = gram(list(uploads_KD), model_D) if rule.compares else None
-        mixture, _ = rule.of(statistics, products, [f"device-{k}" for k in range(CHILDREN)])
+        mixture, _ = rule.of(0, statistics, products, [f"device-{k}" for k in range(CHILDREN)])
         whole = Columns(uploads_KD, model_D, mixture.dense(CHILDREN), rule.state(), extras)
         parts = [rule.columns(_part(whole, columns)) for columns in cut(0, PARAMETERS, width)]
         found.append(np.concatenate(parts).astype(np.float32))

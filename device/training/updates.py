@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+
 from common.aggregation.extras import link_layouts
+from common.aggregation.fednova import gradient_weights
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.model.layout import ModelLayout, Row
@@ -43,11 +46,11 @@ def finish(
 ) -> None:
     """Write the vectors behind a trained model, which the objective makes of those that training began with."""
     if vectors.expected:
-        columns = slice(0, vectors.layout.parameters)
+        columns, rate = slice(0, vectors.layout.parameters), experiment.learning_rate_in(local_round)
         received_D, trained_D = (vectors.layout.floats(each)[columns] for each in (row, out))
-        rate, momentum = experiment.learning_rate_in(local_round), experiment.training.momentum
-        counts = local.label_counts()
-        update = LocalUpdate(received_D, trained_D, vectors.read(row), steps, rate, momentum, counts)
+        (weight,) = gradient_weights(np.array([steps]), experiment.training, rate)
+        given, counts = vectors.read(row), local.label_counts()
+        update = LocalUpdate(received_D, trained_D, given, steps, rate, float(weight), counts)
         found = objective_of(experiment.training).finish(update)
         if absent := set(vectors.expected) - found.keys():
             problem = f"its finish returns no {', '.join(sorted(absent))}"

@@ -73,8 +73,10 @@ class Minibatch:
 class LocalUpdate:
     """What one device's training has done: the model's trainable columns before and after it, float32 [D] each.
 
-    `vectors`: as in Minibatch, but whole. `steps` of SGD were taken with this learning rate and momentum.
-    `label_counts`: how many of the device's samples each label has, float32 [classes]; none if targets are numbers.
+    `vectors`: as in Minibatch, but whole. `steps` of SGD
+    were taken with this learning rate. `gradient_weight`: the sum of the weights of their gradients, without momentum
+    the number of steps; the mean gradient is (received - trained) / (gradient_weight learning_rate). `label_counts`:
+    how many of the device's samples each label has, float32 [classes]; none if targets are numbers.
     """
 
     received_D: Floats
@@ -82,7 +84,7 @@ class LocalUpdate:
     vectors: Mapping[str, Floats]
     steps: int
     learning_rate: float
-    momentum: float
+    gradient_weight: float
     label_counts: Floats
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.aggregation.fednova import norms
 from common.aggregation.mixing import Floats
 from common.experiment.objectives import ScaffoldCorrection
 from device.training.objectives.objective import LocalUpdate, Minibatch, Objective
@@ -48,7 +47,7 @@ class ControlledObjective(Objective):
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
         """Return c_k+, and its difference to c_k."""
         control, own = update.vectors[CONTROL], update.vectors[OWN]
-        taken = float(norms(np.array([update.steps]), update.momentum)[0])
-        gradient = (update.received_D.astype(np.float64) - update.trained_D) / (taken * update.learning_rate)
+        taken = update.gradient_weight * update.learning_rate
+        gradient = (update.received_D.astype(np.float64) - update.trained_D) / taken
         after = (own - control.astype(np.float64) + gradient).astype(np.float32)
         return {OWN: after, CHANGE: after - own}
