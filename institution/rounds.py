@@ -18,6 +18,7 @@ from common.aggregation.uploads import Aggregated
 from common.experiment.schema import Experiment
 from common.host.offload import offload
 from common.metrics import Metrics, node_labels
+from common.model.codecs import codec_of
 from common.model.layout import ModelLayout
 from common.model.refinement import Refiner
 from common.protocol.messages import Phase, Task
@@ -59,6 +60,8 @@ class LocalRounds:
         self._refiner = refiner
         self._labels = node_labels("institution", name, parent=tree.parent(name))
         self._tier = experiment.tier_below(name)
+        above, below = experiment.tier_above(name).transfer.down, self._tier.transfer.down
+        self._recodes = below != above and not codec_of(below).exact  # the children decode another model
         build = partial(
             aggregator.build,
             self._tier.aggregation,
@@ -102,9 +105,10 @@ class LocalRounds:
             report(Phase.TRAINING, down.moves + refined, 0)
 
         rule, selection = await offload(partial(self._memory.before, task.follows))
-        if rule.reads_start:
+        if rule.reads_start or self._recodes:
             await model.whole()
-        await offload(partial(rule.begin, model.row))
+        start = await offload(model.row.copy) if self._recodes else model.row  # which the parent's deltas are against
+        await offload(partial(rule.begin, start))
         selection.begin()
         for i in range(settings.rounds):
             r = number * settings.rounds + i

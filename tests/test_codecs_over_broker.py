@@ -142,9 +142,10 @@ async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: 
     works = [serving(site, child, layout, place) for place, child in enumerate(children)]
     async with together(living(site, parent), *works):
         for global_round in range(3):
-            row = drawn(layout, global_round)
+            row, exact = drawn(layout, global_round), drawn(layout, global_round)
             played = await play(parent, row, global_round=global_round)
-            assert_coded(played.models, row, layout=layout, places=places, codecs=codecs)
+            assert_coded(played.models, exact, layout=layout, places=places, codecs=codecs)
+            assert row.tobytes() == as_received(down, layout, exact, exact).tobytes(), "what the children had"
     assert parent.session.coordinator.refused == 0
 
 
@@ -242,18 +243,24 @@ async def test_what_a_form_cannot_hold_is_refused_by_name_and_the_round_goes_on(
         assert played.refused == {"large": "entry weight holds NaN or Inf (as fp16)"}
 
 
-@pytest.mark.parametrize("up", ["fp32", "delta+int8"])
+@pytest.mark.parametrize("looks", [False, True])
 @virtual
-async def test_a_parent_whose_model_a_form_cannot_hold_fails_and_gives_the_reason(site: SimulatedSite, up: str) -> None:
-    layout, codecs = layout_of(4000), Codecs(up=up, down="fp16")
+async def test_a_parent_whose_model_a_form_cannot_hold_fails_and_gives_the_reason(
+    site: SimulatedSite, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does a child of a parent that does not look at what becomes of its model."""
+    layout, codecs = layout_of(4000), Codecs(down="fp16")
     parent = parent_of(site, ["device-0"], layout=layout, codecs=codecs)
+    if not looks:
+        encode = parent.models.encode
+        monkeypatch.setattr(parent.models, "encode", lambda *given, **how: encode(*given, **how | {"adopt": False}))
     child = serving(site, child_of(site, "device-0", codecs=codecs), layout, 0)
     row = drawn(layout, 1)
     layout.floats(row)[3] = 70_000
     reason = r"entry weight holds NaN or Inf \(as fp16\)"
     parenting = living(site, parent)
     playing = asyncio.create_task(play(parent, row))
-    if up == "fp32":  # nobody but the child looks at what becomes of it
+    if not looks:
         with pytest.raises(RunFailed, match=f"institution-0's model cannot be used: {reason}"):
             await child
         with pytest.raises(RunFailed, match=f"device-0 gave up: institution-0's model cannot be used: {reason}"):

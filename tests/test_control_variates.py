@@ -22,6 +22,7 @@ from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.aggregation.extras import link_layouts
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.aggregation import RULES
+from common.experiment.codecs import UP
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
@@ -219,6 +220,30 @@ def test_a_constant_gradient_is_found_whatever_the_momentum(
     np.testing.assert_allclose(found["control_change"], wanted - own, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("up", UP)
+def test_what_a_device_keeps_of_its_upload_is_what_the_node_decodes(up: str) -> None:
+    """FedDyn's h_k has the decoded step, MOON the trained model itself."""
+    start, moved, h = (np.random.default_rng(i).normal(size=D) for i in range(3))
+    trained = start + 0.01 * moved
+    rows = [np.zeros(LAYOUT.row_bytes, np.uint8) for _ in range(3)]
+    for row, columns in zip(rows, (start, trained, trained), strict=False):
+        LAYOUT.floats(row)[:D] = columns
+    codec = CODECS[up]
+    if not codec.is_row:
+        codec.decode(LAYOUT, codec.encode(LAYOUT, rows[1], reference=rows[0]), rows[2], reference=rows[0])
+    decoded = LAYOUT.floats(rows[2])[:D].astype(np.float64)
+    found = finished(experiment_of("feddyn", up=up, alpha=0.5), start, trained, {"own_gradient": h}, steps=7)
+    wanted = h.astype(np.float32) - 0.5 * (decoded - start.astype(np.float32))
+    np.testing.assert_array_equal(found["own_gradient"], wanted.astype(np.float32))
+    found = finished(experiment_of("moon", up=up), start, trained, {"previous": h}, steps=7)
+    np.testing.assert_array_equal(found["previous"], trained.astype(np.float32))
+
+
+@pytest.mark.parametrize("up", ["fp16", "int8", "delta+bf16"])
+def test_a_training_that_diverged_is_left_to_the_parent(up: str) -> None:
+    finished(experiment_of("feddyn", up=up), np.zeros(D), np.full(D, np.inf), {"own_gradient": np.zeros(D)}, steps=1)
+
+
 def experiment_of(name: str, *, up: str, alpha: float | None = None, **keys: Any) -> Experiment:
     """Return a lab of two layers with this objective, whose devices send their models by this codec."""
     objective = {"name": name} if alpha is None else {"name": name, "alpha": alpha}
@@ -252,7 +277,7 @@ def test_feddyns_vector_is_the_gradient_at_a_devices_optimum() -> None:
     alpha, h = 0.1, np.array([0.3, -0.2], np.float32)
     z, slope = np.array([1.0, 2.0], np.float32), np.array([0.5, 0.1])  # of a linear loss
     w = (z + (h - slope) / alpha).astype(np.float32)  # where slope - h + alpha (w - z) is zero
-    update = LocalUpdate(z, w, {"own_gradient": h}, 10, 0.1, 10.0, np.ones(2, np.float32))
+    update = LocalUpdate(z, w, w, {"own_gradient": h}, 10, 0.1, 10.0, np.ones(2, np.float32))
     found = objective_of(training("feddyn", alpha=alpha)).finish(update)
     np.testing.assert_allclose(found["own_gradient"], slope, rtol=0, atol=1e-6)
 

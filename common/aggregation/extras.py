@@ -78,7 +78,9 @@ class ExtrasRule:
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the model and the vectors for all children."""
         ((model, _),) = self._rule.dispatch(r, children)
-        self._row[: model.size] = model
+        own = self._row[: model.size]
+        own[:] = model
+        self._rule.begin(own)  # the rule goes on from the row that is dispatched
         for name, place in self._links.down.extras_of(self._row).items():
             place[...] = self._sent[name]
         return [(self._row, children)]

@@ -43,10 +43,11 @@ class BufferedRule(OneModel):
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the present model for these children, in memory of its own."""
-        row = self._current.copy() if self._current is self._mean else self._current
-        self._versions[r] = row
+        if self._current is self._mean:
+            self._current = self._mean.copy()
+        self._versions[r] = self._current
         self._received |= dict.fromkeys(children, r)
-        return [(row, children)]
+        return [(self._current, children)]
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Take the step of the uploads. Facts: each one's weight p_k s(t_k), and its age t_k."""
@@ -56,12 +57,11 @@ class BufferedRule(OneModel):
         shares_K = fedavg.plan(statistics, weights=settings.weights).dense(len(answered))
         weights_K: Doubles = shares_K / (1.0 + ages_K) ** settings.staleness
         starts = [self._versions[self._received[child]] for child in children]
-        before = self._current.copy() if self._current is self._mean else self._current
         mixture = Mixture.of(shares(weights_K))
         rows = Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)
         plan = whole(self._layout, [rows])
         mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
-        self._step(uploads, weights_K, starts, before)
+        self._step(uploads, weights_K, starts)
         self._current = self._mean
         for child in children:
             del self._received[child]
@@ -81,10 +81,10 @@ class BufferedRule(OneModel):
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Do nothing."""
 
-    def _step(self, uploads: Uploads, weights_K: Doubles, starts: Sequence[Row], before: Row) -> None:
+    def _step(self, uploads: Uploads, weights_K: Doubles, starts: Sequence[Row]) -> None:
         """Write the trainable columns of the next model."""
         floats_K, rate = self._layout.floats(uploads.rows_K), self._settings.learning_rate
-        before_D, next_D = self._trainable(before), self._trainable(self._mean)
+        before_D, next_D = self._trainable(self._current), self._trainable(self._mean)
         versions = [self._trainable(row) for row in starts]
 
         def block(columns: slice) -> None:

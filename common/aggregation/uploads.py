@@ -131,7 +131,8 @@ class Aggregator(Protocol):
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the models of round r with their children, whose order is that of the uploads' rows.
 
-        Equal models are one. The arrays are valid until the next `aggregate` or `begin`.
+        Equal models are one. The arrays are valid until the next `aggregate` or `begin`. They are overwritten with what
+        the children decode of them, so a rule that remembers what it sent keeps these arrays, not others.
         Raises ValueError if a multi-model rule has another number of models than there are children.
         """
 

@@ -35,7 +35,7 @@ class Children(Protocol):
         """Return the time of the clock that measures rounds, in seconds."""
 
     async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
-        """Send each child its model and return the results, see `ParentEndpoint.round`."""
+        """Send each child its model and return the results, see `Dispatch` and `ParentEndpoint.round`."""
 
 
 def unreported(children: Children) -> list[str]:

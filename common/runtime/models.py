@@ -33,33 +33,38 @@ class DeltaReference:
 class Models:
     """One end's codecs: `sent` for the models that it offers, `received` for those that it fetches.
 
-    It keeps sent models as the other end decodes them, as references for deltas in return.
+    It keeps the models that it sent as references for deltas in return.
     """
 
     def __init__(self, *, sent: str, received: str) -> None:
         self.sent = codec_of(sent)
         self.received = codec_of(received)
         self._spare: list[Row] = []
-        self._lent: dict[str, list[Row]] = {}
+        self._lent: dict[str, Row] = {}
         self._kept: dict[str, Row | Arriving] = {}
 
     async def encode(
-        self, layout: ModelLayout, row: Row, *, cut: tuple[int, str], reference: DeltaReference | None = None
+        self,
+        layout: ModelLayout,
+        row: Row,
+        *,
+        cut: tuple[int, str],
+        reference: DeltaReference | None = None,
+        adopt: bool = False,
     ) -> tuple[Manifest, memoryview]:
         """Encode a row as a blob, valid until `release`.
 
-        `cut`: the chunk size, and a salt that distinguishes this blob from the same one for other links. Raises
-        RefusedModel if the returned models are deltas and this one does not decode to finite values.
+        `cut`: the chunk size, and a salt that distinguishes this blob from the same one for other links. `adopt`: the
+        row becomes what the other end decodes. Raises RefusedModel if that is not finite.
         """
         codec, (chunk_bytes, salt) = self.sent, cut
         against, held = (None, "") if reference is None else (reference.row, reference.blob)
         buffer = None if codec.is_row else self._borrow(codec.size(layout))
-        decoded = self._borrow(layout.row_bytes) if self.received.delta and not codec.exact else None
 
         def write() -> tuple[Manifest, memoryview]:
             blob = codec.encode(layout, row, reference=against, out=buffer)
-            if decoded is not None:
-                _read(codec, layout, blob, decoded[: layout.row_bytes], against)
+            if adopt and not codec.exact:
+                decode_row(codec, layout, blob, row, against)
             manifest = describe(
                 blob,
                 chunk_bytes=chunk_bytes,
@@ -72,9 +77,10 @@ class Models:
             return manifest, blob
 
         manifest, blob = await _work(write, nbytes=layout.row_bytes)
-        self._lent[manifest.blob] = [memory for memory in (buffer, decoded) if memory is not None]
+        if buffer is not None:
+            self._lent[manifest.blob] = buffer
         if self.received.delta:
-            self._kept[manifest.blob] = row if decoded is None else decoded[: layout.row_bytes]
+            self._kept[manifest.blob] = row
         return manifest, blob
 
     def keep(self, blob: str, model: Arriving) -> None:
@@ -84,7 +90,8 @@ class Models:
     def release(self, blob: str) -> None:
         """Forget a blob and reuse its buffers."""
         self._kept.pop(blob, None)
-        self._spare += self._lent.pop(blob, ())
+        if (buffer := self._lent.pop(blob, None)) is not None:
+            self._spare.append(buffer)
 
     def form(self, layout: ModelLayout) -> ModelForm:
         """Return the required form of fetched models."""
@@ -99,7 +106,7 @@ class Models:
         kept = self._kept.get(reference)
         if layout.row_bytes > SMALL_BYTES or isinstance(kept, Arriving):
             return None
-        return partial(_read, self.received, layout, blob, row, kept)
+        return partial(decode_row, self.received, layout, blob, row, kept)
 
     async def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = "") -> None:
         """Decode an assembled blob into the row; a delta needs a reference blob that is kept.
@@ -108,7 +115,7 @@ class Models:
         """
         kept = self._kept.get(reference)
         against = await kept.whole() if isinstance(kept, Arriving) else kept
-        await _work(partial(_read, self.received, layout, blob, row, against), nbytes=layout.row_bytes)
+        await _work(partial(decode_row, self.received, layout, blob, row, against), nbytes=layout.row_bytes)
 
     def _borrow(self, size: int) -> Row:
         fitting = [place for place, buffer in enumerate(self._spare) if buffer.size >= size]
@@ -122,7 +129,8 @@ async def _work(function: Callable[[], _T], *, nbytes: int) -> _T:
     return function() if nbytes <= SMALL_BYTES else await offload(function)
 
 
-def _read(codec: Codec, layout: ModelLayout, blob: memoryview, row: Row, reference: Row | None) -> None:
+def decode_row(codec: Codec, layout: ModelLayout, blob: memoryview, row: Row, reference: Row | None) -> None:
+    """Decode a blob into the row. Raises RefusedModel if it is no model or not finite."""
     try:
         codec.decode(layout, blob, row, reference=reference)
         layout.check_finite(row)

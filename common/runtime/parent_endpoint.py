@@ -314,9 +314,9 @@ class ParentEndpoint(Endpoint):
                 model.on_chunk(self.wake)
                 self.models.keep(manifest.blob, model)
             else:
-                row = await model.whole() if isinstance(model, Arriving) else model
+                row, cut = await model.whole() if isinstance(model, Arriving) else model, session.offers.cut(receivers)
                 try:
-                    manifest, blob = await self.models.encode(layout, row, cut=session.offers.cut(receivers))
+                    manifest, blob = await self.models.encode(layout, row, cut=cut, adopt=row is model)
                 except RefusedModel as error:
                     raise RunFailed(f"the model cannot be sent: {error}") from None
                 inline = session.offers.offer(manifest, blob, receivers)

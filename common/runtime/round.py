@@ -21,10 +21,12 @@ from common.runtime.arriving import Arriving
 class Dispatch:
     """The tasks of a round.
 
-    `models`: each flat model, uint8 [row_bytes], with the children that receive it; a model that is still arriving is
-    forwarded chunk by chunk. `epochs`: at least those of the children that take part. `follows`: their tasks, as in the
-    message Task; 0 for others. `carried`: the children whose tasks of earlier rounds go on, None if tasks end with
-    their round (see `Coordinator.open`); the models that were sent to them must not have changed.
+    `models`: each flat model, uint8 [row_bytes], with the children that receive it. A lossy codec overwrites it with
+    what they decode, so that the node goes on from the model that its children had. One that is still arriving stays
+    as it is, and is forwarded chunk by chunk; its codec is that of the children, or theirs is exact. `epochs`: at least
+    those of the children that take part. `follows`: their tasks, as in the message Task; 0 for others. `carried`: the
+    children whose tasks of earlier rounds go on, None if tasks end with their round (see `Coordinator.open`); the
+    models that were sent to them must not have changed.
     """
 
     global_round: int

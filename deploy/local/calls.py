@@ -31,6 +31,7 @@ from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
 from common.runtime.arriving import Arriving
 from common.runtime.children import Observe
+from common.runtime.models import decode_row
 from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.work import Work
 from common.runtime.world import new_session, nothing
@@ -60,9 +61,10 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class AssignedCall:
-    """A task that a child has not done yet, with its model."""
+    """A task that a child has not done yet, with its model, as children decode it, and the bytes of that one's blob."""
 
-    model: Row | Arriving
+    model: Row
+    nbytes: int
     task: Task
 
 
@@ -129,16 +131,15 @@ class Calls:
         results: dict[str, Result] = {}
         refused: dict[str, str] = {}
         model_bytes: dict[str, int] = {}
-        down, up = self._layouts.down, self._layouts.up
-        self._assign(dispatch)
+        up = self._layouts.up
+        await self._assign(dispatch)
         for place, name in [(place, name) for place, name in self._places(children) if recorded.uses(name)]:
             if buffered and recorded.used is None and len(results) == dispatch.closing.quorum:
                 break
             called = self.now()
-            model, task = self._assigned[name].model, self._assigned.pop(name).task
-            given = await model.whole() if isinstance(model, Arriving) else model
-            row, sent = _carry(self._down, down, given)
-            self._sent[name] += sent
+            assigned = self._assigned.pop(name)
+            row, task = assigned.model.copy(), assigned.task
+            self._sent[name] += assigned.nbytes
             self._tasks[name] += 1
             done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
             try:
@@ -149,7 +150,7 @@ class Calls:
                 self._account.add(name, "received", message=nbytes, model=nbytes - extras, extras=extras)
                 up.check_finite(upload)
                 self._uploads[place] = upload
-                results[name], model_bytes[name] = result, sent + nbytes
+                results[name], model_bytes[name] = result, assigned.nbytes + nbytes
             except RefusedModel as error:
                 refused[name] = str(error)
                 self._observe("refused", {"node": name, "reason": str(error)})
@@ -166,15 +167,30 @@ class Calls:
         missing = tuple(name for name in children if name in recorded.without)
         return ClosedRound(results, uploads, missing, refused, timeline, model_bytes, buffered)
 
-    def _assign(self, dispatch: Dispatch) -> None:
+    async def _assign(self, dispatch: Dispatch) -> None:
         """Note the tasks of a round; those that it carries go before them."""
         self._assigned = {name: self._assigned[name] for name in self._assigned if name in (dispatch.carried or ())}
         key = Key(1, dispatch.global_round, dispatch.local_round)
         for model, names in dispatch.models:
+            row = await model.whole() if isinstance(model, Arriving) else model
+            nbytes = self._adopted(row) if names else 0
             for name in names:
                 follows = dispatch.follows.get(name, 0)
                 task = Task(key, dispatch.epochs[name], self._manifest, None, follows)
-                self._assigned[name] = AssignedCall(model, task)
+                self._assigned[name] = AssignedCall(row, nbytes, task)
+
+    def _adopted(self, row: Row) -> int:
+        """Let the row be what its children decode; return the bytes of its blob."""
+        codec, layout = self._down, self._layouts.down
+        if codec.is_row:
+            return row.nbytes
+        blob = codec.encode(layout, row)
+        try:
+            if not codec.exact:
+                decode_row(codec, layout, blob, row, None)
+        except RefusedModel as error:
+            raise RunFailed(f"the model cannot be sent: {error}") from None
+        return len(blob)
 
     def _places(self, children: Sequence[str]) -> list[tuple[int, str]]:
         """Return the children with a task, the oldest tasks first, and their places."""
@@ -205,7 +221,7 @@ class Calls:
         on_progress()
 
 
-def _carry(codec: Codec, layout: ModelLayout, row: Row, *, reference: Row | None = None) -> tuple[Row, int]:
+def _carry(codec: Codec, layout: ModelLayout, row: Row, *, reference: Row) -> tuple[Row, int]:
     """Return a copy of the flat model after encoding and decoding, and the bytes of the encoded model."""
     if codec.is_row:
         return row.copy(), row.nbytes

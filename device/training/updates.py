@@ -8,9 +8,11 @@ import numpy as np
 
 from common.aggregation.extras import link_layouts
 from common.aggregation.fednova import gradient_weights
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.schema import Experiment
+from common.model.codecs import Codec, codec_of
 from common.model.layout import ModelLayout, Row
+from common.runtime.models import decode_row
 from device.training.batches import LocalDataset
 from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
@@ -47,13 +49,26 @@ def finish(
     """Write the vectors behind a trained model, which the objective makes of those that training began with."""
     if vectors.expected:
         columns, rate = slice(0, vectors.layout.parameters), experiment.learning_rate_in(local_round)
-        received_D, trained_D = (vectors.layout.floats(each)[columns] for each in (row, out))
+        uploaded = _uploaded(codec_of(experiment.every_tier[-1].transfer.up), vectors.layout, row, out)
+        received_D, trained_D, uploaded_D = (vectors.layout.floats(each)[columns] for each in (row, out, uploaded))
         (weight,) = gradient_weights(np.array([steps]), experiment.training, rate)
         given, counts = vectors.read(row), local.label_counts()
-        update = LocalUpdate(received_D, trained_D, given, steps, rate, float(weight), counts)
+        update = LocalUpdate(received_D, trained_D, uploaded_D, given, steps, rate, float(weight), counts)
         found = objective_of(experiment.training).finish(update)
         if absent := set(vectors.expected) - found.keys():
             problem = f"its finish returns no {', '.join(sorted(absent))}"
             remedy = "Return each vector that it keeps or returns."
             raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)
         vectors.write(out, found)
+
+
+def _uploaded(codec: Codec, layout: ModelLayout, row: Row, out: Row) -> Row:
+    """Return the model in `out` as the parent decodes it."""
+    if codec.exact:
+        return out
+    received, trained, found = row[: layout.row_bytes], out[: layout.row_bytes], layout.empty()
+    try:
+        decode_row(codec, layout, codec.encode(layout, trained, reference=received), found, received)
+    except RefusedModel:
+        return out  # it diverged: the parent refuses it, and what is kept of this training is not used
+    return found

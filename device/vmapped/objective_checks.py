@@ -103,7 +103,7 @@ def _finish(training: TrainingSettings) -> str:
     received_D, trained_D, *others = draw.normal(size=(2 + len(vectors.shapes), columns)).astype(np.float32)
     given = dict(zip(vectors.shapes, others, strict=True))
     counts = np.ones(INPUTS.classes, np.float32)
-    update = LocalUpdate(received_D, trained_D, given, STEPS, 0.05, float(STEPS), counts)
+    update = LocalUpdate(received_D, trained_D, trained_D, given, STEPS, 0.05, float(STEPS), counts)
     found, wanted = objective_of(training).finish(update), vectors.expected
     if sorted(found) != sorted(wanted):
         return f"`finish` returns {sorted(found)}, and must return {sorted(wanted)}"

@@ -3,7 +3,8 @@
     total = loss - <h_k, w> + (alpha / 2) ||w - z||^2           z: the received parameters
     h_k  = h_k - alpha (w_k - z)                                        after training
 
-h_k is kept. Both terms' gradients are added to that of the loss, as FedProx does it.
+h_k is kept. Its w_k is the upload as the node decodes it, so that h is the mean of the h_k. Both terms' gradients are
+added to that of the loss, as FedProx does it.
 """
 
 from __future__ import annotations
@@ -42,5 +43,5 @@ class DynamicObjective(ProximalObjective):
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
         """Return h_k after the training."""
-        step = update.trained_D.astype(np.float64) - update.received_D
+        step = update.uploaded_D.astype(np.float64) - update.received_D
         return {OWN: (update.vectors[OWN] - self._alpha * step).astype(np.float32)}

@@ -4,9 +4,9 @@
          = softplus((cos(z, z_p) - cos(z, z_g)) / T)
 
 z, z_g, z_p: a sample's features, the inputs of the last linear layer, with the present, the received and the device's
-previous parameters. The latter are kept. Before its first result they are zeros, and the received ones count: then the
-term is the constant ln 2. All three passes run in train mode with the statistics of the batch; only that with the
-present parameters updates buffers.
+previous parameters. The latter are kept, exact whatever the codec: no other node has them. Before its first result they
+are zeros, and the received ones count: then the term is the constant ln 2. All three passes run in train mode with the
+statistics of the batch; only that with the present parameters updates buffers.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Minibatch:
 class LocalUpdate:
     """What one device's training has done: the model's trainable columns before and after it, float32 [D] each.
 
-    `vectors`: as in Minibatch, but whole. `steps` of SGD
+    `uploaded_D`: the trained ones as the parent decodes them. `vectors`: as in Minibatch, but whole. `steps` of SGD
     were taken with this learning rate. `gradient_weight`: the sum of the weights of their gradients, without momentum
     the number of steps; the mean gradient is (received - trained) / (gradient_weight learning_rate). `label_counts`:
     how many of the device's samples each label has, float32 [classes]; none if targets are numbers.
@@ -81,6 +81,7 @@ class LocalUpdate:
 
     received_D: Floats
     trained_D: Floats
+    uploaded_D: Floats
     vectors: Mapping[str, Floats]
     steps: int
     learning_rate: float
