@@ -27,6 +27,12 @@ def at(tier: str, name: str, *, tree: dict[str, Any] | None = None, **settings: 
     return {tier: table} | (tree or {})
 
 
+def bounded(name: str, action: str) -> dict[str, Any]:
+    """Return an experiment with a method whose devices keep vectors, and a bound of their steps."""
+    institution = {**ROUNDS, "aggregation": {"name": name}, "norm_bound": {"action": action}}
+    return {"training": {"objective": {"name": name}}, "institution": institution}
+
+
 @pytest.mark.parametrize("tier", ["cloud", "institution"])
 @pytest.mark.parametrize("name", [name for name in RULES if name not in WITH_OBJECTIVE])
 def test_a_rules_defaults_are_sound(tier: str, name: str) -> None:
@@ -51,6 +57,14 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
             {"cloud": {"closing": {"quorum": 2}}},
             {"cloud": {"closing": {"rule": "quorum", "quorum": 2, "deadline_s": 9.0}}},
             "cloud.closing.quorum = 2: no effect with closing.rule = 'all'.",
+        ),
+        *(
+            (
+                bounded(name, "clip"),
+                bounded(name, "refuse"),
+                "institution.norm_bound.action = 'clip': a device does not know what was clipped",
+            )
+            for name in ("scaffold", "feddyn")
         ),
         *(
             (

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from common.experiment.aggregation import FedAdp, FedCDA, FedCross, FedMR, Independent, MultiModelSettings
+from common.experiment.aggregation import (
+    FedAdp,
+    FedCDA,
+    FedCross,
+    FedDyn,
+    FedMR,
+    Independent,
+    MultiModelSettings,
+    Scaffold,
+)
 from common.experiment.data import Data
 from common.experiment.rounds import participants
 from common.experiment.rules import RuleSettings
@@ -34,6 +43,11 @@ def warnings(experiment: Experiment) -> list[str]:
         if tier.selection.name != "fraction" and tier.participation >= 1:
             found.append(
                 f"{key}.selection.name = {tier.selection.name!r}: with participation = 1 all children take part."
+            )
+        if tier.norm_bound.action == "clip" and isinstance(tier.aggregation, FedDyn | Scaffold):
+            found.append(
+                f"{key}.norm_bound.action = 'clip': a device does not know what was clipped, so the state of"
+                f" {tier.aggregation.name} at the node is not the mean of what the devices keep. Use 'refuse'."
             )
         if tier.closing.rule == "all" and tier.closing.quorum is not None:
             found.append(f"{key}.closing.quorum = {tier.closing.quorum}: no effect with closing.rule = 'all'.")
