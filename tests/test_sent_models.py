@@ -173,7 +173,7 @@ LAB: Final[dict[str, Any]] = {
     "topology": {"institutions": 2, "devices": 6},
     "data": {"partition": "dirichlet", "concentration": 0.3},
     "model": {"name": "mlp_digits"},
-    "training": {"momentum": 0.5, "learning_rate": 0.05, "batch_size": 50},
+    "training": {"momentum": 0.5, "learning_rate": 0.05, "batch_size": 100},
     "links": {"check": "off"},
     "institution": {"rounds": 2, "participation": 0.67},
 }
@@ -261,8 +261,9 @@ def newest(folder: Path, node: str, name: str) -> Path | None:
     return max((folder / "spool" / node / "states").glob(f"after-*/{name}"), default=None)
 
 
-@pytest.mark.parametrize("codecs", TIERS)
-@pytest.mark.parametrize("rule", ["feddyn", "scaffold", "fedavgm"])
+@pytest.mark.parametrize(
+    ("rule", "codecs"), [("feddyn", "other"), ("feddyn", "equal"), ("scaffold", "other"), ("fedavgm", "exact above")]
+)
 def test_agents_over_a_network_compute_what_one_process_does(rule: str, codecs: str, tmp_path: Path) -> None:
     objective = {} if rule == "fedavgm" else {"objective": {"name": rule}}
     methods = {"training": objective, "institution": {"aggregation": {"name": rule}}, "transfer": TIERS[codecs]}
@@ -274,9 +275,14 @@ def test_agents_over_a_network_compute_what_one_process_does(rule: str, codecs: 
     assert outcome.digest == model_digest(tmp_path)
 
 
-@pytest.mark.parametrize("codecs", TIERS)
 @pytest.mark.parametrize(
-    "rule", [{"name": "feddyn"}, {"name": "fedavgm"}, {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}]
+    ("rule", "codecs"),
+    [
+        ({"name": "feddyn"}, "other"),
+        ({"name": "fedavgm"}, "exact above"),
+        ({"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}, "equal"),
+    ],
+    ids=str,
 )
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(
     rule: Mapping[str, Any], codecs: str, tmp_path: Path
