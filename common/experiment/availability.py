@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, TypeAlias
 from pydantic import Field
 
 from common.errors import InvalidExperiment
+from common.experiment.csv_table import CsvTable
 from common.experiment.tables import Name, Positive, SettingsTable
 from common.experiment.traces import RateTrace, with_file
 
@@ -142,17 +143,20 @@ def with_availability(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {**tree, "availability": {**table, "trace": trace}}
 
 
-def _changes(rows: list[dict[str, str]]) -> dict[str, Any]:
+def _changes(table: CsvTable) -> dict[str, Any]:
+    of_device, of_begin, of_end = table.places(COLUMNS)
     changes: dict[str, list[float]] = {}
-    for row in rows:
-        device, begin, end = row["device"], float(row["begin_s"]), float(row["end_s"] or inf)
-        if not begin < end or begin == -inf:
-            raise ValueError(f"{device}'s interval from {begin:g} s ends at {end:g} s")
+    for row in table:
+        device, begin = row[of_device].strip(), table.number(row, of_begin)
+        end = table.number(row, of_end) if row[of_end].strip() else inf
+        interval = f"in line {table.line}, {device}'s interval from {begin:g} s"
+        if not begin < end:
+            raise table.wrong(f"{interval} ends at {end:g} s", "Correct that line.")
         found = changes.setdefault(device, [])
         if found and found[-1] == begin and len(found) % 2 == 0:
             del found[-1]  # the intervals touch
         elif len(found) % 2 or (found and found[-1] > begin):
-            raise ValueError(f"{device}'s interval from {begin:g} s begins before the end of the one above it")
+            raise table.wrong(f"{interval} begins before the end of the one above it", "Sort the intervals.")
         else:
             found.append(begin)
         if end < inf:

@@ -5,20 +5,20 @@ The file's numbers become part of the experiment when it is read, so they travel
 
 from __future__ import annotations
 
-import csv
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from math import inf, isfinite, nextafter
+from math import inf, nextafter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Positive, SettingsTable
+from common.experiment.csv_table import CsvTable
+from common.experiment.tables import Positive, SettingsTable, proposal
 
 COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")
 ROWS_MOST: Final = 5000
@@ -124,8 +124,12 @@ def check_trace(key: str, trace: LinkTrace) -> None:
     ):
         remedy = f"Give a number in each row and column of {file}."
         raise InvalidExperiment(key, count, "seconds, up_mbit, down_mbit and delay_ms have not as many rows", remedy)
-    if times[0] != 0 or any(after <= before for before, after in pairwise(times)):
-        raise InvalidExperiment(f"{key}.seconds", times[0], "does not grow from 0 on", f"Sort the rows of {file}.")
+    if times[0] != 0:
+        raise InvalidExperiment(f"{key}.seconds", times[0], "does not grow from 0 on", f"Begin {file} at 0.")
+    for row, (before, after) in enumerate(pairwise(times), 2):
+        if after <= before:
+            problem = f"row {row} does not grow, after {before:g}"
+            raise InvalidExperiment(f"{key}.seconds", after, problem, f"Sort the rows of {file}.")
     if trace.repeat_s is not None and trace.repeat_s <= times[-1]:
         remedy = f"Repeat after more than {times[-1]:g} s."
         raise InvalidExperiment(f"{key}.repeat_s", trace.repeat_s, "the trace is longer", remedy)
@@ -137,7 +141,9 @@ def check_trace(key: str, trace: LinkTrace) -> None:
 
 def read_trace(key: str, trace: Any, folder: Path) -> Any:
     """Return a link's trace with the numbers of its file, see `with_file`. Raises InvalidExperiment."""
-    return with_file(key, trace, folder, numbers="seconds", columns=COLUMNS[:-1], convert=_numbers)
+    return with_file(
+        key, trace, folder, numbers="seconds", columns=COLUMNS[:-1], optional=COLUMNS[-1:], convert=_numbers
+    )
 
 
 def with_file(
@@ -147,13 +153,13 @@ def with_file(
     *,
     numbers: str,
     columns: Sequence[str],
-    convert: Callable[[list[dict[str, str]]], dict[str, Any]],
+    optional: Sequence[str] = (),
+    convert: Callable[[CsvTable], dict[str, Any]],
 ) -> Any:
     """Return a trace's table with the numbers of the file that it names, or the file's name that stands for it.
 
-    `numbers`: the key that shows that it has them already. `columns`: those of the file. `convert` returns the keys of
-    its rows, and raises ValueError or TypeError. Values of a wrong type are left for the tables' own checks. Raises
-    InvalidExperiment.
+    `numbers`: the key that shows that it has them already. `columns`, `optional`: those of the file. `convert` returns
+    the keys of its rows. Values of a wrong type are left for the tables' own checks. Raises InvalidExperiment.
     """
     if isinstance(trace, str):
         trace = {"file": trace}
@@ -161,22 +167,20 @@ def with_file(
         return trace
     path = folder / trace["file"]
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-        if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
-            remedy = f"Write the first line {','.join(columns)}."
-            raise InvalidExperiment(key, str(path), f"no column {missing[0]}", remedy)
-        return {**trace, **convert(rows)}
-    except OSError as error:
-        raise InvalidExperiment(key, str(path), error.strerror or str(error), "Name a CSV file.") from None
-    except (ValueError, TypeError, csv.Error) as error:
-        raise InvalidExperiment(key, str(path), f"no numbers: {error}", "Fix that row.") from None
+        with CsvTable.open(key, path) as table:
+            table.places(columns)
+            for name in table.header:
+                if name not in (known := [*columns, *optional]):
+                    raise table.wrong(f"has an unknown column {name!r}", proposal(name, known, what="There are"))
+            return {**trace, **convert(table)}
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        problem = getattr(error, "strerror", None) or str(error)
+        raise InvalidExperiment(key, str(path), problem, "Name a CSV file.") from None
 
 
-def _numbers(rows: list[dict[str, str]]) -> dict[str, Any]:
-    names = [name for name in COLUMNS if not rows or name in rows[0]]
-    found = {name: [float(row[name]) for row in rows] for name in names}
-    if not all(isfinite(each) for column in found.values() for each in column):
-        raise ValueError("one is not finite")
+def _numbers(table: CsvTable) -> dict[str, Any]:
+    found: dict[str, list[float]] = {name: [] for name in table.header}
+    for row in table:
+        for place, column in enumerate(found.values()):
+            column.append(table.number(row, place))
     return found
