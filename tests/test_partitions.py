@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,20 @@ def test_institution_membership_is_followed() -> None:
     assert np.abs(class_shares(labels, a) - class_shares(labels, c)).max() < 0.08
     assert np.abs(class_shares(labels, a) - class_shares(labels, b)).max() > 0.08
     assert abs(len(a) - len(c)) <= 1
+
+
+def test_overlapping_partitions_hold_their_own_samples_alone() -> None:
+    labels, devices, size = labels_of(20_000), 100, 50
+    split(labels[:500], "dirichlet_overlap", devices=1, partition_size=1)  # what is imported is no part of it
+    tracemalloc.start()
+    try:
+        parts = split(labels, "dirichlet_overlap", devices=devices, partition_size=size)
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(part.nbytes for part in parts) == devices * size * 8 and all(part.base is None for part in parts)
+    assert held < 4 * devices * size * 8  # all indices of all devices take 16 MB
+    assert most < 2_000_000
 
 
 def test_overlap_weighs_each_class_as_sequential_draws_would() -> None:

@@ -7,7 +7,7 @@ A device's position in `tree.devices` is the number of its partition. All random
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -31,9 +31,11 @@ def split(labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Indices
     split is impossible.
     """
     devices = len(tree.devices)
+    parts: Iterable[Indices]
     draw = generator(seed, Purpose.PARTITION)
     if data.partition == "dirichlet_overlap":
-        parts = [_overlapping(labels, data=data, seed=seed, place=place) for place in range(devices)]
+        # One at a time, below: each keeps the indices of all samples alive until it is copied.
+        parts = (_overlapping(labels, data=data, seed=seed, place=place) for place in range(devices))
     elif data.partition == "natural":
         parts = _natural(owners if owners is not None else np.empty(0, np.int64), devices)
     elif data.partition == "dirichlet":
