@@ -145,6 +145,26 @@ def test_a_feature_that_never_changes_has_the_deviation_1() -> None:
     assert normalisation.own_constants(whites, scale=1 / 255) == ((1.0,), (1.0,))
 
 
+@pytest.mark.parametrize("value", [0.1, 0.3, 1e6 / 7, -5.5, 0.0])
+@pytest.mark.parametrize("shape", [(1777, 2), (1777, 2, 3, 3)])
+def test_rounding_errors_are_no_deviation(value: float, shape: tuple[int, ...]) -> None:
+    rows = torch.full(shape, value)
+    rows[::3, 0] = torch.nextafter(rows[::3, 0], torch.tensor(0.0))
+    rows[:, 1] = torch.linspace(-1, 1, 1777).reshape(-1, *(1 for _ in shape[2:]))
+    mean, deviation = normalisation.own_constants(rows, scale=1.0)
+    assert deviation[0] == 1.0 and mean[0] == pytest.approx(value, rel=1e-3)
+    assert abs(mean[1]) < 1e-9 and deviation[1] == pytest.approx(3**-0.5, rel=2e-3)
+
+
+def test_a_mean_beside_a_small_deviation_has_the_digits_that_it_needs() -> None:
+    rows = torch.tensor([[1234.567], [1234.569]]) + torch.tensor([0.0])
+    (mean,), (deviation,) = normalisation.own_constants(rows, scale=1.0)
+    assert ((rows.double() - mean) / deviation).flatten().tolist() == pytest.approx([-1, 1], abs=1e-3)
+    shifted = torch.arange(256.0).reshape(-1, 1) + 2**22
+    (mean,), (deviation,) = normalisation.own_constants(shifted, scale=1.0)
+    assert ((shifted.double() - mean) / deviation).mean().abs() < 1e-3
+
+
 def test_arrays_are_normalised_by_feature(tmp_path: Path) -> None:
     rows = np.random.default_rng(1).normal([5.0, -3.0], [2.0, 0.1], (400, 2)).astype(np.float32)
     np.savez(tmp_path / "rows.npz", x=rows, y=np.arange(400) % 2)

@@ -1,10 +1,12 @@
 """The constants of a data set's normalisation: mean and deviation of each channel, or feature, after scaling.
 
-Normalised pixels are (pixel * scale - mean) / deviation.
+Normalised pixels are (pixel * scale - mean) / deviation. A channel, or feature, that never changes has the deviation 1:
+that of its rounding errors would make any other value enormous.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final, TypeAlias
 
@@ -18,6 +20,7 @@ Constants: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 BLOCK_SAMPLES: Final = 1_000  # converted to float64 at once
 DIGITS: Final = 4  # significant ones, as published constants have: sums differ in the last bits between machines
+ROUNDING: Final = 2.0**-23  # the deviation, as a part of the mean, up to which it is float32's rounding alone
 
 
 def constants_of(data: Data, samples: Tensor, *, scale: float, published: Constants) -> Constants:
@@ -42,7 +45,7 @@ def constants_of(data: Data, samples: Tensor, *, scale: float, published: Consta
 def own_constants(train: Tensor, *, scale: float) -> Constants:
     """Return mean and deviation over all samples and places, of each channel [C], to DIGITS digits.
 
-    A channel that never changes has the deviation 1.
+    A mean that is large beside its deviation has as many more digits as it needs.
     """
     count = train[:, 0].numel()
     total, square = torch.zeros(2, train.shape[1], dtype=torch.float64)
@@ -52,9 +55,15 @@ def own_constants(train: Tensor, *, scale: float) -> Constants:
     for block in _blocks(train):
         square += block.sub_(mean[:, None]).square_().sum((0, 2))
     deviation = (square / count).sqrt()
-    deviation[deviation == 0] = 1 / scale
-    rounded = [tuple(float(f"{value * scale:.{DIGITS}g}") for value in each.tolist()) for each in (mean, deviation)]
-    return rounded[0], rounded[1]
+    deviation[deviation <= ROUNDING * mean.abs()] = 1 / scale
+    pairs = zip((mean * scale).tolist(), (deviation * scale).tolist(), strict=True)
+    means, deviations = zip(*(_rounded(*pair) for pair in pairs), strict=True)
+    return means, deviations
+
+
+def _rounded(mean: float, deviation: float) -> tuple[float, float]:
+    more = max(0, math.floor(math.log10(abs(mean) / deviation))) if mean else 0
+    return float(f"{mean:.{DIGITS + more}g}"), float(f"{deviation:.{DIGITS}g}")
 
 
 def _blocks(train: Tensor) -> Iterator[Tensor]:
