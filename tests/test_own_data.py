@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.datasets import folder
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Data, found_in
@@ -71,6 +75,198 @@ def test_missing_or_empty_folders_name_the_layout(tmp_path: Path) -> None:
     (tmp_path / "train" / "cat").mkdir(parents=True)
     with pytest.raises(InvalidExperiment, match=r"no image in .*/train"):
         datasets.load(own(tmp_path), node="device-0")
+
+
+def split(root: Path, **more: Any) -> Data:
+    return own(root, **{"partition": "iid", **more})
+
+
+def both_parts(root: Path) -> None:
+    """Write an image of each class into both parts."""
+    for place, name in enumerate(CLASSES):
+        for part in ("train", "test"):
+            picture(root / part / name / "0.png", (place, 0, 0))
+
+
+def reds(images: torch.Tensor) -> list[int]:
+    return images[:, 0, 0, 0].tolist()
+
+
+def test_images_below_a_class_are_its_own_in_the_order_of_torchvision(tmp_path: Path) -> None:
+    both_parts(tmp_path)
+    train = tmp_path / "train"
+    elsewhere = tmp_path / "elsewhere"
+    places = [
+        "cat/b/1.png",
+        "cat/a-b/2.png",
+        "cat/a/3.png",
+        "cat/a/z/4.png",
+        "cat/10.png",
+        "cat/9.PNG",
+        "dog/only/5.png",
+    ]
+    for place, name in enumerate(places):
+        picture(train / name, (10 + place, 0, 0))
+    picture(elsewhere / "more" / "1.png", (99, 0, 0))
+    (train / "dog" / "linked").symlink_to(elsewhere, target_is_directory=True)
+    (train / "dog" / "0.png").unlink()
+    found = datasets.load(split(tmp_path))
+    made = folder.make_dataset(train, {"dog": 0, "cat": 1}, folder.IMG_EXTENSIONS)
+    wanted = [(Image.open(path).getpixel((0, 0))[0], label) for path, label in sorted(made, key=lambda pair: pair[1])]  # type: ignore[index]
+    assert list(zip(reds(found.train_images), found.train_labels.tolist(), strict=True)) == wanted
+    assert found.train_labels.tolist() == [0] * 2 + [1] * 7 and found.notes == ()
+
+
+def test_what_systems_leave_beside_images_does_not_count(tmp_path: Path) -> None:
+    both_parts(tmp_path)
+    for name in ("train/.DS_Store", "train/cat/.DS_Store", "train/cat/Thumbs.db", "train/dog/desktop.ini"):
+        (tmp_path / name).write_bytes(b"\0")
+    for name in ("train/cat/._0.png", "train/._cat", "test/__MACOSX/cat/._0.png", "train/@eaDir/x/0.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"\0\5\x16\7")
+    for name in ("train/.ipynb_checkpoints", "train/cat/@eaDir/0.png", "train/cat/.thumbnails"):
+        picture(tmp_path / name / "a.png", (7, 7, 7))
+    found = datasets.load(split(tmp_path))
+    assert reds(found.train_images) == [0, 1] and found.notes == ()
+
+
+def test_what_is_not_read_is_named(tmp_path: Path) -> None:
+    both_parts(tmp_path)
+    train = tmp_path / "train"
+    for name in ("labels.csv", "cat/notes.txt", "cat/1.heic", "dog/deep/0.npy"):
+        (train / name).parent.mkdir(exist_ok=True)
+        (train / name).write_text("no image")
+    picture(train / "stray.png", (9, 9, 9))
+    picture(train / "cat" / ".hidden.png", (9, 9, 9))
+    (train / "cat" / "again").symlink_to("../cat")
+    (train / "cat" / "up").symlink_to("../../..")
+    (train / "cat" / "others").symlink_to("../dog")
+    os.mkfifo(train / "dog" / "pipe.png")
+    found = datasets.load(split(tmp_path))
+    assert reds(found.train_images) == [0, 1]
+    assert found.notes == (
+        f"{train}: 10 files and links are not read: labels.csv, stray.png, dog/deep/0.npy and 7 more. Names of images"
+        " end in .jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp, .gif",
+    )
+
+
+def test_a_folder_with_several_links_is_read_once(tmp_path: Path) -> None:
+    both_parts(tmp_path)
+    for place in range(3):
+        picture(tmp_path / "album" / f"{place}.png", (50 + place, 0, 0))
+    for name in ("b", "a"):
+        (tmp_path / "train" / "cat" / name).symlink_to(tmp_path / "album", target_is_directory=True)
+    found = datasets.load(split(tmp_path))
+    assert reds(found.train_images) == [0, 1, 50, 51, 52] and "1 files and links are not read: cat/b." in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "problem"),
+    [
+        ("train/cat/0.png", [], r"data\.classes = 'cat': no image in .*/train/cat\. Put its images there, or remove"),
+        ("train/cat", [], r"data\.classes = 'cat': no image in .*/train/cat\."),
+        ("test/dog/0.png", [], r"data\.classes = 'dog': no image in .*/test/dog\."),
+        (
+            "train/cat/0.png",
+            ["train/cat/1.heic", "train/cat/a/2.heic"],
+            r"/train/cat, but cat/1\.heic, cat/a/2\.heic\.",
+        ),
+    ],
+)
+def test_a_class_without_images_is_refused(tmp_path: Path, removed: str, added: list[str], problem: str) -> None:
+    both_parts(tmp_path)
+    if (tmp_path / removed).is_dir():
+        shutil.rmtree(tmp_path / removed)
+    else:
+        (tmp_path / removed).unlink()
+    for name in added:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("no image")
+    with pytest.raises(InvalidExperiment, match=problem) as refused:
+        datasets.load(split(tmp_path))
+    assert refused.value.exit_code == 4
+
+
+def test_a_class_that_only_the_training_samples_have_is_named(tmp_path: Path) -> None:
+    both_parts(tmp_path)
+    shutil.rmtree(tmp_path / "test" / "dog")
+    assert datasets.load(split(tmp_path)).notes == (
+        "folder: no test sample has these classes of the training samples: 'dog'",
+    )
+
+
+def test_a_device_may_lack_a_class_but_not_its_images(tmp_path: Path) -> None:
+    picture(tmp_path / "train" / "cat" / "a.png", (1, 2, 3))
+    assert datasets.load(own(tmp_path), node="device-0").train_labels.tolist() == [1]
+    (tmp_path / "train" / "dog").mkdir()
+    with pytest.raises(InvalidExperiment, match=r"data\.classes = 'dog': no image in"):
+        datasets.load(own(tmp_path, noise=0.1), node="device-0")
+
+
+def save(path: Path, pixels: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_parts(tmp_path)
+    picture(tmp_path / "train" / "cat" / "secret" / "1.png", (1, 2, 3))
+    listing = Path.iterdir
+
+    def refusing(path: Path) -> Iterator[Path]:
+        if path.name == "secret":  # root could list it
+            raise PermissionError(13, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(Path, "iterdir", refusing)
+    with pytest.raises(InvalidExperiment, match=r"data\.root = '.*/train/cat/secret': Permission denied\. Make it"):
+        datasets.load(split(tmp_path))
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    both_parts(tmp_path)
+    (tmp_path / "train" / "cat" / "gone.png").symlink_to("nowhere.png")
+    with pytest.raises(InvalidExperiment, match=r"gone\.png': this file is not an image .*No such file.* Replace it"):
+        datasets.load(split(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_pixels_of_an_unknown_range_are_refused(tmp_path: Path, kind: Any) -> None:
+    save(tmp_path / "train" / "dog" / "a.tiff", np.full((6, 8), 1, kind))
+    with pytest.raises(
+        InvalidExperiment, match=r"a\.tiff': this file .* whose range is unknown: convert it to 8 or 16"
+    ):
+        datasets.load(own(tmp_path), node="device-0")
+
+
+def test_images_of_16_bits_keep_their_higher_half(tmp_path: Path) -> None:
+    save(tmp_path / "train" / "dog" / "a.png", np.full((6, 8), 200 * 256 + 3, np.uint16))
+    save(tmp_path / "train" / "dog" / "b.tiff", np.full((6, 8), 100 * 256 + 255, np.uint16))
+    picture(tmp_path / "train" / "cat" / "c.png", (50, 0, 0))
+    found = datasets.load(own(tmp_path), node="device-0")
+    assert reds(found.train_images) == [200, 100, 50] and found.notes == ()
+    for name, value in (("a.png", 4095), ("b.tiff", 17)):
+        save(tmp_path / "train" / "dog" / name, np.full((6, 8), value, np.uint16))
+    dark = datasets.load(own(tmp_path, noise=0.1), node="device-0")
+    assert dark.notes == (
+        f"{tmp_path}/train: no pixel of its 16-bit images is above 4095 of 65535: they are nearly black",
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "wanted"),
+    [
+        ("1", 1, [255, 255, 255]),
+        ("LA", (90, 0), [90, 90, 90]),
+        ("CMYK", (255, 0, 255, 0), [0, 255, 0]),
+        ("YCbCr", (76, 85, 255), [254, 0, 0]),
+    ],
+)
+def test_images_of_any_mode_become_colours(tmp_path: Path, mode: str, colour: Any, wanted: list[int]) -> None:
+    end = "tiff" if mode in ("CMYK", "YCbCr") else "png"
+    picture(tmp_path / "train" / "dog" / f"a.{end}", colour, mode=mode)
+    found = datasets.load(own(tmp_path), node="device-0").train_images
+    assert np.abs(found[0, :, 0, 0].numpy().astype(int) - wanted).max() <= 1
 
 
 @pytest.mark.parametrize("raw", [b"", b"no image", None])

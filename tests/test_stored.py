@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from common.experiment.data import Data
 from common.experiment.reading import parse
@@ -242,6 +243,28 @@ def test_another_file_makes_it_stale(place: Path, tmp_path: Path, monkeypatch: p
                 os.utime(path, (value, value))
         datasets._load.cache_clear()
         assert (datasets.load(data).train_images == value).all()
+    assert len(list(place.glob("*.safetensors"))) == 2
+
+
+def test_an_image_behind_a_link_makes_it_stale_and_its_notes_are_kept(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "SMALL_BYTES", 1)
+    tree = {"dataset": "folder", "root": str(tmp_path / "root"), "classes": ["a"], "image_shape": [1, 2, 2]}
+    for name in ("root/train/a/0.png", "root/test/a/0.png", "album/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (2, 2), 7).save(tmp_path / name)
+    (tmp_path / "root" / "train" / "a" / "notes.txt").write_text("no image")
+    (tmp_path / "root" / "train" / "a" / "album").symlink_to(tmp_path / "album", target_is_directory=True)
+    data = parse({"data": tree}).data
+    for colour in (7, 9):
+        Image.new("L", (2, 2), colour).save(tmp_path / "album" / "1.png")
+        os.utime(tmp_path / "album" / "1.png", (colour, colour))
+        for _ in range(2):  # made, and found
+            datasets._load.cache_clear()
+            found = datasets.load(data)
+            assert found.train_images[:, 0, 0, 0].tolist() == [7, colour]
+            assert len(found.notes) == 1 and "1 files and links are not read: a/notes.txt." in found.notes[0]
     assert len(list(place.glob("*.safetensors"))) == 2
 
 

@@ -22,9 +22,9 @@ from common.experiment.reading import parse
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
 from common.learning.inputs import Inputs
+from common.learning.readers.arrays import rows_to_test
 from common.learning.readers.parts import Parts
 from common.learning.readers.table import read_csv
-from common.learning.readers.table_rows import rows_to_test
 from tests.helpers.commands import invoke
 from tests.helpers.examples import examples
 
@@ -125,12 +125,124 @@ def test_missing_values_are_an_error_or_their_rows_are_left_out(tmp_path: Path) 
     assert sorted([*found.train[:, 0], *found.test[:, 0]]) == [1, 2, 5, 6]
 
 
+def labelled(names: list[str], *, lacking: dict[int, str] | None = None) -> str:
+    """Return a table of these classes, whose rows `lacking` have something else than a number in column `a`."""
+    return "a,y\n" + "".join(f"{(lacking or {}).get(i, str(i))},{name}\n" for i, name in enumerate(names))
+
+
+@pytest.mark.parametrize("missing", ["error", "drop"])
+@pytest.mark.parametrize("word", ["None", "NA", "null", "none", "nan", "?"])
+def test_a_class_may_have_the_name_of_a_missing_value(tmp_path: Path, missing: str, word: str) -> None:
+    found = read(tmp_path, labelled([word, "Apnea", "Insomnia"] * 20), table(missing=missing))
+    assert found.names == sorted([word, "Apnea", "Insomnia"]) and found.classes == 3
+    assert len(found.train) + len(found.test) == 60 and found.notes == [
+        f"{tmp_path}/t.csv: column 'y' has {word!r} in 20 rows, which counts as a name: in a column of texts only empty"
+        " cells are missing values"
+    ]
+    listed = read(tmp_path, labelled([word, "Apnea"] * 20), table(missing=missing, classes=["Apnea", word]))
+    assert len(listed.train) + len(listed.test) == 40 and listed.notes == []
+
+
+@pytest.mark.parametrize("classes", [None, 2, ["1", "0"]])
+def test_among_numbers_such_a_word_is_a_missing_value(tmp_path: Path, classes: Any) -> None:
+    text = labelled(["0", "1", "nan", "1", "0", "", "0", "1"], lacking={3: "?"})
+    with pytest.raises(InvalidExperiment, match=r"no value in line 5, column 'a'\. Fill it in, or set data\.missing"):
+        read(tmp_path, text, table(classes=classes))
+    with pytest.raises(InvalidExperiment, match=r"no value in line 4, column 'y'\. Fill it in, or set data\.missing"):
+        read(tmp_path, text.replace("?,1", "3,1").replace("5,\n", ""), table(classes=classes))
+    found = read(tmp_path, text, table(classes=classes, missing="drop"))
+    assert found.classes == 2 and sorted([*found.train[:, 0], *found.test[:, 0]]) == [0, 1, 4, 6, 7]
+    assert found.notes == [
+        f"{tmp_path}/t.csv: 3 of 8 rows lack a value and are left out (2 without a class, 1 of '1'),"
+        " the first in line 5, column 'a'"
+    ]
+
+
+def test_users_may_have_such_a_name_too(tmp_path: Path) -> None:
+    data = table(user_column="who", partition="natural")
+    for ids, word in ((["NA", "Bo", "Al"], "NA"), (["7", "nan", "8"], "nan")):
+        rows = "".join(f"{i},{i % 2},{ids[i % 3]}\n" for i in range(30))
+        found = read(tmp_path, f"a,y,who\n{rows}", data)
+        assert found.users == tuple(sorted(ids)) and f"column 'who' has {word!r} in 10 rows" in found.notes[0]
+    with pytest.raises(InvalidExperiment, match="no value in line 3, column 'who'"):
+        read(tmp_path, "a,y,who\n1,0,7\n2,1, \n3,1,8\n", data)
+
+
+def test_rows_that_are_left_out_are_counted_by_class_and_no_class_is_lost(tmp_path: Path) -> None:
+    names = ["a"] * 20 + ["b"] * 20
+    found = read(tmp_path, labelled(names, lacking={3: "", 5: "NA", 30: "null"}), table(missing="drop"))
+    assert found.notes == [
+        f"{tmp_path}/t.csv: 3 of 40 rows lack a value and are left out (2 of 'a', 1 of 'b'),"
+        " the first in line 5, column 'a'"
+    ]
+    lost = labelled(names, lacking=dict.fromkeys(range(20, 40), "NA"))
+    with pytest.raises(InvalidExperiment) as refused:
+        read(tmp_path, lost, table(missing="drop"))
+    assert str(refused.value) == (
+        f"data.missing = 'drop': leaves no row of class 'b' in {tmp_path}/t.csv; the first missing value is in line 22,"
+        " column 'a'. Fill in the values, or list columns that lack many in data.ignored_columns."
+    )
+    with pytest.raises(InvalidExperiment, match="leaves no row of any class in"):
+        read(tmp_path, "a,y\n,1\n,2\n", numbers(missing="drop"))
+    kept = read(tmp_path, lost, table(missing="drop", partition="private", classes=["a", "b"]))
+    assert len(kept.train) == 20 and "20 of 40 rows lack a value and are left out (20 of 'b')" in kept.notes[0]
+    counted = read(tmp_path, "a,y\n1,NA\n2,2\n3,3\n", numbers(missing="drop"))
+    assert counted.notes == [
+        f"{tmp_path}/t.csv: 1 of 3 rows lack a value and are left out, the first in line 2, column 'y'"
+    ]
+
+
+def test_a_leading_zero_is_part_of_a_name(tmp_path: Path) -> None:
+    found = read(tmp_path, labelled(["07", "7", "8", "7.0", "-01", "00", "0"] * 4), table())
+    assert found.names == ["-01", "0", "00", "07", "7", "8"]
+    written = read(tmp_path, labelled(["1.000000000000000000e+00", "2e0", "+1"] * 4), table())
+    assert written.names == ["1", "2"]  # as numpy.savetxt writes them
+    listed = read(tmp_path, labelled(["07", "7.0"] * 4), table(classes=["7.0", "07"]))
+    assert listed.names == ["7", "07"]
+    with pytest.raises(InvalidExperiment, match=r"data\.classes = .*: '7' is listed twice\. List it once"):
+        read(tmp_path, labelled(["7"] * 4), table(classes=["7.0", "7"]))
+
+
+def test_numbers_are_no_classes_unless_listed(tmp_path: Path) -> None:
+    text = labelled(["0.5", "1.5", "2"] * 4)
+    with pytest.raises(InvalidExperiment, match=r"data\.target_column = 'y': .* such as 0\.5 .*'numbers', or list"):
+        read(tmp_path, text, table())
+    assert read(tmp_path, text, table(classes=["0.5", "1.5", "2.0"])).classes == 3
+    prices = read(tmp_path, labelled([str(i * 1000) for i in range(40)]), table())
+    assert "column 'y' has 40 classes in 40 rows. If it has numbers, set data.targets = 'numbers'" in prices.notes[-1]
+    assert read(tmp_path, labelled([str(i % 20) for i in range(40)]), table()).notes == []
+
+
+@pytest.mark.parametrize(("usual", "other"), [(0.1, 0.2), (1e9 / 3, 5.0), (0.0, 1e-3), (-7.7, 0.0)])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_column_that_never_changes_in_training_has_the_deviation_1(
+    tmp_path: Path, usual: float, other: float, rounded: bool
+) -> None:
+    values = [usual * (1 + 2**-52 * (i % 3) * rounded) for i in range(1001)]
+    rows = "".join(f"{i},{value!r},{i % 2}\n" for i, value in enumerate(values))
+    (tmp_path / "more.csv").write_text(f"a,same,y\n1,{other!r},0\n2,{usual!r},1\n")
+    found = read(tmp_path, f"a,same,y\n{rows}", table(standardise=True, test_file="more.csv"))
+    assert np.abs(found.train[:, 1]).max() < 1e-6
+    assert found.test[:, 1].tolist() == pytest.approx([other - usual, 0], rel=1e-6, abs=1e-6 * abs(usual))
+    assert found.train[:, 0].std() == pytest.approx(1)
+
+
+def test_a_class_of_the_test_samples_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "more.csv").write_text("a,y\n9,Cat\n8,dog\n")
+    (tmp_path / "t.csv").write_text("a,y\n1,cat\n2,dog\n3,cat\n")
+    tree = {"dataset": "t.csv", "root": str(tmp_path), "target_column": "y", "test_file": "more.csv"}
+    assert datasets.load(parse({"data": tree}).data).notes == (
+        "t.csv: no training sample has these classes of the test samples: 'Cat'",
+        "t.csv: no test sample has these classes of the training samples: 'cat'",
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "more", "problem"),
     [
         ("1,2\n3,4\n", {}, "has no header"),
         ("", {}, "has no header"),
-        ("a,a,y\n1,2,3\n", {}, "with the same"),
+        ("a,a,y\n1,2,3\n", {}, "with the same name, 'a'"),
         ("a,,y\n1,2,3\n", {}, "without a name"),
         ("a,yy\n1,2\n", {}, r"data\.target_column = 'y': .*no such column\. Did you mean 'yy'"),
         ("a,y\n1,2\n", {"user_column": "who"}, r"data\.user_column = 'who'"),
@@ -266,6 +378,56 @@ def test_images_tokens_and_labels_in_arrays(archive: Callable[..., Dataset]) -> 
     assert (copy == samples).all() and copy.data_ptr() != samples.data_ptr()
 
 
+def test_labels_may_have_gaps_if_the_number_of_classes_is_given(archive: Callable[..., Dataset]) -> None:
+    found = archive({"classes": 7}, x=X, y=1 + np.arange(12) % 3)
+    assert found.classes == 7 and {*found.train_labels.tolist(), *found.test_labels.tolist()} == {1, 2, 3}
+    with pytest.raises(InvalidExperiment, match="labels that should be 0 to 2, and are 3 too"):
+        archive({"classes": 3}, x=X, y=1 + np.arange(12) % 3)
+
+
+def test_arrays_of_other_names_are_named(archive: Callable[..., Dataset]) -> None:
+    found = archive(x=X, y=np.arange(12) % 2, X_test=X[:2], users=np.arange(12), z=X[:0])
+    (note,) = found.notes
+    assert note.endswith("t.npz: these arrays are not read: X_test, users, z")
+    assert archive(x=X, y=np.arange(12) % 2).notes == ()
+    own = {"partition": "private", "classes": 2}
+    found = archive(own, x=X, y=np.arange(12) % 2, x_test=X[:2], y_test=np.arange(2))
+    assert len(found.test_labels) == 12 and found.notes[0].endswith("are not read: x_test, y_test")
+
+
+def test_channels_are_first_or_certainly_last(archive: Callable[..., Dataset]) -> None:
+    images = np.arange(6 * 8 * 9 * 3).reshape(6, 8, 9, 3).astype(np.uint8)
+    y, no_test = np.arange(6), {"x_test": images[:1], "y_test": np.array([0])}
+    last = archive(x=images, y=y, **no_test)
+    assert last.inputs == Inputs((3, 8, 9), 6) and np.array_equal(last.train_images, images.transpose(0, 3, 1, 2))
+    first = archive(x=images.transpose(0, 3, 1, 2), y=y, x_test=images[:1].transpose(0, 3, 1, 2), y_test=np.array([0]))
+    assert np.array_equal(first.train_images, last.train_images)
+    assert archive(x=images[..., :1], y=y, x_test=images[:1, ..., :1], y_test=np.array([0])).inputs.shape == (1, 8, 9)
+    notes = [each for each in (*last.notes, *first.notes) if "channels" in each]
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "channels"),
+    [((8, 8, 3), np.float32, 8), ((3, 8, 3), np.uint8, 3), ((12, 6, 6), np.uint8, 12), ((8, 8, 12), np.uint8, 8)],
+)
+def test_channels_that_may_be_last_are_named(
+    archive: Callable[..., Dataset], shape: tuple[int, ...], kind: Any, channels: int
+) -> None:
+    found = archive(x=np.zeros((6, *shape), kind), y=np.zeros(6, int))
+    assert found.inputs.shape == shape and len(found.notes) == 1
+    assert f"are images of {channels} channels, {shape[1]} x {shape[2]} pixels. If" in found.notes[0]
+    assert "use x.transpose(0, 3, 1, 2)" in found.notes[0]
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (1, 28, 28), (2, 9, 7), (8,), (4, 6)])
+@pytest.mark.parametrize("kind", [np.float32, np.uint8])
+def test_usual_shapes_are_not_named(archive: Callable[..., Dataset], shape: tuple[int, ...], kind: Any) -> None:
+    if kind == np.uint8 and len(shape) == 1:
+        shape = (4, 5)
+    assert archive(x=np.zeros((6, *shape), kind), y=np.zeros(6, int)).notes == ()
+
+
 @pytest.mark.parametrize(
     ("arrays", "problem"),
     [
@@ -277,7 +439,28 @@ def test_images_tokens_and_labels_in_arrays(archive: Callable[..., Dataset]) -> 
         ({"x": X.astype(object), "y": np.arange(12)}, "x is an array of object"),
         ({"x": np.where(X > 3, np.nan, X), "y": np.arange(12)}, "not finite"),
         ({"x": X, "y": X[:, 0]}, r"targets of float64 \[10\], which are no classes.*data\.targets = 'numbers'"),
-        ({"x": X, "y": -np.arange(12)}, "labels that should be 0 to"),
+        (
+            {"x": X, "y": -np.arange(12)},
+            "labels that should be 0 to n - 1, and -11 among them. Number the classes from 0",
+        ),
+        (
+            {"x": X, "y": 1 + np.arange(12) % 3},
+            r"3 classes with the labels 1, 2, 3, .* 4\. Number them from 0 to 2, or",
+        ),
+        ({"x": X, "y": 1000 * (np.arange(12) % 3)}, r"would have 2001\. .*, or set data\.classes = 2001\."),
+        (
+            {"x": X, "y": np.arange(12) * 10**12},
+            r"12 classes with the labels 0, 1000000000000, 2000000000000 and 9 more",
+        ),
+        ({"x": X, "y": np.arange(12) % 3 / 2}, "which are no classes"),
+        ({"x": X, "y": np.eye(3, dtype=int)[np.arange(12) % 3]}, r"\[N\] by y\.argmax\(1\) if they are one-hot, or"),
+        ({"x": X, "y": np.arange(12)[:, None]}, r"int64 \[10, 1\], which are no classes\. .* \[N\] by y\[:, 0\], or"),
+        ({"x": np.where(X == 5, -np.inf, X), "y": np.arange(12)}, "has x that are not finite .* place 2: -inf"),
+        ({"x": np.where(X == 5, 1e39, X), "y": np.arange(12)}, r"has x that are not finite .* place 2: 1e\+39"),
+        ({"x": np.float64(np.nan), "y": np.arange(12)}, "has x that are not finite .* place 0: nan"),
+        ({"x": X, "y": np.where(X[:, 0] == 6, np.nan, X[:, 0])}, "has y that are not finite .* place 3: nan"),
+        ({"x_train": X, "y_train": np.arange(12)}, "has no array 'x' but x_train, y_train"),
+        ({"x": X, "y": np.arange(12), "x_test": X * np.nan, "y_test": np.arange(12)}, "has x_test that are not finite"),
         ({"x": X.astype(np.uint8), "y": np.arange(12)}, r"samples of uint8 \[10, 2\]"),
     ],
 )

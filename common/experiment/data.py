@@ -94,7 +94,8 @@ class Data(SettingsTable):
     target_column: Column | list[Column] | None = None  # of a CSV file: the column to predict, or several of numbers
     user_column: Column | None = None  # of a CSV file: whose sample it is, for `partition = "natural"`
     ignored_columns: list[Column] = Field(default_factory=list)  # of a CSV file: those that are no feature
-    missing: Literal["error", "drop"] = "error"  # of a CSV file: what is done with a row that lacks a value
+    # Of a CSV file: what is done with a row that lacks a value. Rows that are left out are counted by class.
+    missing: Literal["error", "drop"] = "error"
     # Of a CSV file: shift and scale each feature to mean 0 and deviation 1 over the training rows.
     standardise: bool = True
     target_scale: Positive = 1.0  # of a CSV file's numbers: they are divided by it, and errors are in units of it

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +31,7 @@ from common.learning.normalisation import constants_of
 from common.learning.readers import cifar, folder, idx, leaf, made
 from common.learning.readers.npz import read_npz
 from common.learning.readers.own_data import read_own
-from common.learning.readers.parts import Labels, Parts, Samples, Targets
+from common.learning.readers.parts import Labels, Parts, Samples, Targets, some
 from common.learning.readers.table import read_csv
 from common.randomness import Purpose, generator
 
@@ -62,7 +63,8 @@ class Dataset:
     Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or texts, int64 [N, L], with values below `tokens`
     (0 = images); or of tables and own data float32 [N, ...]. `scale` maps a pixel into [0, 1]; `mean` and `std` are per
     channel or feature, or one for all, after scaling (`data.normalise`). If the samples have users, `owners` int64 [N]
-    are the indices in `users` of the training samples' users.
+    are the indices in `users` of the training samples' users. `notes`: what the user should know of the files, a line
+    each; one node of a run shows them.
     """
 
     train_images: Tensor
@@ -76,6 +78,7 @@ class Dataset:
     tokens: int = 0
     users: tuple[str, ...] = ()
     owners: Labels | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> Inputs:
@@ -116,7 +119,7 @@ _LOADING = threading.Lock()  # lru_cache alone would allow several devices to lo
 def _load(data_json: str, root: str, reader: str) -> Dataset:
     """`reader`: the node that reads, "" for any device."""
     data, place = Data.model_validate_json(data_json), Path(root)
-    files = list(_files(data, place))
+    files = list(_files(data, place, reader))
     make = partial(_make_stored, data, place, reader)
     if _size(data, files) < stored.SMALL_BYTES:
         return _dataset(data, make())
@@ -125,10 +128,12 @@ def _load(data_json: str, root: str, reader: str) -> Dataset:
     return _dataset(data, stored.shared(stored.digest_of([what, reader, np.__version__], [*files, *code]), make))
 
 
-def _files(data: Data, root: Path) -> Iterator[Path]:
+def _files(data: Data, root: Path, reader: str) -> Iterator[Path]:
     """Yield the files of a data set."""
     if data.dataset == "folder":
-        yield from (path for part in ("train", "test") for path in (root / part).rglob("*") if path.is_file())
+        for part in _image_parts(data, reader):
+            found = folder.files_of(root / part, _names(data))
+            yield from (path for path in (*chain(*found.images.values()), *found.others) if path.is_file())
     elif is_table(data.dataset):
         yield from (path for name in (data.dataset, data.test_file) if name and (path := root / name).is_file())
     elif data.dataset in FOLDERS:
@@ -159,7 +164,9 @@ def _make_stored(data: Data, root: Path, reader: str) -> stored.Stored:
     }
     if parts.owners is not None:
         tensors["owners"] = torch.from_numpy(parts.owners)
-    return stored.Stored(tensors, {"classes": parts.classes, "tokens": parts.tokens, "users": parts.users})
+    notes = [*parts.notes, *_unlearned(data, parts)]
+    facts = {"classes": parts.classes, "tokens": parts.tokens, "users": parts.users, "notes": notes}
+    return stored.Stored(tensors, facts)
 
 
 def _dataset(data: Data, made: stored.Stored) -> Dataset:
@@ -182,6 +189,7 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
         made.facts["tokens"],
         tuple(made.facts["users"]),
         None if owners is None else owners.numpy(),
+        tuple(made.facts["notes"]),
     )
 
 
@@ -211,12 +219,28 @@ def _check(data: Data, samples: Samples, labels: Targets, *, classes: int, neede
         if numbers:
             problem = f"{data.dataset} has {len(samples)} samples, and {len(labels)} targets"
             raise InvalidExperiment("data.root", data.root, problem, "Give this node some.")
+        wrong = np.flatnonzero((labels < 0) | (labels >= classes))[:1].tolist()
+        which = f", and are {labels[wrong[0]]} too" if wrong else ""
         raise InvalidExperiment(
             "data.root",
             data.root,
-            f"{data.dataset} has {len(samples)} samples, and {len(labels)} labels that should be 0 to {classes - 1}",
+            f"{data.dataset} has {len(samples)} samples, and {len(labels)} labels that should be 0 to {classes - 1}"
+            + which,
             "Correct the targets." if is_own(data.dataset) or is_table(data.dataset) else "Fetch the files again.",
         )
+
+
+def _unlearned(data: Data, parts: Parts) -> list[str]:
+    """Return a line if test samples have classes that no training sample has, and one for the reverse."""
+    if data.private or data.targets == NUMBERS:
+        return []
+    train, test = (np.bincount(labels, minlength=parts.classes) for labels in (parts.train_labels, parts.test_labels))
+    lines = []
+    for lacking, having, one, other in ((train, test, "training", "test"), (test, train, "test", "training")):
+        if found := np.flatnonzero((lacking == 0) & (having > 0)).tolist():
+            names = some([repr(parts.names[label]) if parts.names else label for label in found])
+            lines.append(f"{data.dataset}: no {one} sample has these classes of the {other} samples: {names}")
+    return lines
 
 
 def _unchanged(rows: Tensor) -> Tensor:
@@ -228,9 +252,16 @@ def _make(data: Data, _: Path, __: str) -> Parts:
 
 
 def _own_images(data: Data, root: Path, reader: str) -> Parts:
-    names = data.classes if isinstance(data.classes, list) else []
-    parts = ("train", "test") if not data.private else ("test",) if reader == CLOUD else ("train",)
-    return folder.read_folder(root, classes=names, shape=tuple(data.image_shape), parts=parts)
+    shape, parts = tuple(data.image_shape), _image_parts(data, reader)
+    return folder.read_folder(root, classes=_names(data), shape=shape, parts=parts)
+
+
+def _image_parts(data: Data, reader: str) -> tuple[str, ...]:
+    return ("train", "test") if not data.private else ("test",) if reader == CLOUD else ("train",)
+
+
+def _names(data: Data) -> list[str]:
+    return data.classes if isinstance(data.classes, list) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Samples and targets of any array, tensor or PyTorch data set, converted to those that devices train on.
 
-Floats become float32; uint8 of three or more dimensions are images, [N, H, W] of one channel; other integers are
-tokens, int64. Classes are integers, int64 [N]; numbers become float32 [N, T].
+Floats become float32; uint8 of three or more dimensions are images, [N, H, W] of one channel, and [N, H, W, C] only
+where nothing else is likely; other integers are tokens, int64. Classes are integers, int64 [N], without gaps unless
+their number is given; numbers become float32 [N, T].
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import numpy.typing as npt
 from common.experiment.data import Data
 from common.experiment.own import short
 from common.experiment.score import NUMBERS
-from common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples, Targets
+from common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples, Targets, some
+from common.randomness import Purpose, generator
 
 Array = npt.NDArray[Any]
 IMAGES_DIM = 3  # with the samples' own dimension, the least
+CHANNELS = (1, 3, 4)  # grey, colour, colour and transparency
 
 
 class Refuse(Protocol):
@@ -29,14 +32,23 @@ class Refuse(Protocol):
 
 
 def parts_of(
-    data: Data, train: tuple[Any, Any, Any], test: tuple[Any, Any], *, refuse: Refuse, classes: int = 0, tokens: int = 0
+    data: Data,
+    train: tuple[Any, Any, Any],
+    test: tuple[Any, Any],
+    *,
+    refuse: Refuse,
+    classes: int = 0,
+    tokens: int = 0,
+    names: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> Parts:
     """Return converted samples and targets. Raises InvalidExperiment through `refuse`.
 
     `train` are samples, targets and users, None if they have none; `test` samples and targets. One of both may have no
-    samples: None. `classes`, `tokens`: their numbers if they are known, else those that occur.
+    samples: None. `classes`, `tokens`: their numbers if they are known, else those that occur; `names`, `notes`: see
+    `Parts`.
     """
-    found = [_samples(each, refuse) for each in (train[0], test[0])]
+    found = [_samples(each, refuse, of) for each, of in ((train[0], "training"), (test[0], "test"))]
     first = next((each for each in found if each is not None), None)
     if first is None:
         refuse("has no samples", "Return some.")
@@ -44,7 +56,7 @@ def parts_of(
     if samples[0].dtype != samples[1].dtype or samples[0].shape[1:] != samples[1].shape[1:]:
         shapes = " and ".join(f"{each.dtype} {list(each.shape)}" for each in samples)
         refuse(f"has training and test samples of {shapes}", "Convert one of them.")
-    given = [_targets(data, each, refuse) for each in (train[1], test[1])]
+    given = [_targets(data, each, refuse, of) for each, of in ((train[1], "training"), (test[1], "test"))]
     width = next((each.shape[1:] for each in given if each is not None), ())
     kind = np.float32 if data.targets == NUMBERS else np.int64
     labels = [np.empty((0, *width), kind) if each is None else each for each in given]
@@ -56,17 +68,64 @@ def parts_of(
     if data.targets == NUMBERS:
         classes = width[0]
     else:
-        named = len(data.classes) if isinstance(data.classes, list) else data.classes
-        classes = named or classes or 1 + max(int(each.max(initial=-1)) for each in labels)
+        named = data.classes if isinstance(data.classes, int) else len(names)
+        classes = named or classes or _classes(labels, refuse)
     users, owners = _users(train[2], len(samples[0]), refuse)
     if first.dtype == np.int64:
         tokens = tokens or 1 + max(int(each.max(initial=0)) for each in samples)
         if any(len(each) and not 0 <= each.min() <= each.max() < tokens for each in samples):
             refuse(f"has integers outside of 0 to {tokens - 1}", "Check `tokens`, or convert the samples to float32.")
-    return Parts(samples[0], labels[0], samples[1], labels[1], classes, tokens, users, owners)
+    notes = [*notes, *_unlikely(samples[0] if len(samples[0]) else samples[1])]
+    return Parts(samples[0], labels[0], samples[1], labels[1], classes, tokens, users, owners, names, notes)
 
 
-def _samples(found: Any, refuse: Refuse) -> Samples | None:
+def rows_to_test(count: int, share: float, *, refuse: Refuse) -> npt.NDArray[np.bool_]:
+    """Return which of `count` rows of a table are for testing, bool [count]: at least one, and not all.
+
+    They are drawn once and for all, so that no run's seed has a say.
+    """
+    if count < 2:
+        refuse(f"has {count} rows", "It needs at least two, one to train and one to test.")
+    picked = np.zeros(count, np.bool_)
+    tests = min(count - 1, max(1, round(share * count)))
+    picked[generator(0, Purpose.PARTITION, "test rows").permutation(count)[:tests]] = True
+    return picked
+
+
+def _classes(labels: Sequence[Targets], refuse: Refuse) -> int:
+    """Return the number of classes that occur: 0 to n - 1, each of them."""
+    found = np.unique(np.concatenate(labels)).tolist()
+    if found and found[0] < 0:
+        refuse(f"has labels that should be 0 to n - 1, and {found[0]} among them", "Number the classes from 0.")
+    if found != list(range(len(found))):
+        problem = (
+            f"has {len(found)} classes with the labels {some(found)}, for which a model would have {found[-1] + 1}"
+        )
+        remedy = f"Number them from 0 to {len(found) - 1}, or set data.classes = {found[-1] + 1}."
+        refuse(problem, remedy)
+    return len(found)
+
+
+def _unlikely(samples: Samples) -> list[str]:
+    """Return a line if samples may be images whose channels are last, which a model would take for rows of pixels."""
+    shape = samples.shape[1:]
+    if len(shape) != IMAGES_DIM or samples.dtype == np.int64:
+        return []
+    odd = samples.dtype == np.uint8 and (shape[0] > max(CHANNELS) or shape[2] in CHANNELS)
+    if not odd and not _channels_last(shape):
+        return []
+    images = (
+        f"{samples.dtype} samples of {list(shape)} are images of {shape[0]} channels, {shape[1]} x {shape[2]} pixels"
+    )
+    return [f"{images}. If their channels are last, use x.transpose(0, 3, 1, 2)"]
+
+
+def _channels_last(shape: Sequence[int]) -> bool:
+    """Return whether (H, W, C) is likely, and (C, H, W) is not."""
+    return shape[2] in CHANNELS and shape[0] not in CHANNELS
+
+
+def _samples(found: Any, refuse: Refuse, part: str) -> Samples | None:
     if found is None:
         return None
     array = array_of(found, "samples", refuse)
@@ -76,10 +135,11 @@ def _samples(found: Any, refuse: Refuse) -> Samples | None:
     if kind in "fb":
         with np.errstate(over="ignore"):
             floats = np.ascontiguousarray(array, np.float32)
-        if not np.isfinite(floats).all():
-            refuse("has samples that are not finite in float32", "Replace them, or drop these samples.")
+        check_finite(floats, f"{part} samples", refuse)
         return floats
     if array.dtype == np.uint8 and array.ndim >= IMAGES_DIM:
+        if array.ndim == IMAGES_DIM + 1 and _channels_last(array.shape[1:]):
+            array = array.transpose(0, 3, 1, 2)
         return np.ascontiguousarray(array[:, None] if array.ndim == IMAGES_DIM else array)
     if kind not in "iu" or array.dtype == np.uint8:
         remedy = "Convert them: floats, uint8 images [N, C, H, W], or integers that are tokens."
@@ -87,7 +147,21 @@ def _samples(found: Any, refuse: Refuse) -> Samples | None:
     return np.ascontiguousarray(array, np.int64)
 
 
-def _targets(data: Data, found: Any, refuse: Refuse) -> Targets | None:
+def check_finite(array: Array, what: str, refuse: Refuse) -> None:
+    """Refuse floats that are not finite in float32, by the first one's place along the first dimension."""
+    if array.dtype.kind != "f":
+        return
+    with np.errstate(over="ignore"):
+        finite = np.atleast_1d(np.isfinite(np.asarray(array, np.float32)))
+    if not finite.all():
+        first = int(finite.argmin())
+        problem = (
+            f"has {what} that are not finite in float32, the first in place {np.unravel_index(first, finite.shape)[0]}"
+        )
+        refuse(f"{problem}: {array.flat[first]}", "Replace such values, or drop these samples.")
+
+
+def _targets(data: Data, found: Any, refuse: Refuse, part: str) -> Targets | None:
     if found is None:
         return None
     array = array_of(found, "targets", refuse)
@@ -96,11 +170,11 @@ def _targets(data: Data, found: Any, refuse: Refuse) -> Targets | None:
             refuse(f"has targets of {array.dtype} {list(array.shape)}", "Convert them to floats, [N] or [N, T].")
         with np.errstate(over="ignore"):
             numbers = np.ascontiguousarray(array if array.ndim > 1 else array[:, None], np.float32)
-        if not np.isfinite(numbers).all():
-            refuse("has targets that are not finite in float32", "Replace them, or drop these samples.")
+        check_finite(numbers, f"{part} targets", refuse)
         return numbers
     if array.dtype.kind not in "biu" or array.ndim != 1:
-        remedy = "Convert them to integers from 0, [N], or set data.targets = 'numbers'."
+        how = {1: " by y[:, 0]"}.get(array.shape[1], " by y.argmax(1) if they are one-hot") if array.ndim == 2 else ""
+        remedy = f"Convert them to integers from 0, [N]{how}, or set data.targets = 'numbers'."
         refuse(f"has targets of {array.dtype} {list(array.shape)}, which are no classes", remedy)
     return np.ascontiguousarray(array, np.int64)
 

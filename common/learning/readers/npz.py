@@ -6,6 +6,7 @@ Nothing is unpickled: arrays of objects are refused. Sizes are checked before me
 from __future__ import annotations
 
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -14,9 +15,8 @@ from numpy.lib import format as npy
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Data
-from common.learning.readers.arrays import parts_of
-from common.learning.readers.parts import MOST_BYTES, Parts
-from common.learning.readers.table_rows import rows_to_test
+from common.learning.readers.arrays import check_finite, parts_of, rows_to_test
+from common.learning.readers.parts import MOST_BYTES, Parts, some
 
 KNOWN: Final = ("x", "y", "x_test", "y_test", "user")
 HEADS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
@@ -29,27 +29,34 @@ def read_npz(data: Data, root: Path, *, test: bool) -> Parts:
     def refuse(problem: str, remedy: str) -> NoReturn:
         raise InvalidExperiment("data.dataset", str(path), problem, remedy)
 
-    arrays = _arrays(path)
+    arrays, unread = _arrays(path)
     for needed in ("x", "y"):
         if needed not in arrays:
-            held = ", ".join(sorted(arrays)) or "none of these"
+            held = some(sorted([*arrays, *unread]), most=9) or "none at all"
             refuse(f"has no array {needed!r} but {held}", "Save x and y, and if you like x_test, y_test and user.")
+    for name, array in arrays.items():
+        check_finite(array, name, refuse)
     x, y, user = arrays["x"], arrays["y"], arrays.get("user")
     if data.private:
+        unread += [name for name in arrays if name not in ("x", "y")]
+    notes = [f"{path}: these arrays are not read: {some(unread)}"] if unread else []
+    parts = partial(parts_of, data, refuse=refuse, notes=notes)
+    if data.private:
         mine, none = (x, y), (None, None)
-        return parts_of(data, (*(none if test else mine), None), mine if test else none, refuse=refuse)
+        return parts((*(none if test else mine), None), mine if test else none)
     if ("x_test" in arrays) != ("y_test" in arrays):
         refuse("has only one of x_test and y_test", "Save both, or none.")
     if "x_test" in arrays:
-        return parts_of(data, (x, y, user), (arrays["x_test"], arrays["y_test"]), refuse=refuse)
+        return parts((x, y, user), (arrays["x_test"], arrays["y_test"]))
     if x.ndim < 1 or any(each.shape[:1] != x.shape[:1] for each in (y, *([] if user is None else [user]))):
         refuse(f"has x of {list(x.shape)} and y of {list(y.shape)}", "Give each sample one target, and one user.")
     picked = rows_to_test(len(x), data.test_share, refuse=refuse)
     train = (x[~picked], y[~picked], None if user is None else user[~picked])
-    return parts_of(data, train, (x[picked], y[picked]), refuse=refuse)
+    return parts(train, (x[picked], y[picked]))
 
 
-def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+def _arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
+    """Return the arrays that count, and the names of the others."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -72,7 +79,7 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
                         raise ValueError(f"{name} of {list(shape)} does not fit into this file")
                 with archive.open(info) as file:
                     found[name] = npy.read_array(file, allow_pickle=False)
-            return found
+            return found, sorted(members.keys() - found.keys())
     except FileNotFoundError:
         raise InvalidExperiment(
             "data.root", str(path.parent), f"not found: {path.absolute()}", "Put it there."

@@ -33,7 +33,8 @@ def read_own(data: Data, root: Path, node: str) -> Parts:
     if isinstance(result, Parts):
         users = None if result.owners is None else np.array(result.users)[result.owners]
         train, test = (result.train, result.train_labels, users), (result.test, result.test_labels)
-        return parts_of(data, train, test, refuse=refuse, classes=result.classes, tokens=result.tokens)
+        classes, tokens, names, notes = result.classes, result.tokens, result.names, result.notes
+        return parts_of(data, train, test, refuse=refuse, classes=classes, tokens=tokens, names=names, notes=notes)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         refuse(f"returns {type(result).__name__}", FORMS)
     train, (x_test, y_test, _) = (_part(each, refuse) for each in result)

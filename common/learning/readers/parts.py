@@ -25,6 +25,7 @@ class Parts:
     Tables and own data may be float32 [N, ...], which is taken as it is; their uint8 becomes -1 to 1. Their labels may
     be numbers, float32 [N, T], T being `classes`. `tokens` is 0 but for texts.
     If the files name the users of the training samples, `owners` int64 [N] are indices in `users`, which are sorted.
+    `names`: of the classes, if they have any. `notes`: what the user should know of the files, a line each.
     """
 
     train: Samples
@@ -35,6 +36,14 @@ class Parts:
     tokens: int = 0
     users: tuple[str, ...] = ()
     owners: Labels | None = None
+    names: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+def some(names: Sequence[object], *, most: int = 3) -> str:
+    """Return the first few of many names, and the number of the others."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + rest
 
 
 def find(root: Path, candidates: Sequence[Sequence[Path]], *, fetch: str) -> list[Path]:

@@ -1,43 +1,67 @@
 """A table in a CSV file, `NAME.csv`: a header, then a row for each sample, numbers but for classes and users.
 
-The separator is a comma, or if the header has none a semicolon or a tab. Columns that are no target, no user and not
-ignored are features, float32. Empty cells, NA, nan, null and none are missing values.
+Columns that are no target, no user and not ignored are features, float32. In columns of numbers the words of MISSING
+are missing values; in columns of texts only empty cells are, for a class may be named None.
 """
 
 from __future__ import annotations
 
-import csv
 import math
+import re
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from common.errors import InvalidExperiment
+from common.experiment.csv_table import FLOAT32_MOST, MISSING, CsvTable, number_in
 from common.experiment.data import Data
 from common.experiment.score import NUMBERS
 from common.experiment.tables import proposal
-from common.learning.readers.arrays import parts_of
-from common.learning.readers.parts import MOST_BYTES, Parts
-from common.learning.readers.table_rows import rows_to_test
+from common.learning.readers.arrays import parts_of, rows_to_test
+from common.learning.readers.parts import MOST_BYTES, Parts, some
 
 FILE_BYTES: Final = MOST_BYTES // 4  # of the file: a cell of two bytes takes eight in memory
 ENCODE: Final = "Encode it as numbers, or list the column in data.ignored_columns."
-MISSING: Final = frozenset({"", "na", "n/a", "nan", "null", "none"})
+FILL: Final = "Fill in the values, or list columns that lack many in data.ignored_columns."
+DROP: Final = "drop"
+CLASSES_FEW: Final = 10
+ROUNDING: Final = 1e-12  # of a column's largest value: what lies closer together differs by rounding alone
+_PADDED: Final = re.compile(r"[+-]?0\d")  # 07 is a name, and another one than 7
+
+Doubles: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class _Rows:
-    """The cells of a file: features and numbers as float64, one row after another; classes and users as text."""
+    """The cells of a file: features float64 [N, F], numbers float64 [N, T], and texts by column, [N] each.
 
-    features: array[float] = field(default_factory=lambda: array("d"))
-    numbers: array[float] = field(default_factory=lambda: array("d"))
-    classes: list[str] = field(default_factory=list)
-    users: list[str] = field(default_factory=list)
-    count: int = 0
+    `words`: of each column of texts, the line of the first row with a word of MISSING. `dropped`: how many rows of each
+    class were left out, "" for those without a class; `first`: which value the first of them lacks.
+    """
+
+    path: Path
+    x: Doubles
+    numbers: Doubles
+    texts: dict[str, list[str]]
+    words: dict[str, dict[str, int]]
+    dropped: Counter[str] = field(default_factory=Counter)
+    first: str = ""
+
+    def lacks(self, data: Data, line: int, column: str) -> None:
+        """Note that a row has no value. Raises InvalidExperiment unless such rows are left out."""
+        where = f"line {line}, column {column!r}"
+        if data.missing != DROP:
+            remedy = f"Fill it in, or set data.missing = {DROP!r} to leave out such rows."
+            raise InvalidExperiment("data.dataset", str(self.path), f"has no value in {where}", remedy)
+        self.first = self.first or where
 
 
 def read_csv(data: Data, root: Path, *, test: bool) -> Parts:
@@ -49,50 +73,81 @@ def read_csv(data: Data, root: Path, *, test: bool) -> Parts:
 
     names, rows = _read(data, path, None)
     tests = _read(data, root / data.test_file, names)[1] if data.test_file and not data.private else None
-    known = _classes(data, [rows] if tests is None else [rows, tests], path)
-    x, y, user = _arrays(data, rows, known, len(names))
+    tables = [rows] if tests is None else [rows, tests]
+    _leave_out_words(data, tables)
+    for each in tables:
+        if not len(each.x) and not each.dropped:
+            raise InvalidExperiment("data.dataset", str(each.path), "has no rows", "Add some.")
+    known = _classes(data, tables, path)
+    notes = tuple(_notes(data, tables, known))
+    x, y, user = _arrays(data, rows, known)
+    parts = partial(parts_of, data, refuse=refuse, names=known, notes=notes)
     if data.private:
         mine, none = (x, y), (None, None)
-        return parts_of(data, (*(none if test else mine), None), mine if test else none, refuse=refuse)
+        return parts((*(none if test else mine), None), mine if test else none)
     if tests is None:
-        picked = rows_to_test(rows.count, data.test_share, refuse=refuse)
-        train, others = (x[~picked], y[~picked], None if user is None else user[~picked]), (x[picked], y[picked])
+        picked = rows_to_test(len(x), data.test_share, refuse=refuse)
+        x_test, y_test = x[picked], y[picked]
+        x, y, user = x[~picked], y[~picked], None if user is None else user[~picked]
     else:
-        train, others = (x, y, user), _arrays(data, tests, known, len(names))[:2]
+        x_test, y_test, _ = _arrays(data, tests, known)
     if data.standardise:
-        mean, deviation = train[0].mean(0), train[0].std(0)
-        scale = np.where(deviation > 0, deviation, 1.0)
-        train, others = ((train[0] - mean) / scale, *train[1:]), ((others[0] - mean) / scale, others[1])
-    return parts_of(data, train, others, refuse=refuse, classes=len(known))
+        x, x_test = _standardised(x, x_test)
+    return parts((x, y, user), (x_test, y_test))
 
 
-def _arrays(data: Data, rows: _Rows, known: Sequence[str], width: int) -> tuple[Any, Any, Any]:
+def _standardised(train: Doubles, test: Doubles) -> tuple[Doubles, Doubles]:
+    """Return features [N, F], shifted and scaled to mean 0 and deviation 1 over the training rows.
+
+    Those that never change are only shifted: any other value would be enormous beside their rounding errors.
+    """
+    low, high, mean, deviation = train.min(0), train.max(0), train.mean(0), train.std(0)
+    changes = (high - low > ROUNDING * np.maximum(abs(low), abs(high))) & (deviation > 0)
+    scale = np.where(changes, deviation, 1.0)
+    return (train - mean) / scale, (test - mean) / scale
+
+
+def _arrays(data: Data, rows: _Rows, known: Sequence[str]) -> tuple[Any, Any, Any]:
     """Return features float64 [N, F], targets float64 [N, T] or int64 [N], and users, None without a column."""
-    x = np.array(rows.features, np.float64).reshape(rows.count, width)
-    users = np.array(rows.users) if data.user_column is not None else None
+    users = None if data.user_column is None else np.array(rows.texts[data.user_column])
     if data.targets == NUMBERS:
-        return x, np.array(rows.numbers, np.float64).reshape(rows.count, -1) / data.target_scale, users
+        return rows.x, rows.numbers / data.target_scale, users
     places = {name: place for place, name in enumerate(known)}
-    return x, np.array([places[name] for name in rows.classes], np.int64), users
+    return rows.x, np.array([places[name] for name in rows.texts[str(data.target_column)]], np.int64), users
 
 
 def _classes(data: Data, tables: Sequence[_Rows], path: Path) -> list[str]:
     """Return the classes' names in the order of their numbers: listed ones, 0 to n - 1, or those that occur, sorted."""
     if data.targets == NUMBERS:
         return []
-    found = sorted({name for rows in tables for name in rows.classes}, key=_order)
+    column = str(data.target_column)
+    found = sorted({name for rows in tables for name in rows.texts[column]}, key=_order)
     if data.classes is None:
+        if numbers := [name for name in found if (number := number_in(name)) is not None and not number.is_integer()]:
+            problem = f"{path} has numbers such as {numbers[0]} in it, which are no classes"
+            remedy = "Set data.targets = 'numbers', or list the classes in data.classes."
+            raise InvalidExperiment("data.target_column", column, problem, remedy)
         return found
-    listed = data.classes if isinstance(data.classes, list) else [str(place) for place in range(data.classes)]
+    listed = _listed(data)
     if unknown := [name for name in found if name not in listed]:
-        problem = f"{path} also has {', '.join(map(repr, unknown[:5]))} in column {data.target_column!r}"
+        problem = f"{path} also has {', '.join(map(repr, unknown[:5]))} in column {column!r}"
         raise InvalidExperiment("data.classes", data.classes, problem, "List all classes, or correct the file.")
-    return list(listed)
+    return listed
+
+
+def _listed(data: Data) -> list[str]:
+    """Return the names of the classes that the experiment gives, none if it gives none."""
+    if isinstance(data.classes, int):
+        return [str(place) for place in range(data.classes)]
+    names = [_class(name) for name in data.classes or ()]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InvalidExperiment("data.classes", data.classes, f"{twice[0]!r} is listed twice", "List it once.")
+    return names
 
 
 def _order(name: str) -> tuple[float, str]:
     """Return the place of a class among others: numbers by value, then texts."""
-    number = _number(name)
+    number = number_in(name)
     return (math.inf if number is None else number, name)
 
 
@@ -100,108 +155,133 @@ def _read(data: Data, path: Path, wanted: Sequence[str] | None) -> tuple[list[st
     """Return the features' names and the cells of a file, whose features should be `wanted`, if given."""
     try:
         if path.stat().st_size > FILE_BYTES:
-            raise _wrong(path, f"has more than {FILE_BYTES >> 30} GiB", "Use a part of it.")
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            file.seek(0)
-            separator = next((each for each in (",", ";", "\t") if each in first), ",")
-            lines = csv.reader(file, delimiter=separator, strict=True)
-            return _cells(data, path, lines, wanted)
+            problem = f"has more than {FILE_BYTES >> 30} GiB"
+            raise InvalidExperiment("data.dataset", str(path), problem, "Use a part of it.")
+        with CsvTable.open("data.dataset", path) as table:
+            features = _features(data, table)
+            if wanted is not None and features != list(wanted):
+                others = ", ".join(sorted({*features} ^ {*wanted})) or "their order"
+                problem = f"has other features than {data.dataset}: {others}"
+                raise table.wrong(problem, "Give both files the same columns.")
+            return features, _cells(data, table, features)
     except FileNotFoundError:
         raise InvalidExperiment(
             "data.root", str(path.parent), f"not found: {path.absolute()}", "Put it there."
         ) from None
     except OSError as error:
         raise InvalidExperiment("data.root", str(path), error.strerror or str(error), "Check the file.") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise _wrong(path, f"is no CSV file in UTF-8 ({error})", "Save it again.") from None
 
 
-def _cells(data: Data, path: Path, lines: Any, wanted: Sequence[str] | None) -> tuple[list[str], _Rows]:
-    header = [name.strip() for name in next(lines, [])]
-    features = _features(data, path, header)
-    if wanted is not None and features != list(wanted):
-        problem = (
-            f"has other features than {data.dataset}: {', '.join(sorted({*features} ^ {*wanted})) or 'their order'}"
-        )
-        raise _wrong(path, problem, "Give both files the same columns.")
-    target = data.target_column
-    targets = [header.index(name) for name in (target if isinstance(target, list) else [str(target)])]
-    places = [header.index(name) for name in features]
-    user = None if data.user_column is None else header.index(data.user_column)
-    needed = [*places, *targets, *([] if user is None else [user])]
-    rows = _Rows()
-    for line in _full(lines, path, len(header)):
-        absent = next((place for place in needed if line[place].strip().lower() in MISSING), None)
-        if absent is not None and data.missing == "drop":
+def _cells(data: Data, table: CsvTable, features: Sequence[str]) -> _Rows:
+    targets = _targets(data)
+    classes = [] if data.targets == NUMBERS else targets
+    columns = [*classes, *([] if data.user_column is None else [data.user_column])]
+    numbers = table.places([*features, *([] if classes else targets)])
+    texts = dict(zip(columns, table.places(columns), strict=True))
+    values, count = array("d"), 0
+    none = np.empty((0, 0))
+    rows = _Rows(table.path, none, none, {name: [] for name in texts}, {name: {} for name in texts})
+    for row in table:
+        found = [number_in(row[place]) for place in numbers]
+        wrong = [p for p, value in zip(numbers, found, strict=True) if value is None or abs(value) > FLOAT32_MOST]
+        absent = [place for place in wrong if row[place].strip().lower() in MISSING]
+        absent += [place for place in texts.values() if not row[place].strip()]
+        if absent:
+            rows.lacks(data, table.line, table.header[absent[0]])
+            rows.dropped[_class(row[texts[classes[0]]]) if classes else ""] += 1
             continue
-        if absent is not None:
-            problem = f"has no value in line {lines.line_num}, column {header[absent]!r}"
-            raise _wrong(path, problem, "Fill it in, or set data.missing = 'drop' to leave out such rows.")
-
-        def number(place: int, remedy: str, line: list[str] = line) -> float:
-            found = _number(line[place])
-            if found is None:
-                problem = f"has no number in line {lines.line_num}, column {header[place]!r}: {line[place][:40]!r}"
-                raise _wrong(path, problem, remedy)
-            return found
-
-        rows.features.extend(number(place, ENCODE) for place in places)
-        if data.targets == NUMBERS:
-            rows.numbers.extend(number(place, "Correct it, or set data.targets = 'classes'.") for place in targets)
-        else:
-            rows.classes.append(_class(line[targets[0]]))
-        if user is not None:
-            rows.users.append(line[user].strip())
-        rows.count += 1
-    return features, rows
+        for place in wrong:
+            of_target = table.header[place] in targets
+            table.number(row, place, remedy="Correct it, or set data.targets = 'classes'." if of_target else ENCODE)
+        values.extend(value for value in found if value is not None)  # the others were refused
+        for name, place in texts.items():
+            text = _class(row[place]) if name in classes else row[place].strip()
+            rows.texts[name].append(text)
+            if text.lower() in MISSING:
+                rows.words[name].setdefault(text, table.line)
+        count += 1
+    cells = np.array(values, np.float64).reshape(count, len(numbers))
+    rows.x, rows.numbers = cells[:, : len(features)], cells[:, len(features) :]
+    return rows
 
 
-def _features(data: Data, path: Path, header: Sequence[str]) -> list[str]:
+def _leave_out_words(data: Data, tables: Sequence[_Rows]) -> None:
+    """Leave out the rows whose class is a word of MISSING, if all other classes are numbers.
+
+    Raises InvalidExperiment unless such rows are left out.
+    """
+    target = str(data.target_column)
+    words = {word for rows in tables for word in rows.words.get(target, ())}
+    others = {*(_listed(data) or (name for rows in tables for name in rows.texts.get(target, ())))} - words
+    if not words or not others or any(number_in(name) is None for name in others):
+        return
+    for rows in tables:
+        for line in sorted(rows.words[target].values()):
+            rows.lacks(data, line, target)
+        kept = [name not in words for name in rows.texts[target]]
+        rows.dropped[""] += kept.count(False) + sum(rows.dropped.pop(word, 0) for word in words)
+        rows.x = rows.x[kept]
+        rows.texts = {column: [*compress(texts, kept)] for column, texts in rows.texts.items()}
+        rows.words[target].clear()
+
+
+def _notes(data: Data, tables: Sequence[_Rows], known: Sequence[str]) -> Iterator[str]:
+    """Yield what the user should know: rows that are left out, by class, and words that are taken as they are.
+
+    Raises InvalidExperiment if a class would be lost.
+    """
+    target = str(data.target_column)
+    kept = {name for rows in tables for name in rows.texts.get(target, ())}
+    for rows in tables:
+        rows.dropped = +rows.dropped
+        count, total = rows.dropped.total(), rows.dropped.total() + len(rows.x)
+        lost = [name for name in rows.dropped if name and name not in kept]
+        if count and not data.private and (lost or count == total):
+            which = f"class {some(list(map(repr, lost)))}" if lost else "any class"
+            problem = f"leaves no row of {which} in {rows.path}; the first missing value is in {rows.first}"
+            raise InvalidExperiment("data.missing", data.missing, problem, FILL)
+        if count:
+            by_class = [
+                f"{n} of {name!r}" if name else f"{n} without a class" for name, n in rows.dropped.most_common()
+            ]
+            shown = f" ({some(by_class, most=5)})" if data.targets != NUMBERS else ""
+            left_out = f"{count} of {total} rows lack a value and are left out{shown}"
+            yield f"{rows.path}: {left_out}, the first in {rows.first}"
+        for column, words in rows.words.items():
+            for word in words if column != target or data.classes is None else ():
+                number = rows.texts[column].count(word)
+                name = f"column {column!r} has {word!r} in {number} rows, which counts as a name"
+                yield f"{rows.path}: {name}: in a column of texts only empty cells are missing values"
+    rows_in_all = sum(len(rows.x) for rows in tables)
+    if data.classes is None and len(known) > max(CLASSES_FEW, rows_in_all // 2):
+        yield (
+            f"{tables[0].path}: column {target!r} has {len(known)} classes in {rows_in_all} rows. If it has numbers,"
+            " set data.targets = 'numbers'"
+        )
+
+
+def _targets(data: Data) -> list[str]:
+    return data.target_column if isinstance(data.target_column, list) else [str(data.target_column)]
+
+
+def _features(data: Data, table: CsvTable) -> list[str]:
     """Return the features' names, having checked the header."""
-    if not header or all(_number(name) is not None for name in header):
-        raise _wrong(path, "has no header", "Begin it with a line of the columns' names.")
-    if len(set(header)) < len(header) or "" in header:
-        raise _wrong(path, "has columns without a name, or with the same", "Name each column once.")
-    target = data.target_column
-    targets = target if isinstance(target, list) else [str(target)]
-    named = {"target_column": targets, "user_column": [data.user_column] if data.user_column else []}
+    header = table.header
+    named = {"target_column": _targets(data), "user_column": [data.user_column] if data.user_column else []}
     named["ignored_columns"] = data.ignored_columns
     for key, columns in named.items():
         for column in (each for each in columns if each not in header):
             remedy = proposal(column, header, what="There are")
-            raise InvalidExperiment(f"data.{key}", column, f"{path} has no such column", remedy)
+            raise InvalidExperiment(f"data.{key}", column, f"{table.path} has no such column", remedy)
     others = {column for columns in named.values() for column in columns}
     features = [name for name in header if name not in others]
     if not features:
-        raise _wrong(path, "has no column that is a feature", "Ignore fewer.")
+        raise table.wrong("has no column that is a feature", "Ignore fewer.")
     return features
-
-
-def _full(lines: Any, path: Path, width: int) -> Iterator[list[str]]:
-    """Yield the rows that are not empty. Raises InvalidExperiment for one of another length."""
-    for line in lines:
-        if line and len(line) != width:
-            problem = f"has {len(line)} cells in line {lines.line_num}, and {width} columns"
-            raise _wrong(path, problem, "Correct that line.")
-        if line:
-            yield line
 
 
 def _class(cell: str) -> str:
     """Return the name of a class: a whole number without a point, else the text."""
-    number, text = _number(cell), cell.strip()
-    return str(int(number)) if number is not None and number.is_integer() and abs(number) < 1e15 else text
-
-
-def _number(cell: str) -> float | None:
-    """Return a finite number, None for anything else."""
-    try:
-        found = float(cell)
-    except ValueError:
-        return None
-    return found if math.isfinite(found) and "_" not in cell else None
-
-
-def _wrong(path: Path, problem: str, remedy: str) -> InvalidExperiment:
-    return InvalidExperiment("data.dataset", str(path), problem, remedy)
+    number, text = number_in(cell), cell.strip()
+    whole = number is not None and number.is_integer() and abs(number) < 1e15 and not _PADDED.match(text)
+    return str(int(number)) if whole and number is not None else text
