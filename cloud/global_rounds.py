@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -291,6 +292,7 @@ class GlobalRounds:
         if self._evaluating is None:
             return
         record, evaluating = self._evaluating
+        before = self.last
         self.last, *mixed = await evaluating
         self._evaluating = None
         self._reached = self._is_target(self.last.score)
@@ -306,6 +308,12 @@ class GlobalRounds:
         found = {key: value for key, value in facts.items() if not key.endswith("score")}
         self._folder.complete_round(replace(record, **found, other_scores=scores))
         self._observe("evaluated", {"global_round": record.global_round, **facts})
+        again = before is not None and not math.isfinite(before.loss)
+        if not math.isfinite(self.last.loss) and (not again or record.global_round == self._experiment.rounds):
+            reason = (
+                f"the test loss after global round {record.global_round} is {self.last.loss}: training has diverged"
+            )
+            self._observe("warning", {"global_round": record.global_round, "reason": reason})
 
     def _is_target(self, score: float | None) -> bool:
         return self._experiment.score.reached(score, self._experiment.target)

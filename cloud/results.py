@@ -33,6 +33,7 @@ from common.experiment.reading import load, to_toml
 from common.experiment.schema import Experiment
 from common.host.files import replacing, sync, writing
 from common.runtime.world import REAL, World
+from common.text import json_text
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 LEDGER: Final = "ledger.json"
@@ -145,7 +146,7 @@ class RunFolder:
     def note(self, **facts: object) -> None:
         """Add facts to manifest.json that became known after the start."""
         path = self.path / "manifest.json"
-        _replace(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | facts, indent=2) + "\n")
+        _replace(path, json_text(json.loads(path.read_text(encoding="utf-8")) | facts, indent=2) + "\n")
 
     def add_energy(self, joules: Mapping[str, float], *, seconds: float) -> None:
         """Add this host's energy by source and part to that of earlier processes of the run. Raises StorageFailed."""
@@ -161,7 +162,7 @@ class RunFolder:
     def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Append an event with its time."""
         time = datetime.fromtimestamp(self._world.wall(), UTC).isoformat(timespec="milliseconds")
-        self._append("events.jsonl", json.dumps({"time": time, "event": name, **facts}) + "\n")
+        self._append("events.jsonl", json_text({"time": time, "event": name, **facts}) + "\n")
 
     def add_round(self, record: GlobalRoundRecord) -> None:
         """Append a global round to rounds.csv."""
@@ -297,7 +298,7 @@ class RunFolder:
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in PACKAGES},
         }
-        _replace(self.path / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        _replace(self.path / "manifest.json", json_text(manifest, indent=2) + "\n")
 
     def _links(self) -> dict[str, object]:
         """Return how rates are enforced, and the link of each node to its parent."""

@@ -1,10 +1,12 @@
-"""Text that others wrote, made safe for terminals, logs and files."""
+"""Text made safe for those who read it: terminals, logs, and readers of JSON."""
 
 from __future__ import annotations
 
+import json
+import math
 import unicodedata
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 _SHORT: Final = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
@@ -23,3 +25,19 @@ def _escaped(letter: str) -> str:
         return letter
     units = letter.encode("utf-16-be", "surrogatepass").hex()
     return _SHORT.get(letter) or "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON, in which a number that is not finite is null: JSON has no NaN, nor have its readers."""
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

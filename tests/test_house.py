@@ -54,5 +54,18 @@ def test_a_name_of_a_class_is_unique() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_no_json_that_users_read_may_have_a_number_that_json_has_not() -> None:
+    written = {
+        "cloud/results.py",
+        "deploy/sweeps/output.py",
+        "deploy/sweeps/planning.py",
+        "deploy/watching",
+        "deploy/cli",
+    }
+    files = [path for path in SOURCES if path.relative_to(ROOT).as_posix().startswith(tuple(written))]
+    assert len(files) > len(written)
+    assert [path.name for path in files if "json.dumps(" in path.read_text()] == []
+
+
 def test_no_file_is_long() -> None:
     assert {path.name: n for path in SOURCES if (n := len(path.read_text().splitlines())) > 600} == {}

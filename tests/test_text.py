@@ -18,7 +18,7 @@ from common.experiment.reading import parse
 from common.host.examination import Finding
 from common.protocol import serialization, topics
 from common.protocol.messages import Acknowledgement, Alive, Declined, Here, Key, NodeState, Preparing, Presence
-from common.text import escaped
+from common.text import escaped, json_text
 from deploy.console import logs, reporting, tabular
 from deploy.watching import formatting
 from deploy.watching.cloud_feed import CloudFeed
@@ -44,6 +44,15 @@ def test_escaped_text_is_one_printable_line(text: str) -> None:
 def test_a_json_document_stays_the_same(text: str) -> None:
     document = json.dumps({"a": text}, ensure_ascii=False)
     assert json.loads(escaped(document)) == {"a": text}
+
+
+def test_json_has_null_for_a_number_that_is_not_finite() -> None:
+    nan, inf = float("nan"), float("inf")
+    value = {"loss": nan, "rows": [1, 2.5, -inf, {"x": (inf, "NaN", None, True)}], "text": "Infinity"}
+    wanted = {"loss": None, "rows": [1, 2.5, None, {"x": [None, "NaN", None, True]}], "text": "Infinity"}
+    assert json.loads(json_text(value)) == wanted == json.loads(json_text(value, indent=1))
+    finite = {"b": [1, 0.1], "a": "\u00e4"}
+    assert json_text(finite) == json.dumps(finite) and json_text(finite, indent=2) == json.dumps(finite, indent=2)
 
 
 def test_text_without_control_characters_is_not_changed() -> None:

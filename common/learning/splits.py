@@ -18,6 +18,7 @@ from common.experiment.topology import CLOUD
 from common.host.files import writing
 from common.learning import datasets, partitions
 from common.learning.partitions import Indices
+from common.text import json_text
 
 ARRAYS: Final = "partition.npz"
 FACTS: Final = "partition.json"
@@ -97,7 +98,7 @@ def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str
             for name, part in arrays.items():
                 with archive.open(f"{name}.npy", "w") as file:
                     np.lib.format.write_array(file, part)
-        (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (folder / FACTS).write_text(json_text(facts, indent=1) + "\n", encoding="utf-8")
     return facts
 
 

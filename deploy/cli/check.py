@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
+from common.text import json_text
 from deploy.console.options import Output
 from deploy.console.reporting import reporting
 from deploy.console.tabular import Column, Table
@@ -37,7 +37,7 @@ def check(
         found = list(steps)
         if output == "json":
             for one in found:
-                typer.echo(json.dumps({"kind": kind, "item": one.item, "right": one.there, "note": one.note}))
+                typer.echo(json_text({"kind": kind, "item": one.item, "right": one.there, "note": one.note}))
         else:
             cells = [[one.item, "right" if one.there else "wrong", one.note] for one in found]
             columns = [Column(title, text=True) for title in (kind, "is", "note")]

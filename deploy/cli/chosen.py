@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from common.text import json_text
 from deploy.console import logs
 
 if TYPE_CHECKING:
@@ -79,6 +79,6 @@ def already_finished(
         return False
     facts = {"run": run.id, "folder": str(resume), "global_round": len(run.rounds), "accuracy": run.accuracy}
     if output == "json":
-        typer.echo(json.dumps({"event": "finished", **facts, "model": str(resume / "model.safetensors")}))
+        typer.echo(json_text({"event": "finished", **facts, "model": str(resume / "model.safetensors")}))
     logs.write_line(f"--resume = {str(resume)!r}: this run is finished, after {len(run.rounds)} global rounds")
     return True

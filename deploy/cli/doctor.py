@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ import typer
 from common.errors import ConnectionFailed, InvalidExperiment
 from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
+from common.text import json_text
 from deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, spool_folder
 from deploy.console import logs
 from deploy.console.connecting import LabOrFile
@@ -171,7 +171,7 @@ def _write(section: str, found: Sequence[Finding], output: str) -> None:
     """Write a section's findings as a table or as JSON lines; of many nodes only those with a fault."""
     if output == "json":
         for one in found:
-            typer.echo(json.dumps({"section": section} | asdict(one)))
+            typer.echo(json_text({"section": section} | asdict(one)))
         return
     shown = [one for one in found if not one.there] if section == NODES and len(found) > NODES_SHOWN else found
     cells = [

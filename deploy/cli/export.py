@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from common.errors import InvalidExperiment
+from common.text import json_text
 from deploy.console.options import Output, Runs
 from deploy.console.reporting import reporting
 
@@ -77,7 +77,7 @@ def export(
 def _show(trackers: list[Tracker], rounds: int, state: State, output: str) -> None:
     places = [tracker.place for tracker in trackers]
     if output == "json":
-        typer.echo(json.dumps({"event": "exported", "global_rounds": rounds, "state": state, "places": places}))
+        typer.echo(json_text({"event": "exported", "global_rounds": rounds, "state": state, "places": places}))
         return
     for place in places:
         typer.echo(f"{rounds} global rounds of a {state} run: {place}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from common.errors import InvalidExperiment
+from common.text import json_text
 from deploy.console.logs import write_line
 from deploy.console.options import Output, Runs
 from deploy.console.reporting import reporting
@@ -74,7 +74,7 @@ def report(
             raise InvalidExperiment(key, str(place), error.strerror or str(error), "Name a writable place.") from None
         if output == "json":
             typer.echo(
-                json.dumps({"report": str(file), "runs": [run.id for run in found], "files": list(map(str, written))})
+                json_text({"report": str(file), "runs": [run.id for run in found], "files": list(map(str, written))})
             )
         else:
             typer.echo(file)
@@ -115,7 +115,7 @@ def compare(
         for note in comparing.notes(groups, goal):
             write_line(note)
         if output == "json":
-            typer.echo(json.dumps(comparing.to_json(groups, goal)))
+            typer.echo(json_text(comparing.to_json(groups, goal)))
             return
         table = comparing.table(groups, goal)
         typer.echo({"table": table.aligned, "csv": table.csv, "latex": table.latex}[output](), nl=False)
@@ -137,7 +137,7 @@ def experiments(output: Output = "table") -> None:
             rows.append((name, rules, one.model.name, one.data.dataset, nodes, one.rounds))
             if output == "json":
                 keys = ("name", "aggregation", "model", "dataset", "nodes", "rounds")
-                typer.echo(json.dumps(dict(zip(keys, rows[-1], strict=True)) | {"file": str(path)}))
+                typer.echo(json_text(dict(zip(keys, rows[-1], strict=True)) | {"file": str(path)}))
         names = ("name", "aggregation, from the cloud down", "model", "data", "nodes")
         columns = [*(Column(name, text=True) for name in names), Column("global rounds")]
         sweeps = []
@@ -146,7 +146,7 @@ def experiments(output: Output = "table") -> None:
             sweeps.append((name, cells.file.title, len(cells.cells), len(cells.experiments)))
             if output == "json":
                 facts = dict(zip(("name", "title", "cells", "runs"), sweeps[-1], strict=True))
-                typer.echo(json.dumps(facts | {"file": str(path)}))
+                typer.echo(json_text(facts | {"file": str(path)}))
         if output == "table":
             typer.echo(Table("experiments", "Experiments", columns, rows).aligned())
             columns = [Column("sweep", text=True), Column("title", text=True), Column("cells"), Column("runs")]
@@ -162,7 +162,7 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
         rows = []
         for run, facts in _all(runs):
             if output == "json":
-                typer.echo(json.dumps(facts))
+                typer.echo(json_text(facts))
             old = run.age_s(time.time())
             done = f"{facts['global_rounds_done']}/{facts['global_rounds']}"
             carried = size(sum(facts["bytes"].values()))
@@ -246,7 +246,7 @@ def show_run(
             if path.is_file()
         }
         if output == "json":
-            typer.echo(json.dumps({**_summary(run), "manifest": run.manifest, "experiment": run.tree, "files": files}))
+            typer.echo(json_text({**_summary(run), "manifest": run.manifest, "experiment": run.tree, "files": files}))
             return
         columns = (Column("fact", text=True), Column("value", text=True))
         typer.echo(Table("facts", "Facts", columns, facts(run)).aligned())

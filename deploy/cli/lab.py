@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from common.protocol.topics import DEFAULT_LAB
+from common.text import json_text
 from deploy.cli.roles import ROLL_S, LabBrokerOption
 from deploy.console import logs
 from deploy.console.connecting import ConnectTimeout, LabOrFile, run_connected
@@ -66,7 +66,7 @@ def status(
         rows += [{"node": node, "there": False, "parent": parent} for node, parent in away.items()]
         if output == "json":
             for row in rows:
-                typer.echo(json.dumps(row))
+                typer.echo(json_text(row))
         elif rows:
             typer.echo(_table(reached.name, rows).aligned(), nl=False)
         if not found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Final
@@ -10,6 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from common.errors import InvalidExperiment, RunFailed
+from common.text import json_text
 from deploy.console import logs
 from deploy.console.options import Output
 from deploy.console.reporting import reporting
@@ -173,4 +173,4 @@ def _write(table: Table, rows: Iterable[Mapping[str, object]], output: Output) -
         typer.echo(table.aligned(), nl=False)
     else:
         for row in rows:
-            typer.echo(json.dumps(row))
+            typer.echo(json_text(row))

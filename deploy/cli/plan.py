@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from common.text import json_text
 from deploy.cli.sweep import Only, Seeds, SmallForm
 from deploy.console.logs import write_line
 from deploy.console.options import Overrides
@@ -109,10 +109,10 @@ def plan(
                 raise typer.BadParameter("valid only for a sweep", param_hint=option)
             with stages(STAGES) as begin:
                 found = predicted(load(experiment, overrides or ()), begin=begin)
-            text = f"{json.dumps(found)}\n" if output == "json" else text_of(found)
+            text = f"{json_text(found)}\n" if output == "json" else text_of(found)
         if out is not None:
             try:
-                out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+                out.write_text(json_text(found, indent=2) + "\n", encoding="utf-8")
             except OSError as error:
                 raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name another file.") from None
         typer.echo(text, nl=False)

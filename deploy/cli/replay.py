@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from common.text import json_text
 from deploy.console.options import Output, Runs
 from deploy.console.reporting import reporting, require
 
@@ -37,7 +37,7 @@ def replay(
             path = replayed(recorded, runs, accelerator=accelerator, observe=observe)
         difference = largest_difference(recorded.path, path)
     if output == "json":
-        typer.echo(json.dumps({"replay": str(path), "of": str(recorded.path), "largest_difference": difference}))
+        typer.echo(json_text({"replay": str(path), "of": str(recorded.path), "largest_difference": difference}))
     elif difference is not None:
         typer.echo(f"another model: its values differ by up to {difference:.3g}")
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 import tempfile
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 
 from common.host.files import writing
+from common.text import json_text
 from deploy.console import logs
 from deploy.console.connecting import ConnectTimeout
 from deploy.console.login import Login, with_login
@@ -208,7 +208,7 @@ def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     if as_json:
         for cell, seed, one, state in rows:
             facts = {"cell": dict(cell.values), "seed": seed, "digest": one.digest, "target": cell.target}
-            typer.echo(json.dumps(facts | {"global_rounds": one.rounds, "state": state}))
+            typer.echo(json_text(facts | {"global_rounds": one.rounds, "state": state}))
         return
     columns = [*(Column(axis, text=True) for axis in grid.axes), Column("seed"), Column("global rounds")]
     columns += [Column("digest", text=True), Column("state", text=True)]

@@ -29,7 +29,7 @@ from common.host.processes import interruptible, python, spawn, stop_all
 from common.protocol.topics import DEFAULT_LAB
 from common.runtime.children import Observe
 from common.runtime.unexpected import UNEXPECTED
-from common.text import escaped
+from common.text import escaped, json_text
 from deploy.console.logs import message_of, options, write_line
 from deploy.local.network import LabNetwork, Open, one_host, shares
 from deploy.runs.records import PREDICTION
@@ -206,7 +206,7 @@ class LocalLab:
                 if self._prediction is not None:
                     path = self._folder / PREDICTION
                     with writing(path), suppress(FileNotFoundError):  # a run that could not begin has no folder
-                        path.write_text(json.dumps(self._prediction, indent=2) + "\n")
+                        path.write_text(json_text(self._prediction, indent=2) + "\n")
             observe(event, facts)
 
     def _failed_role(self, home: Path) -> str | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from common.text import json_text
 from deploy.console.tabular import Spread
 from deploy.sweeps.grid import SweepCell
 from deploy.sweeps.measuring import unit_of
@@ -53,7 +53,7 @@ def _csv(results: SweepResults) -> str:
 
 
 def _json(results: SweepResults) -> str:
-    return json.dumps(to_json(results)) + "\n"
+    return json_text(to_json(results)) + "\n"
 
 
 def to_json(results: SweepResults) -> dict[str, Any]:

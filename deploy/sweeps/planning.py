@@ -5,12 +5,12 @@ Runs have equal costs if they differ in the seed, in the number of global rounds
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from common.experiment.schema import Experiment
+from common.text import json_text
 from deploy.console.tabular import Cell, Column, Table, size
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice
 from deploy.sweeps.grid import Grid
@@ -122,7 +122,7 @@ def to_json(grid: Grid, planned: Sequence[PlannedRuns], *, jobs: int) -> dict[st
 def written(plan: Mapping[str, Any], form: str) -> str:
     """Return the plan as JSON or as text."""
     if form == "json":
-        return json.dumps(plan) + "\n"
+        return json_text(plan) + "\n"
     columns = [Column("runs like", text=True), Column("runs"), Column("global rounds"),
                Column("global round", "s", 3), Column("time", "h", 2)]  # fmt: skip
     rows: list[list[Cell]] = [

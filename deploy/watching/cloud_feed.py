@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -44,7 +45,7 @@ class CloudFeed:
                 if not lab.deep:
                     lab.begin_round(now)
             case "evaluated":
-                lab.evaluations.append((facts["score"], facts["loss"]))
+                lab.evaluations.append((number(facts["score"]), number(facts["loss"])))
             case "waiting":
                 self._prepare(facts["nodes"])
             case "child" if not lab.deep:
@@ -75,7 +76,8 @@ class CloudFeed:
                 traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in tiers_in(row))
                 return (
                     f"global round {facts['global_round']}/{self.run.get('global_rounds', '?')}  "
-                    f"{self._lab.experiment.score.label} {facts['score']:.4f}  loss {facts['loss']:.4f}  "
+                    f"{self._lab.experiment.score.label} {number(facts['score']):.4f}  "
+                    f"loss {number(facts['loss']):.4f}  "
                     f"{row.get('elapsed_s', 0):.1f} s  {traffic}"
                 )
             case "refused":
@@ -112,6 +114,11 @@ class CloudFeed:
             if way not in counted or count < counted[way].total:
                 counted[way] = RateMeter()
             counted[way].take(count, now)
+
+
+def number(fact: float | None) -> float:
+    """Return a number of an event, NaN where it was not finite: JSON has no such numbers."""
+    return math.nan if fact is None else fact
 
 
 def _set_state(node: Node, state: str, reason: str = "") -> None:

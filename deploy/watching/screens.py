@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from common.text import json_text
 from deploy.console import logs
 from deploy.watching import formatting
 from deploy.watching.follower import NOTHING_ANNOUNCED, Screen
@@ -34,7 +34,7 @@ def screen_for(*, json_lines: bool, devices: bool | None) -> Iterator[Screen]:
 def look(lab: WatchedLab, now: float, *, json_lines: bool, devices: bool | None) -> None:
     """Print the current state. Devices are listed one by one off a terminal, or if `devices` is true."""
     if json_lines:
-        print(json.dumps(formatting.tree(lab, now)), flush=True)
+        print(json_text(formatting.tree(lab, now)), flush=True)
         return
     console = Console()
     view = view_of(console, devices)
@@ -62,7 +62,7 @@ class Lines:
     def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
         """Print an event."""
         if self._json_lines:
-            print(json.dumps(formatting.facts_of(lab, event, facts, now)), flush=True)
+            print(json_text(formatting.facts_of(lab, event, facts, now)), flush=True)
         elif (line := formatting.line(lab, event, facts, now)) is not None:
             print(line, flush=True)
 

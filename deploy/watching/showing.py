@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import threading
 import time
 from collections import deque
@@ -16,10 +16,11 @@ from rich.live import Live
 from common.experiment.schema import Experiment
 from common.net.address import BrokerAddress
 from common.protocol.topics import DEFAULT_LAB
+from common.text import json_text
 from deploy.console.logs import as_json, shows_activity, write_line
 from deploy.console.tabular import size
 from deploy.watching import formatting
-from deploy.watching.cloud_feed import CloudFeed, tiers_in
+from deploy.watching.cloud_feed import CloudFeed, number, tiers_in
 from deploy.watching.lab import WatchedLab
 from deploy.watching.screens import view_of
 from deploy.watching.subscription import Subscription
@@ -48,7 +49,7 @@ def show(
     receives too, and so shows each device.
     """
     if json_lines:
-        yield lambda event, facts: print(json.dumps({"event": event, **facts}), flush=True)
+        yield lambda event, facts: print(json_text({"event": event, **facts}), flush=True)
         return
     errors = Console(stderr=True)
     watched = WatchedLab("", experiment, brokers=[broker] if broker else [], now=time.monotonic(), lab=lab, deep=False)
@@ -136,8 +137,10 @@ def summary(facts: Mapping[str, Any], *, label: str) -> str:
     Paths are never wrapped or cropped, so that they can be copied.
     """
     score = facts["score"]
+    lost = not math.isfinite(number(facts["loss"])) and score is not None
     rows = (
         (f"test {label}", "-" if score is None else f"{score:.4f}"),
+        *((("test loss", "not a finite number: training has diverged"),) if lost else ()),
         ("global rounds", str(facts["global_round"])),
         ("training time", f"{facts['elapsed_s']:.1f} s"),
         *(
