@@ -207,6 +207,7 @@ class CloudAgent:
             metrics=self._metrics,
             observe=self._observe,
             refiner=refiner,
+            notes=beginning.notes,
         )
         if self._resume:
             run.resume()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,16 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """Initial model of a run, uint8 [row_bytes], digest of the data split, and where models are evaluated."""
+    """Initial model of a run, uint8 [row_bytes], digest of the data split, and where models are evaluated.
+
+    `notes`: what the user should know of the data, a line each.
+    """
 
     layout: ModelLayout
     row: Row
     partition: str
     accelerator: str = "cpu"
+    notes: Sequence[str] = ()
 
 
 class Evaluator:
@@ -47,7 +52,8 @@ class Evaluator:
         reply = await channel.request(experiment=self._experiment.to_json(), folder=str(self._folder))
         layout = ModelLayout.from_json(reply["layout"])
         (shared,) = channel.memory.rows(1, layout.row_bytes)
-        return Beginning(layout, await offload(shared.copy), reply["partition"], reply["accelerator"])
+        row = await offload(shared.copy)
+        return Beginning(layout, row, reply["partition"], reply["accelerator"], reply["notes"])
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return a model's test score and loss; `row` must not change meanwhile.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from common.storage.spool import Spool
 class CloudRun:
     """One run; `row` is its initial model, `partition` the digest of its data split.
 
-    `choose`: a client selection, as recorded.
+    `choose`: a client selection, as recorded. `notes`: on its data.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class CloudRun:
         observe: Observe,
         choose: Choose | None = None,
         refiner: Refiner | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self._folder = folder
+        self._notes = notes
         self._experiment = experiment = folder.experiment
         self._layout = layout
         self._partition = partition
@@ -96,7 +99,7 @@ class CloudRun:
         self._global_rounds.resume(state)
 
     def introduce(self, *, metrics_address: str = "") -> None:
-        """Record the run's facts, and report them and the warnings about its experiment."""
+        """Record the run's facts, and report them and the warnings about its experiment and data."""
         experiment = self._experiment
         # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
         score = {"name": experiment.score.name, "better": "higher" if experiment.score.higher else "lower"}
@@ -116,7 +119,7 @@ class CloudRun:
                 "metrics": metrics_address,
             },
         )
-        for reason in lint.warnings(experiment):
+        for reason in (*lint.warnings(experiment), *self._notes):
             self._observe("warning", {"reason": reason})
 
     @property

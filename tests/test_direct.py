@@ -29,7 +29,9 @@ from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process
+from deploy.runs.run import Run
 from deploy.sweeps.merging import merged
+from deploy.watching.showing import show
 from tests.helpers import commands
 
 PATIENCE_S = 90
@@ -56,6 +58,70 @@ def run_direct(root: Path, *changes: Tree) -> Path:
     folder = RunFolder.create(root, parse(merged(SMALL, *changes)))
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     return folder.path
+
+
+def test_a_run_that_diverges_reports_it_once_and_leaves_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steep = merged(SMALL, {"rounds": 3, "training": {"learning_rate": 1e25, "batch_size": 2000, "momentum": 0.0}})
+    steep["institution"] = {"rounds": 1}
+    folder = RunFolder.create(tmp_path, parse(steep | {"rounds": 1}))
+    with show(folder.experiment, json_lines=False) as observe:
+        run_in_process(folder, resume=False, accelerator="cpu", observe=observe)
+    shown = capsys.readouterr()
+    assert "loss nan" in shown.err and shown.err.count("is nan: training has diverged") == 1
+    assert "test loss      not a finite number: training has diverged" in shown.out
+    with show(folder.experiment, json_lines=True) as observe:
+        for line in (folder.path / "events.jsonl").read_text().splitlines():
+            facts = json.loads(line, parse_constant=pytest.fail)
+            observe(facts.pop("event"), facts)
+    events = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
+    losses = {event["event"]: event["loss"] for event in events if "loss" in event}
+    assert losses["evaluated"] is losses["finished"] is None
+    (warning,) = (event for event in events if event["event"] == "warning" and "diverged" in event["reason"])
+    assert warning["reason"] == "the test loss after global round 1 is nan: training has diverged"
+    (row,) = Run(folder.path).rounds
+    assert row.loss is None and row.accuracy is not None
+
+
+def test_the_view_shows_a_loss_that_json_could_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    with show(parse(SMALL), json_lines=False) as observe:
+        observe("evaluated", {"global_round": 1, "accuracy": None, "score": None, "loss": None})
+    assert "global round 1/?  accuracy nan  loss nan" in capsys.readouterr().err
+
+
+LINEAR = "from torch import nn\ndef build(*, shape, classes): return nn.Linear(shape[0], classes)\n"
+
+
+def test_notes_on_split_data_are_reported_once_and_on_private_data_by_each_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "linearnet.py").write_text(LINEAR)
+    rows = "".join(f"{i},{i % 5 or ''},{['None', 'Apnea'][i % 2]}\n" for i in range(100))
+    (tmp_path / "t.csv").write_text(f"a,b,y\n{rows}")
+    data = {"dataset": "t.csv", "root": str(tmp_path), "target_column": "y", "missing": "drop"}
+    monkeypatch.setitem(SMALL, "data", {})
+    split: Tree = {"data": data, "model": {"name": "linearnet:build"}, "rounds": 1}
+    found = run_direct(tmp_path / "runs", split)
+    events = [json.loads(line) for line in (found / "events.jsonl").read_text().splitlines()]
+    reasons = [event["reason"] for event in events if event["event"] == "warning" and "t.csv" in event["reason"]]
+    assert reasons == [
+        f"{tmp_path}/t.csv: 20 of 100 rows lack a value and are left out (10 of 'None', 10 of 'Apnea'), the first in"
+        " line 2, column 'b'",
+        f"{tmp_path}/t.csv: column 'y' has 'None' in 40 rows, which counts as a name: in a column of texts only empty"
+        " cells are missing values",
+    ]
+    assert "t.csv" not in caplog.text
+    for node in ("cloud", *(f"device-{i}" for i in range(4))):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "t.csv").write_text(f"a,b,y\n{rows if node != 'device-1' else '1,2,None'}")
+    private = data | {"root": f"{tmp_path}/{{node}}", "partition": "private", "classes": ["None", "Apnea"]}
+    found = run_direct(tmp_path / "runs", {**split, "data": private})
+    assert (found / "events.jsonl").read_text().count("cloud/t.csv: 20 of 100 rows") == 1
+    reported = [record.getMessage() for record in caplog.records if "t.csv" in record.getMessage()]
+    assert [text.partition(": ")[0] for text in reported] == ["device-0", "device-2", "device-3"]
+    assert all(f"{tmp_path}/device-" in text and "20 of 100 rows lack" in text for text in reported)
 
 
 def model_of(folder: Path) -> Model:

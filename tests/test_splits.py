@@ -100,6 +100,22 @@ def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(
     assert isinstance(error, InvalidExperiment) and str(error).startswith("data.min_samples = 10000")
 
 
+def test_the_evaluator_process_passes_the_notes_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mnist(tmp_path, labels=[*range(9), 0])
+    for path in (tmp_path / "MNIST" / "raw").glob("t10k-labels*"):
+        path.write_bytes(path.read_bytes()[:-1] + bytes([9]))
+    lab, sent = experiment(dataset="mnist", root=str(tmp_path)), list[Record]()
+    requests: list[Record] = [{"experiment": lab.to_json(), "folder": str(tmp_path)}]
+    memory = SimpleNamespace(rows=lambda count, row_bytes: np.zeros((count, row_bytes), np.uint8))
+    channel = SimpleNamespace(receive=requests.pop, send=lambda **record: sent.append(record), memory=memory)
+    monkeypatch.setattr(evaluator_process, "AgentChannel", lambda: channel)
+    with pytest.raises(IndexError):  # no further request
+        evaluator_process.main()
+    assert json.loads(json.dumps(sent[0]))["notes"] == [
+        "mnist: no training sample has these classes of the test samples: 9"
+    ]
+
+
 @pytest.mark.slow
 def test_a_lab_with_a_device_of_another_split_ends_with_4_and_names_it(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"

@@ -106,6 +106,7 @@ class ModelTester:
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
         self.layout = models.layout_of(self._module)
+        self.notes = self._data.notes
         self.first = self.layout.empty()  # the initial model
         models.write_row(self._module, self.layout, self.first)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from common.errors import InvalidExperiment
 from common.experiment.data import FOLDERS, found_in
 from common.experiment.topology import CLOUD
+from common.text import json_text
 from deploy.console.logs import write_line
 from deploy.console.options import Output, Overrides
 from deploy.console.reporting import reporting, require
@@ -71,8 +71,10 @@ def check(
                     write_line(f"fedstrata: {failed}", level=logging.ERROR)
                 failed = error
                 continue
+            for note in found.notes:
+                write_line(note, level=logging.WARNING)
             facts = _describe(data.dataset, found)
-            typer.echo(json.dumps(facts) if output == "json" else "\t".join(str(facts[key]) for key in COLUMNS))
+            typer.echo(json_text(facts) if output == "json" else "\t".join(str(facts[key]) for key in COLUMNS))
         if failed is not None:
             raise failed
 
@@ -106,7 +108,7 @@ def partition(
     with reporting():
         facts = write_partition(load(experiment, overrides or ()), out)
         if output == "json":
-            typer.echo(json.dumps(facts))
+            typer.echo(json_text(facts))
             return
         kind = "by_bin" if any("by_bin" in device for device in facts["devices"].values()) else "by_class"
         typer.echo("\t".join(("device", "parent", "samples", "bins" if kind == "by_bin" else "classes")))

@@ -158,6 +158,7 @@ async def _run(
             observe=record,
             choose=choose(CLOUD),
             refiner=_refiner(experiment, CLOUD, partition=partition),
+            notes=tester.notes,
         )
         if resume:
             run.resume()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
@@ -17,6 +18,8 @@ from common.learning import datasets, splits
 from common.learning.inputs import Inputs
 from common.randomness import Purpose, generator, torch_seed
 from device.training import augmentation
+
+log = logging.getLogger("fedstrata.data")
 
 BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: they stay in a core's cache
 
@@ -55,6 +58,8 @@ class LocalDataset:
 def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> LocalDataset:
     """Load the data and select the device's samples. Takes seconds. Raises InvalidExperiment."""
     dataset = datasets.load(experiment.data, node=node)
+    for note in dataset.notes if experiment.data.private else ():  # else the cloud shows them, for all
+        log.warning("%s: %s", node, note)
     asked = experiment.training.augmentation
     if (asked.flip or asked.crop) and not dataset.inputs.are_images:
         key, value = ("flip", True) if asked.flip else ("crop", asked.crop)
