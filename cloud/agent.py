@@ -195,7 +195,7 @@ class CloudAgent:
     ) -> Path:
         experiment, layout = self._folder.experiment, beginning.layout
         if refiner is not None:
-            await offload(refiner.prepare, cancel=refiner.cancel)
+            await refiner.prepare()
         run = CloudRun(
             self._folder,
             layout=layout,

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from common.experiment.schema import Experiment
 from common.host.offload import offload
-from common.host.subprocess_channel import SubprocessChannel
+from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
 from common.model.layout import ModelLayout, Row
+
+MODULE: Final = "cloud.evaluator_process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +42,51 @@ class Beginning:
 
 
 class Evaluator:
-    """One evaluator process that serves one request at a time. It writes the data split into the run's folder."""
+    """One evaluator process that serves one request at a time. It writes the data split into the run's folder.
+
+    It is replaced if it is killed or makes no progress: an evaluation depends on the model alone.
+    """
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         self._experiment = experiment
         self._folder = folder
-        self._channel: SubprocessChannel | None = None
+        self._begun: Record = {}
+        self._process = ReplaceableProcess(
+            MODULE,
+            "the evaluator process",
+            idle_s=experiment.transfer.idle_s,
+            begin=self._begin,
+        )
 
     async def start(self) -> Beginning:
         """Start the process and return the initial model. Raises RunFailed, InvalidExperiment."""
-        channel = self._channel = await SubprocessChannel.start("cloud.evaluator_process", "the evaluator process")
-        reply = await channel.request(experiment=self._experiment.to_json(), folder=str(self._folder))
-        layout = ModelLayout.from_json(reply["layout"])
-        (shared,) = channel.memory.rows(1, layout.row_bytes)
-        row = await offload(shared.copy)
-        return Beginning(layout, row, reply["partition"], reply["accelerator"], reply["notes"])
+
+        async def first(channel: SubprocessChannel) -> Beginning:
+            begun = self._begun
+            layout = ModelLayout.from_json(begun["layout"])
+            (shared,) = channel.memory.rows(1, layout.row_bytes)
+            row = await offload(shared.copy)
+            return Beginning(layout, row, begun["partition"], begun["accelerator"], begun["notes"])
+
+        return await self._process.do(first)
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return a model's test score and loss; `row` must not change meanwhile.
 
         Raises RunFailed, and InvalidExperiment for own code that fails.
         """
-        if self._channel is None:
-            raise RuntimeError("call Evaluator.start first")
-        (shared,) = self._channel.memory.rows(1, row.nbytes)
-        await offload(partial(np.copyto, shared, row))
-        reply = await self._channel.request()
-        return EvaluationResult(global_round, reply["score"], reply["loss"])
+
+        async def evaluated(channel: SubprocessChannel) -> EvaluationResult:
+            (shared,) = channel.memory.rows(1, row.nbytes)
+            await offload(partial(np.copyto, shared, row))
+            reply = await channel.request()
+            return EvaluationResult(global_round, reply["score"], reply["loss"])
+
+        return await self._process.do(evaluated)
 
     def close(self) -> None:
         """End the process."""
-        if self._channel is not None:
-            self._channel.close()
+        self._process.close()
+
+    async def _begin(self, channel: SubprocessChannel) -> None:
+        self._begun = await channel.request(experiment=self._experiment.to_json(), folder=str(self._folder))

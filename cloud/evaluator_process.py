@@ -5,14 +5,13 @@ The requests on the channel, and the row in shared memory that has the model:
     {"experiment": TEXT, "folder"}         -> {"layout", "partition", "accelerator", "notes"}, and the initial model
     {}, and a model                        -> {"score", "loss"}
 
-The data split is written into the folder. Instead of a reply there may be an error, which ends the process.
+The data split is written into the folder. Each batch is progress. Instead of a reply there may be an error.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from common.errors import FedstrataError
 from common.experiment.reading import parse
 from common.host.memory import frozen_imports
 from common.host.subprocess_channel import AgentChannel, error_record
@@ -21,17 +20,18 @@ from common.host.subprocess_channel import AgentChannel, error_record
 def main() -> None:
     """Serve one cloud agent until it ends."""
     channel = AgentChannel()
-    with frozen_imports():
+    with channel.busy(), frozen_imports():
         from common.learning import splits
         from common.learning.evaluation import ModelTester, accelerator_of  # imports torch: seconds
 
     request = channel.receive()
     experiment = parse(request["experiment"])
     try:
-        partition = splits.keep(experiment, Path(request["folder"]))
-        accelerator = accelerator_of(experiment)
-        tester = ModelTester(experiment, accelerator=accelerator)
-    except FedstrataError as error:
+        with channel.busy():
+            partition = splits.keep(experiment, Path(request["folder"]))
+            accelerator = accelerator_of(experiment)
+            tester = ModelTester(experiment, accelerator=accelerator, watch=channel.moved)
+    except Exception as error:  # noqa: BLE001 - the cloud reports it
         channel.send(**error_record(error))
         return
     (row,) = channel.memory.rows(1, tester.layout.row_bytes)
@@ -42,10 +42,10 @@ def main() -> None:
         channel.receive()
         try:
             result = tester.evaluate(row)
-        except FedstrataError as error:  # of a score or a loss of the user's own
+        except Exception as error:  # noqa: BLE001 - the cloud reports it
             channel.send(**error_record(error))
-            return
-        channel.send(score=result.score, loss=result.loss)
+        else:
+            channel.send(score=result.score, loss=result.loss)
 
 
 if __name__ == "__main__":

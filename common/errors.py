@@ -8,6 +8,7 @@ FedstrataError                 base of all errors; has the exit code of the comm
 ├── StorageFailed         (6)  a file or folder of this machine cannot be used: disk full, read-only, another user's
 ├── RunFailed             (1)  the run cannot continue
 │   ├── NoProgress        (5)  no progress for `idle_s`
+│   ├── AcceleratorLost   (1)  each call of an accelerator fails from now on, in this process
 │   ├── StateLost         (1)  this process does not have what an earlier task of its node left
 │   └── InvalidBelow      (4)  a node below cannot take part in the experiment
 ├── WireError                  malformed or unknown bytes from the network; counted, never fatal
@@ -19,21 +20,38 @@ FedstrataError                 base of all errors; has the exit code of the comm
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+UNEXPECTED: Final = "ended by an unexpected error"
+TEXT_MOST: Final = 300  # characters of another's error in one of fedstrata's lines
+
+log = logging.getLogger("fedstrata.lifecycle")
+
 
 class FedstrataError(Exception):
     """Base of all errors that a user may see; `exit_code` ends the command."""
 
     exit_code = 1
 
+    def __reduce__(self) -> tuple[Callable[..., FedstrataError], tuple[object, ...]]:
+        """Pickle and copy all attributes: Exception's own form would call the class with the message alone."""
+        return _again, (type(self), self.args, vars(self))
+
 
 class InvalidExperiment(FedstrataError):
-    """An experiment, or a host's settings for it, that cannot work."""
+    """An experiment, or a host's settings for it, that cannot work.
+
+    `frames`: of a user's code that failed, one line each, the innermost one last.
+    """
 
     exit_code = 4
 
-    def __init__(self, key: str, value: object, problem: str, remedy: str) -> None:
+    def __init__(self, key: str, value: object, problem: str, remedy: str, frames: Sequence[str] = ()) -> None:
         super().__init__(f"{key} = {value!r}: {problem}. {remedy}")
         self.parts = (key, value, problem, remedy)
+        self.frames = tuple(frames)
 
 
 class StorageFailed(FedstrataError):
@@ -70,6 +88,14 @@ class NoProgress(RunFailed):
     exit_code = 5
 
 
+class AcceleratorLost(RunFailed):
+    """An accelerator of which each call fails from now on in this process; another process may use it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}. This process cannot use its accelerator any more: start it again.")
+        self.reason = reason
+
+
 class StateLost(RunFailed):
     """This process does not have the state that an earlier task of its node left; another of this name may have it."""
 
@@ -98,3 +124,46 @@ class Flooded(WireError):
 
 class RefusedModel(FedstrataError):
     """A received model that must not be used, with the reason."""
+
+
+def described(error: BaseException) -> str:
+    """Return the type of another's error and the first line of its text, which has many with torch, and of its notes.
+
+    It is cut to a limit.
+    """
+    try:
+        lines = [str(text).strip().partition("\n")[0] for text in (error, *getattr(error, "__notes__", ()))]
+    except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
+        lines = [""]
+    return ", ".join([f"{type(error).__name__}: {lines[0]}".rstrip(": "), *lines[1:]])[:TEXT_MOST]
+
+
+def as_known(error: BaseException, where: str) -> FedstrataError | None:
+    """Return the first FedstrataError, see `first_error`; log any other error and return it as RunFailed.
+
+    Return None for exceptions that are no errors, such as an interruption. `where`: the node or the process.
+    """
+    known = first_error(error)
+    if known is None and isinstance(error, Exception):
+        log.error("%s %s", where, UNEXPECTED, exc_info=error)
+        inner: BaseException = error
+        while isinstance(inner, BaseExceptionGroup):
+            inner = inner.exceptions[0]
+        known = RunFailed(f"unexpected {described(inner)}")
+        known.__cause__ = error
+    return known
+
+
+def first_error(error: BaseException) -> FedstrataError | None:
+    """Return the first FedstrataError in an exception or a group of them."""
+    if isinstance(error, FedstrataError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for inner in error.exceptions if (found := first_error(inner))), None)
+    return None
+
+
+def _again(kind: type[FedstrataError], arguments: Sequence[object], facts: Mapping[str, Any]) -> FedstrataError:
+    error = kind.__new__(kind, *arguments)
+    vars(error).update(facts)
+    return error

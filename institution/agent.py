@@ -15,7 +15,6 @@ from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
 from common.host.examination import examine_host
-from common.host.offload import offload
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
@@ -221,7 +220,7 @@ class InstitutionAgent:
         reporting = asyncio.create_task(report(), name="preparing")
         try:
             if refiner is not None:
-                await offload(refiner.prepare, cancel=refiner.cancel)
+                await refiner.prepare()
             await down.gather(experiment.tier_below(self._name).closing, waiting=waiting)
             waits_for = ""
             await down.measure(experiment.links)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import InvalidExperiment
+from common.errors import AcceleratorLost, InvalidExperiment
 from common.experiment.reading import parse
 from common.learning import evaluation
 from common.learning.evaluation import ModelTester, accelerator_of
@@ -80,9 +80,18 @@ def test_without_memory_on_the_gpu_the_cpu_evaluates(
     assert caplog.messages == ["cuda:0 has not enough free memory: evaluated on the CPU"]
 
 
-def test_another_failure_of_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    tester, places = on_a_gpu(monkeypatch, RuntimeError("CUDA error: an illegal memory access was encountered"))
-    with pytest.raises(RuntimeError, match="illegal memory"):
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("CUDA error: an illegal memory access was encountered", AcceleratorLost),  # the process is replaced
+        ("CUDA error: invalid argument", RuntimeError),
+    ],
+)
+def test_another_failure_of_the_gpu_is_an_error(
+    text: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tester, places = on_a_gpu(monkeypatch, RuntimeError(text))
+    with pytest.raises(error, match=f"^{text}"):
         tester.evaluate(tester.first)
     assert places[-1] == "freed"
 

@@ -1,25 +1,30 @@
-"""The evaluator: its own process leaves the split and evaluates as a tester does in this one, and reports its end."""
+"""The evaluator: its own process leaves the split and evaluates as a tester does in this one, and is replaced."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cloud.evaluator import Evaluator
-from common.errors import RunFailed
+from common.errors import InvalidExperiment
 from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.learning import splits
-from common.learning.evaluation import ModelTester, accelerator_of
+from common.learning.evaluation import CPU_BATCH, ModelTester, accelerator_of
 
 PATIENCE_S = 110.0
 
 NET = """
-import pathlib, torch
+import os, pathlib, signal, torch
 from torch import nn
+
+HERE = pathlib.Path(__file__).parent
 
 class Net(nn.Module):
     def __init__(self):
@@ -27,8 +32,13 @@ class Net(nn.Module):
         self.work = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
     def forward(self, x):
-        if (pathlib.Path(__file__).parent / "fail").exists():
+        if (HERE / "fail").exists():
             raise KeyError("a bug")
+        if len(x) > 2:  # not where a model is tried as it is built
+            for path in HERE.glob("do-*"):
+                count = int(path.read_text()) - 1
+                path.unlink() if count == 0 else path.write_text(str(count))
+                os.kill(os.getpid(), int(path.name.removeprefix("do-")))
         print("forward")
         return self.work(x)
 
@@ -37,26 +47,32 @@ def build(*, shape, classes):
 """
 
 
-def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
+    """An experiment with a model that does what files beside it say."""
     (tmp_path / "net.py").write_text(NET)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
-    experiment = parse({"model": {"name": "net:build"}, "cloud": {"evaluate_on": "auto"}})
-    tester = ModelTester(experiment, accelerator=accelerator_of(experiment))
+    monkeypatch.delitem(sys.modules, "net", raising=False)
+    return parse({"model": {"name": "net:build"}, "cloud": {"evaluate_on": "auto"}})
+
+
+def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports_its_end(
+    tmp_path: Path, net: Experiment
+) -> None:
+    tester = ModelTester(net, accelerator=accelerator_of(net))
     folder = tmp_path / "run"
     folder.mkdir()
 
     async def play() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            evaluator = Evaluator(experiment, folder)
+            evaluator = Evaluator(net, folder)
             evaluator.close()
             try:
                 beginning = await evaluator.start()
                 assert beginning.layout == tester.layout and np.array_equal(beginning.row, tester.first)
-                assert beginning.accelerator == str(accelerator_of(experiment))
-                assert beginning.partition == splits.split_of(experiment).digest
+                assert beginning.accelerator == str(accelerator_of(net))
+                assert beginning.partition == splits.split_of(net).digest
                 assert {path.name for path in folder.iterdir()} == {"partition.npz", "partition.json"}
                 for global_round, row in ((1, tester.first), (2, np.zeros_like(tester.first))):
                     found, wanted = await evaluator.evaluate(global_round, row), tester.evaluate(row)
@@ -64,9 +80,48 @@ def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports
                     assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
                 assert np.array_equal(beginning.row, tester.first)
                 (tmp_path / "fail").touch()
-                with pytest.raises(RunFailed, match=r"^the evaluator process ended with code 1; its message is above$"):
+                place = r"in Net\.forward \(.*net\.py:14\)"
+                with pytest.raises(
+                    InvalidExperiment, match=rf"^model\.name = 'net:build': .* KeyError: 'a bug', {place}"
+                ):
                     await evaluator.evaluate(3, beginning.row)
             finally:
                 evaluator.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_evaluator_that_is_killed_or_hangs_is_replaced(
+    number: signal.Signals, tmp_path: Path, net: Experiment, caplog: pytest.LogCaptureFixture
+) -> None:
+    tester = ModelTester(net)
+    how = "was killed by SIGKILL" if number is signal.SIGKILL else "made no progress for 120 s"
+    order = tmp_path / f"do-{number}"
+
+    async def play() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            evaluator = Evaluator(net, tmp_path)
+            try:
+                begun = await evaluator.start()
+                assert evaluator._process.channel is not None
+                object.__setattr__(evaluator._process.channel, "idle_s", 3.0)  # only of the process that will hang
+                order.write_text("1")
+                found = await evaluator.evaluate(1, begun.row)
+                assert not order.exists()
+                wanted = tester.evaluate(begun.row)
+                assert (found.score, found.loss) == (wanted.score, wanted.loss)
+                assert caplog.messages == [f"the evaluator process {how}: it is started again"]
+                assert await evaluator.evaluate(1, begun.row) == found
+            finally:
+                evaluator.close()
+
+    asyncio.run(play())
+
+
+def test_each_batch_of_an_evaluation_is_progress() -> None:
+    moves: list[int] = []
+    experiment = parse({})
+    tester = ModelTester(experiment, watch=lambda: moves.append(1))
+    tester.evaluate(tester.first)
+    assert len(moves) == -(-359 // CPU_BATCH)

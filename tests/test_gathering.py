@@ -200,13 +200,23 @@ def test_a_device_with_many_steps_is_trained_alone(monkeypatch: pytest.MonkeyPat
     assert paths == [TrainingPath.VMAPPED, TrainingPath.IN_PROCESS, TrainingPath.VMAPPED, TrainingPath.VMAPPED]
 
 
-def test_without_memory_for_the_data_each_is_trained_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_without_memory_for_the_data_each_is_trained_alone(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     work = Work(experiment())
     with monkeypatch.context() as patch:
         patch.setattr(trainer._Shared, "know", full)
+        Trainers().prepare(HostedDevice(work.lab, work.digest, "device-0"), "cpu")
         assert work.train() == [TrainingPath.IN_PROCESS] * 4
     assert work.train() == [TrainingPath.VMAPPED] * 4
 
@@ -240,7 +250,7 @@ class Fault:
 def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
     k: int, done: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fault = Fault(monkeypatch, RuntimeError("CUDA error: misaligned address\nand so on"), k)
+    fault = Fault(monkeypatch, RuntimeError("CUDA error: invalid argument\nand so on"), k)
     trainers, work = Trainers(), Work(experiment())
     progress: list[list[tuple[int, int]]] = [[] for _ in work.orders]
     work.orders = [
@@ -259,7 +269,7 @@ def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
             assert progress[i][: k + 1] == [(step, how.steps) for step in range(k + 1)]
             assert progress[i] == sorted(progress[i])
     assert caplog.messages == [
-        "mlp_digits on cpu: a vmapped step failed. Devices train one after another: CUDA error: misaligned address"
+        "mlp_digits on cpu: a vmapped step failed. Devices train one after another: CUDA error: invalid argument"
     ]
     assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
     assert fault.trainings == 1 and len(caplog.messages) == 1

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import RunFailed
+from common.errors import InvalidExperiment, RunFailed
 from common.host.processes import free_port
 from deploy.console import logs
 from deploy.console.connecting import run_agent
+from deploy.console.reporting import report
 from tests.helpers.commands import DEMO, fedstrata
 
 
@@ -72,10 +73,33 @@ def test_lines_outside_the_log_have_the_same_format(as_json: None, capsys: pytes
     assert logs.options()[2:] == ["--log-format", "json"] and logs.as_json()
 
 
-def test_the_message_of_a_line_in_either_format() -> None:
-    line = logs.JsonLines().format(record("the reason"))
-    assert logs.message_of(line) == "the reason"
-    assert [logs.message_of(other) for other in ("plain", "3", "{}", "[]")] == ["plain", "3", "{}", "[]"]
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        (["plain"], ["plain"]),
+        (["first", "3"], ["3"]),
+        (["fedstrata: device-1: the reason", "  mine.py:3, in f: 1 / 0", "later"], [0, 1]),
+        (["fedstrata: one", "between", "fedstrata: the reason", "asyncio: a remark"], [2]),
+        ([], []),
+    ],
+)
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_the_last_error_of_a_log_has_its_frames_in_either_format(
+    json_lines: bool, messages: list[str], found: list[int | str], tmp_path: Path
+) -> None:
+    lines = [logs.JsonLines().format(record(message)) if json_lines else message for message in messages]
+    (tmp_path / "a.log").write_text("".join(f"{line}\n" for line in lines) + "\n")
+    assert logs.last_error(tmp_path / "a.log") == [messages[at] if isinstance(at, int) else at for at in found]
+
+
+def test_the_frames_of_own_code_stand_below_its_error_at_the_level_info(capsys: pytest.CaptureFixture[str]) -> None:
+    frame = "mine.py:3, in f: 1 / 0"
+    error = InvalidExperiment("model.name", "mine:f", "fails with ZeroDivisionError", "Correct it.", [frame])
+    line = "fedstrata: device-1: model.name = 'mine:f': fails with ZeroDivisionError. Correct it.\n"
+    for level, below in ((logging.WARNING, ""), (logging.INFO, f"  {frame}\n")):
+        with logs.limited("", level):
+            report(error, node="device-1")
+        assert capsys.readouterr().err == line + below
 
 
 @pytest.mark.parametrize(

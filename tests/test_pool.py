@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from common.accounting.child_report import TrainingPath
-from common.errors import FedstrataError, InvalidExperiment, RunFailed
+from common.errors import AcceleratorLost, InvalidExperiment, RunFailed
 from common.experiment import reading, schema
 from common.host.accelerators import choose, may_have_gpu
 from common.learning import datasets, models, splits
@@ -35,7 +36,7 @@ LAYOUT = ModelLayout.build([("w", (2,), Section.PARAMETER)])
 
 # A model that does in training what files beside it say.
 NETS = """
-import os, pathlib, signal, torch
+import os, pathlib, signal, sys, torch
 from torch import nn
 
 HERE = pathlib.Path(__file__).parent
@@ -56,6 +57,10 @@ class Moody(nn.Module):
                     raise torch.OutOfMemoryError("no memory")
                 if path.name == "do-fail":
                     raise KeyError("a bug")
+                if path.name == "do-exit":
+                    sys.exit(1)
+                if path.name == "do-lose":
+                    raise RuntimeError("CUDA error: an illegal memory access was encountered\\nand so on")
         return self.work(x)
 
 def build(*, shape, classes):
@@ -526,12 +531,60 @@ def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moo
     assert lab.pids() == before
 
 
-def test_a_worker_that_fails_is_reported_with_its_code(lab: Lab, moody: schema.Experiment) -> None:
-    lab.order("fail", 100)  # in the trial of the model, or in its training if this worker has tried it
-    with pytest.raises(FedstrataError, match=r"KeyError: 'a bug'|device-0 ended with code 1; its message is above"):
-        lab.do(train_moody(lab, moody, initial(moody)))
-    (lab.folder / "do-fail").unlink()
+@pytest.mark.parametrize(("order", "error"), [("fail", "KeyError: 'a bug'"), ("exit", "SystemExit: 1")])
+def test_a_model_that_fails_is_reported_with_its_place_and_spares_the_worker(
+    order: str, error: str, lab: Lab, moody: schema.Experiment
+) -> None:
     lab.do(train_moody(lab, moody, initial(moody)))
+    before = lab.pids()
+    lab.order(order, 100)  # in the trial of the model, or in its training if this worker has tried it
+    with pytest.raises(InvalidExperiment) as caught:
+        lab.do(train_moody(lab, moody, initial(moody)))
+    file = lab.folder / "moody.py"
+    line = next(i for i, text in enumerate(file.read_text().splitlines()) if f"do-{order}" in text) + 2
+    problem, _, where = str(caught.value).partition(f"with {error}")
+    assert re.fullmatch(r"model\.name = 'moody:build': fails (in training on \d+ samples )?", problem)
+    assert where == f", in Moody.forward ({file}:{line}). Correct it."
+    (frame,) = caught.value.frames
+    assert frame.startswith(f"{file}:{line}, in Moody.forward: ") and caught.value.exit_code == 4
+    (lab.folder / f"do-{order}").unlink()
+    lab.do(train_moody(lab, moody, initial(moody)))
+    assert lab.pids() == before
+
+
+def test_a_worker_whose_accelerator_fails_for_good_is_replaced_and_its_training_done_again(
+    lab: Lab, moody: schema.Experiment
+) -> None:
+    row = initial(moody)
+    lab.do(train_moody(lab, moody, row))
+    before = lab.pids()
+    lab.order("lose")
+    again = lab.do(train_moody(lab, moody, row))
+    assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
+    assert np.array_equal(again, alone(moody, "device-0", row, epochs=1, local_round=0)[0])
+    lab.order("lose", 2)
+    with pytest.raises(
+        RunFailed, match=r"trained device-0 lost its accelerator \(CUDA error: an illegal .*, and so did"
+    ):
+        lab.do(train_moody(lab, moody, row))
+    assert np.array_equal(lab.do(train_moody(lab, moody, row)), again)
+
+
+def test_an_accelerator_that_fails_for_good_ends_a_process_that_trains_in_a_thread(
+    lab: Lab, moody: schema.Experiment
+) -> None:
+    async def play() -> None:
+        async with Pool(accelerator="cpu", slots=1, devices=2) as pool:
+            member, other = pool.member("device-0"), pool.member("device-1")
+            out = (await member.prepare(moody)).layout.empty()
+            await other.prepare(moody)
+            lab.order("lose")
+            for each in (member, other):
+                with pytest.raises(AcceleratorLost, match=r"^CUDA error: an illegal memory access was"):
+                    await each.train(initial(moody), out, epochs=1, local_round=0, progress=lambda *_: None)
+            assert pool.failure is not None and member.failure is pool.failure
+
+    asyncio.run(play())
 
 
 def test_what_is_wrong_with_an_experiment_is_reported_whole(lab: Lab) -> None:

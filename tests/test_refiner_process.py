@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 
-from common.errors import InvalidExperiment, NoProgress, RunFailed
+from common.errors import InvalidExperiment, RunFailed
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.host.blocking_channel import BlockingChannel
+from common.host.offload import offload
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.refiner import NodeRefiner
@@ -26,7 +28,7 @@ from common.learning.splits import split_of
 from common.model.layout import ModelLayout
 from common.model.refinement import RoundModels
 from common.runtime.refining import MODULE, RefinerProcess, run_refining
-from tests.helpers.commands import DEMO, PATIENCE_S, command, run_lab, sets, tensors
+from tests.helpers.commands import DEMO, PATIENCE_S, command, run_lab, sets, table, tensors
 
 NODE: Final = "institution-0"
 LAYOUT: Final = models.layout_of(models.build("mlp_digits", 1, inputs=Inputs((1, 8, 8), 10)))
@@ -51,56 +53,65 @@ def round_of(layout: ModelLayout) -> RoundModels:
     return RoundModels(3, layout, rows[0], rows[1], list(rows[2:]), np.array([0.5, 0.25, 0.25]))
 
 
-def check_same_bits(rule: dict[str, Any], refiner: RefinerProcess, here: NodeRefiner) -> None:
+async def check_same_bits(rule: dict[str, Any], refiner: RefinerProcess, here: NodeRefiner) -> None:
     one, other = round_of(LAYOUT), round_of(LAYOUT)
     before = one.mean.copy()
-    found, wanted = ({**each.refine(these), "seconds": 0} for each, these in ((refiner, one), (here, other)))
-    assert found == wanted and np.array_equal(one.mean, other.mean)
+    found = {**await run_refining(partial(refiner.refine, one), refiner), "seconds": 0}
+    assert found == {**here.refine(other), "seconds": 0} and np.array_equal(one.mean, other.mean)
     assert np.array_equal(one.mean, before) == (rule["name"] == "fedlaw")
     assert refiner.moves > 0
 
 
-def both(rule: dict[str, Any]) -> tuple[RefinerProcess, NodeRefiner]:
-    lab = experiment(rule)
+def with_both(
+    rule: dict[str, Any], work: Callable[[RefinerProcess, NodeRefiner], Coroutine[Any, Any, None]], **transfer: Any
+) -> None:
+    """Do something with a refiner's process and one of this process."""
+    lab = experiment(rule, **transfer)
     partition = split_of(lab).digest
-    return RefinerProcess(lab, NODE, partition=partition), NodeRefiner(lab, NODE, partition=partition)
+
+    async def play() -> None:
+        refiner = RefinerProcess(lab, NODE, partition=partition)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await work(refiner, NodeRefiner(lab, NODE, partition=partition))
+        finally:
+            refiner.close()
+
+    asyncio.run(play())
 
 
-def test_a_process_gives_the_same_bits_and_its_end_is_one_line() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_gives_the_same_bits_and_is_replaced_if_it_is_killed_or_hangs(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
     rule = {"name": "feddf", "steps": 100}
-    refiner, here = both(rule)
-    try:
-        refiner.prepare()
-        check_same_bits(rule, refiner, here)
+    how = "was killed by SIGKILL" if number is signal.SIGKILL else "made no progress for 120 s"
+
+    async def work(refiner: RefinerProcess, here: NodeRefiner) -> None:
+        await refiner.prepare()
+        await check_same_bits(rule, refiner, here)
         (process,) = (each for each in psutil.Process().children() if MODULE in each.cmdline())
-        process.kill()
-        with pytest.raises(RunFailed, match=rf"^{NODE}'s refiner process was killed by SIGKILL$"):
-            refiner.refine(round_of(LAYOUT))
+        assert refiner._process.channel is not None
+        object.__setattr__(refiner._process.channel, "idle_s", 3.0)  # only of the process that will hang
+        process.send_signal(number)
+        await check_same_bits(rule, refiner, here)
         assert not process.is_running()
-    finally:
-        refiner.close()
+        assert caplog.messages == [f"{NODE}'s refiner process {how}: it is started again"]
+
+    with_both(rule, work)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [{"name": "fedbe"}, {"name": "fedbe", "teachers": "dirichlet"}, {"name": "fedlaw"}])
 def test_a_process_gives_the_same_bits(rule: dict[str, Any]) -> None:
-    refiner, here = both(rule)
-    try:
-        check_same_bits(rule, refiner, here)
-    finally:
-        refiner.close()
+    with_both(rule, partial(check_same_bits, rule))
 
 
 @pytest.mark.slow
 def test_a_cancelled_call_ends_at_once_and_the_next_one_has_another_process() -> None:
-    rule = {"name": "feddf", "steps": 1_000_000, "patience": 1_000_000}
-    refiner, _ = both(rule)
-    quick, _ = both({"name": "feddf", "steps": 50})
-    refiner.prepare()
-
-    async def play() -> None:
-        moved = asyncio.Event()
-        before = refiner.moves
+    async def work(refiner: RefinerProcess, _: NodeRefiner) -> None:
+        await refiner.prepare()
+        moved, before = asyncio.Event(), refiner.moves
         working = asyncio.create_task(
             run_refining(
                 lambda: refiner.refine(round_of(LAYOUT)),
@@ -113,14 +124,11 @@ def test_a_cancelled_call_ends_at_once_and_the_next_one_has_another_process() ->
         with pytest.raises(asyncio.CancelledError):
             await working
         with pytest.raises(RunFailed, match="was cancelled"):
-            refiner.refine(round_of(LAYOUT))
-        refiner._experiment = quick._experiment
+            await offload(lambda: refiner.refine(round_of(LAYOUT)))
+        refiner._experiment = experiment({"name": "feddf", "steps": 50})
         assert (await run_refining(lambda: refiner.refine(round_of(LAYOUT)), refiner))["steps"] == 50
 
-    try:
-        asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
-    finally:
-        refiner.close()
+    with_both({"name": "feddf", "steps": 1_000_000, "patience": 1_000_000}, work)
 
 
 class Waiting:
@@ -166,16 +174,6 @@ def test_cancelling_a_round_cancels_its_refinement() -> None:
     assert asyncio.run(run_refining(refiner.work, refiner)) == 5 and "cancel" not in refiner.calls[3:]
 
 
-def test_a_silent_process_is_given_up() -> None:
-    channel = BlockingChannel(MODULE, "the process", patience_s=0.1)  # which waits for a request
-    try:
-        with pytest.raises(NoProgress, match=r"^the process made no progress for 0\.1 s$") as given_up:
-            channel.receive()
-        assert given_up.value.exit_code == 5
-    finally:
-        channel.close()
-
-
 @pytest.fixture
 def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
@@ -184,9 +182,11 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_node_without_torch_is_an_invalid_experiment() -> None:
-    refiner = RefinerProcess(experiment({"name": "fedlaw"}), NODE, partition="")
+    async def play() -> None:
+        await RefinerProcess(experiment({"name": "fedlaw"}), NODE, partition="").prepare()
+
     with pytest.raises(InvalidExperiment) as refused:
-        refiner.prepare()
+        asyncio.run(play())
     assert str(refused.value) == (
         "institution.aggregation.name = 'fedlaw': torch is not installed where institution-0 runs. "
         "Install fedstrata[learning] there."
@@ -210,32 +210,45 @@ def test_a_lab_of_processes_gives_the_model_of_one_process(cloud: str, instituti
     assert tensors(real) == tensors(direct)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_lab(DEMO, tmp_path_factory.mktemp("runs"), *DISTURBED)
+
+
+DISTURBED: Final = (*LAB, "rounds=3", "transfer.idle_s=20", "cloud.aggregation={ name = 'feddf', steps = 100 }")
+SAME: Final = ("global_round", "accuracy", "loss", "train_loss", "sgd_steps", "missing")  # in each run, bit for bit
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", ["cloud", "institution"])
-def test_a_killed_refiner_ends_the_run_with_one_line(tier: str, tmp_path: Path) -> None:
-    rule = f"{tier}.aggregation={{ name = 'feddf', steps = 1000000, patience = 1000000 }}"
-    words = command("run", DEMO, "--runs", tmp_path, *sets(*LAB, rule))
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lab_whose_evaluator_and_refiner_are_killed_or_stopped_ends_undisturbed(
+    number: signal.Signals, undisturbed: Path, tmp_path: Path
+) -> None:
+    words = command("run", DEMO, "--runs", tmp_path, "--format", "json", *sets(*DISTURBED))
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:
-            refiner = working_refiner(psutil.Process(run.pid))
-            refiner.kill()
+            assert run.stdout is not None
+            next(line for line in run.stdout if json.loads(line)["event"] == "evaluated")
+            found = {
+                module: process
+                for process in psutil.Process(run.pid).children(recursive=True)
+                for module in (MODULE, "cloud.evaluator_process")
+                if module in process.cmdline()
+            }
+            assert len(found) == 2
+            for process in found.values():
+                process.send_signal(number)
             _, errors = run.communicate(timeout=PATIENCE_S)
         finally:
             run.terminate()
-    (line,) = (line for line in errors.splitlines() if line.startswith("fedstrata: "))
-    assert run.returncode == 1 and line.strip().endswith("'s refiner process was killed by SIGKILL"), errors
-    assert "Traceback" not in errors
-
-
-def working_refiner(run: psutil.Process) -> psutil.Process:
-    """Return a refiner's process that has computed for a second beyond its start."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        for each in run.children(recursive=True):
-            try:
-                if MODULE in each.cmdline() and each.cpu_times().user > 8:
-                    return each
-            except psutil.Error:
-                pass  # it has just ended
-        time.sleep(0.1)
-    raise AssertionError("no refiner computes")
+    assert run.returncode == 0, errors
+    (folder,) = tmp_path.iterdir()
+    log = (folder / "logs" / "cloud.log").read_text()
+    how = "was killed by SIGKILL" if number is signal.SIGKILL else "made no progress for 20 s"
+    for name in ("the evaluator process", "cloud's refiner process"):
+        assert log.count(f"{name} {how}: it is started again") == 1, log
+    rows, wanted = (
+        [{key: row[key] for key in SAME} for row in table(each / "rounds.csv")] for each in (folder, undisturbed)
+    )
+    assert rows == wanted and len(rows) == 3
+    assert tensors(folder) == tensors(undisturbed)

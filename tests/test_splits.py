@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,8 @@ def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(
 ) -> None:
     lab, sent = experiment(partition="dirichlet", min_samples=10_000), list[Record]()
     request = {"experiment": lab.to_json(), "folder": str(tmp_path)}
-    channel = SimpleNamespace(receive=lambda: request, send=lambda **record: sent.append(record))
+    ends = {"receive": lambda: request, "send": lambda **record: sent.append(record)}
+    channel = SimpleNamespace(**ends, busy=nullcontext, moved=lambda: None)
     monkeypatch.setattr(evaluator_process, "AgentChannel", lambda: channel)
     evaluator_process.main()
     (record,) = sent

@@ -10,22 +10,30 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import psutil
 import pytest
 
-from common.errors import FedstrataError, InvalidExperiment, RunFailed
+from common.errors import AcceleratorLost, FedstrataError, InvalidExperiment, NoProgress, RunFailed
 from common.host import subprocess_channel
-from common.host.subprocess_channel import ProcessEnded, Record, SubprocessChannel, error_in, error_record
+from common.host.subprocess_channel import (
+    ProcessEnded,
+    Record,
+    ReplaceableProcess,
+    SubprocessChannel,
+    error_in,
+    error_record,
+)
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 60.0
 
 # A process that does what the records ask for.
 PEER = """
-import os, signal, socket, subprocess, sys, threading
-from common.errors import InvalidExperiment, RunFailed
+import os, pathlib, signal, socket, subprocess, sys, threading, time
+from common.errors import AcceleratorLost, InvalidExperiment, RunFailed
 from common.host.subprocess_channel import AgentChannel, error_record
 
 cancelled = threading.Event()
@@ -64,7 +72,7 @@ while True:
             os.write(int(sys.argv[1]), b'{"half": ')
             os._exit(request["code"])
         case "invalid":
-            channel.send(**error_record(InvalidExperiment("key", {1, 2}, "a problem", "A remedy.")))
+            channel.send(**error_record(InvalidExperiment("key", {1, 2}, "a problem", "A remedy.", ["a frame"])))
         case "failed":
             channel.send(**error_record(RunFailed("a reason")))
         case "compute":
@@ -72,6 +80,36 @@ while True:
             while not cancelled.is_set():
                 pass
             channel.send(cancelled=True)
+        case "progress":
+            for _ in range(request["times"]):
+                channel.send(moves=True)
+            channel.send(done=True)
+        case "once":
+            path = pathlib.Path(request["path"])
+            left = int(path.read_text())
+            path.write_text(str(left - 1))
+            if left > 0:
+                match request["how"]:
+                    case "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    case "stop":
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    case "lose":
+                        channel.send(**error_record(AcceleratorLost("CUDA error: unspecified launch failure")))
+                        continue
+                    case "exit":
+                        os._exit(3)
+            channel.send(pid=os.getpid())
+        case "busy":
+            with channel.busy():
+                begun = time.process_time()
+                while time.process_time() < begun + request["cpu_s"]:
+                    pass
+            with channel.busy():
+                pass
+            channel.send(done=True)
+        case "unexpected":
+            channel.send(**error_record(KeyError("a bug")))
         case "start":
             program = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], close_fds=False)
             channel.send(pid=program.pid)
@@ -136,11 +174,11 @@ def test_both_ends_have_the_same_rows_which_grow() -> None:
 @pytest.mark.parametrize(
     ("request_", "killed", "how"),
     [
-        ({"do": "exit", "code": 0}, False, "ended with code 0; its message is above"),
-        ({"do": "exit", "code": 3}, False, "ended with code 3; its message is above"),
-        ({"do": "raise"}, False, "ended with code 1; its message is above"),
+        ({"do": "exit", "code": 0}, False, "ended with code 0; the output of its node may have the reason"),
+        ({"do": "exit", "code": 3}, False, "ended with code 3; the output of its node may have the reason"),
+        ({"do": "raise"}, False, "ended with code 1; the output of its node may have the reason"),
         ({"do": "kill"}, True, "was killed by SIGKILL"),
-        ({"do": "half", "code": 7}, False, "ended with code 7; its message is above"),
+        ({"do": "half", "code": 7}, False, "ended with code 7; the output of its node may have the reason"),
     ],
 )
 def test_the_end_of_the_process_is_reported_with_its_code(
@@ -195,6 +233,7 @@ def test_errors_pass_with_their_parts() -> None:
         with pytest.raises(InvalidExperiment, match=r"key = .*: a problem\. A remedy\.") as invalid:
             await channel.request(do="invalid")
         assert invalid.value.parts == ("key", "{1, 2}", "a problem", "A remedy.") and invalid.value.exit_code == 4
+        assert invalid.value.frames == ("a frame",)
         with pytest.raises(RunFailed, match=r"^a reason$"):
             await channel.request(do="failed")
         assert await channel.request(do="echo", x=1) == {"x": 1}
@@ -202,7 +241,137 @@ def test_errors_pass_with_their_parts() -> None:
     run(work)
     assert error_in({"x": 1}) is None
     errors: list[FedstrataError] = [InvalidExperiment("a", 1, "b", "c"), RunFailed("d")]
-    assert [str(error_in(error_record(error))) for error in errors] == list(map(str, errors))
+    errors.append(AcceleratorLost("CUDA error: misaligned address"))
+    found = [error_in(error_record(error)) for error in errors]
+    assert [(type(error), str(error)) for error in found] == [(type(error), str(error)) for error in errors]
+
+
+def test_an_unexpected_error_passes_with_its_reason_and_leaves_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    async def work(channel: SubprocessChannel) -> None:
+        with pytest.raises(RunFailed, match=r"^unexpected KeyError: 'a bug'$"):
+            await channel.request(do="unexpected")
+        assert await channel.request(do="echo", x=1) == {"x": 1}
+
+    run(work)
+    assert "the process ended by an unexpected error" in capfd.readouterr().err
+
+
+def test_progress_is_counted_and_no_reply() -> None:
+    moves: list[int] = []
+
+    async def work(channel: SubprocessChannel) -> None:
+        object.__setattr__(channel, "moved", lambda: moves.append(1))
+        assert await channel.request(do="progress", times=3) == {"done": True} and len(moves) == 3
+        assert await channel.request(do="busy", cpu_s=2.0) == {"done": True} and len(moves) > 3
+
+    run(work)
+
+
+async def soon_idle(channel: SubprocessChannel) -> None:
+    """Wait less for records once the process has started, which takes long on a busy machine."""
+    await channel.request(do="echo", x=1)
+    object.__setattr__(channel, "idle_s", 3.0)
+
+
+def replaceable(do: Callable[[ReplaceableProcess], Awaitable[None]], **settings: Any) -> None:
+    """Do something with a replaceable peer, of which nothing is left."""
+
+    async def play() -> None:
+        before = {child.pid for child in psutil.Process().children()}
+        peers = ReplaceableProcess("peer", "the peer", advice="Do less.", **settings)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await do(peers)
+        finally:
+            peers.close()
+        await asyncio.sleep(0)
+        assert {child.pid for child in psutil.Process().children()} == before
+
+    asyncio.run(play())
+
+
+HOWS: Final = {
+    "kill": ("was killed by SIGKILL", "was"),
+    "stop": ("made no progress for 60 s", "did"),
+    "lose": ("lost its accelerator (CUDA error: unspecified launch failure)", "did"),
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_process_that_fails_is_replaced_and_its_request_done_again(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "left").write_text("2")
+    begun: list[int] = []
+
+    async def begin(channel: SubprocessChannel) -> None:
+        await soon_idle(channel)
+        begun.append(channel.process.pid)
+
+    async def do(peers: ReplaceableProcess) -> None:
+        async def work(channel: SubprocessChannel) -> Record:
+            return await channel.request(do="once", path=str(tmp_path / "left"), how=how)
+
+        found = [(await peers.do(work))["pid"] for _ in range(2)]
+        assert found == [begun[-1]] * 2 and len(set(begun)) == 3
+
+    replaceable(do, replacements=2, idle_s=60.0, begin=begin)
+    assert caplog.messages == [f"the peer {HOWS[how][0]}: it is started again"] * 2
+
+
+@pytest.mark.parametrize(("how", "replacements"), [("kill", 1), ("kill", 2), ("stop", 1), ("lose", 1)])
+def test_a_request_that_fails_in_each_process_is_an_error_and_the_next_one_has_a_new_one(
+    how: str, replacements: int, tmp_path: Path
+) -> None:
+    (tmp_path / "left").write_text(str(replacements + 1))
+    too, verb = HOWS[how]
+    others = f"and so {verb} its replacement" if replacements == 1 else "and 2 replacements failed, too"
+
+    async def do(peers: ReplaceableProcess) -> None:
+        async def work(channel: SubprocessChannel) -> Record:
+            return await channel.request(do="once", path=str(tmp_path / "left"), how=how)
+
+        with pytest.raises(NoProgress if how == "stop" else RunFailed) as caught:
+            await peers.do(work, name="the work")
+        assert str(caught.value) == f"the work {too}, {others}. Do less."
+        assert (await peers.do(work))["pid"] > 0
+
+    replaceable(do, replacements=replacements, idle_s=60.0, begin=soon_idle)
+
+
+def test_a_process_that_ends_by_itself_is_no_reason_to_do_a_request_again(tmp_path: Path) -> None:
+    (tmp_path / "left").write_text("1")
+
+    async def do(peers: ReplaceableProcess) -> None:
+        async def work(channel: SubprocessChannel) -> Record:
+            return await channel.request(do="once", path=str(tmp_path / "left"), how="exit")
+
+        with pytest.raises(RunFailed, match=r"^the peer ended with code 3; the output of its node "):
+            await peers.do(work)
+        assert (await peers.do(work))["pid"] > 0
+
+    replaceable(do, replacements=2)
+
+
+def test_a_cancelled_request_ends_its_process() -> None:
+    async def do(peers: ReplaceableProcess) -> None:
+        computing = asyncio.Event()
+
+        async def work(channel: SubprocessChannel) -> None:
+            await channel.request(do="compute")
+            computing.set()
+            await channel.receive()
+
+        task = asyncio.create_task(peers.do(work))
+        await computing.wait()
+        assert peers.channel is not None
+        process = psutil.Process(peers.channel.process.pid)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert peers.channel is None and not process.is_running()
+
+    replaceable(do, replacements=2)
 
 
 def test_a_record_has_an_effect_while_the_process_computes() -> None:

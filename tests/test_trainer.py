@@ -6,9 +6,11 @@ import copy
 import json
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import reading, schema
 from common.experiment.training import TrainingSettings
+from common.host import accelerators
+from common.host.accelerators import is_lost, out_of_memory
 from common.learning import computing, datasets, models, partitions
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
@@ -277,6 +281,18 @@ def settings() -> tuple[bool, ...]:
     return (*older, torch.are_deterministic_algorithms_enabled(), backends.cudnn.deterministic)
 
 
+def test_the_first_matrix_product_of_a_process_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns if it is that of a backward pass, and warnings are errors here."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    text = "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context..."
+    for set_up in (partial(computing.set_up, training=TrainingSettings()), computing.set_up_evaluation):
+        with restored(), warnings.catch_warnings():
+            with pytest.raises(UserWarning, match="no current CUDA context"):
+                warnings.warn(text, UserWarning, stacklevel=1)
+            set_up(torch.device("cuda", 0))
+            warnings.warn(text, UserWarning, stacklevel=1)
+
+
 def test_a_gpu_computes_in_tf32_only_where_the_experiment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
@@ -310,13 +326,56 @@ def test_on_a_cpu_tf32_is_fp32() -> None:
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", True),
         ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if the input is not contiguous", False),
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", False),
-        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
+        ("GET was unable to find an engine to execute this computation", True),
+        ("Unable to find a valid cuDNN algorithm to run convolution", True),
+        ("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`", True),
+        ("HIP out of memory. Tried to allocate 20.00 MiB.", True),
         ("CUDA error: an illegal memory access was encountered", False),
     ],
 )
 def test_failures_to_allocate_count_as_out_of_memory(text: str, memory: bool) -> None:
-    assert computing.out_of_memory(RuntimeError(text)) is memory
-    assert computing.out_of_memory(torch.OutOfMemoryError(text))
+    assert out_of_memory(RuntimeError(text)) is memory
+    assert out_of_memory(torch.OutOfMemoryError(text)) and not out_of_memory(ValueError(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously", True),
+        ("CUDA error: device-side assert triggered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: misaligned address", True),
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("HIP error: an illegal memory access was encountered", True),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`", True),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
+        ("CUDA error: out of memory", False),
+        ("CUDA error: invalid device ordinal", False),
+        ("CUDA error: no kernel image is available for execution on the device", False),
+        ("mat1 and mat2 shapes cannot be multiplied (2x64 and 3x10)", False),
+    ],
+)
+def test_failures_of_each_later_call_are_known(text: str, lost: bool) -> None:
+    assert is_lost(RuntimeError(text)) is lost and not is_lost(KeyError(text))
+    assert not (lost and out_of_memory(RuntimeError(text)))
+
+
+@pytest.mark.parametrize(("name", "maker"), [("mps", "Apple"), ("xpu", "Intel")])
+def test_a_gpu_on_which_nothing_is_computed_is_named_once(
+    name: str, maker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerators._warn_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr({"mps": torch.backends.mps, "xpu": torch.xpu}[name], "is_available", lambda: True)
+    assert computing.accelerators() == ["cpu", name]
+    assert computing.resolve_accelerator("cpu") == torch.device("cpu") and caplog.messages == []
+    for _ in range(2):
+        assert computing.resolve_accelerator("auto") == torch.device("cpu")
+    assert caplog.messages == [f"the {maker} GPU of this machine ({name}) is not used: fedstrata computes on the CPU"]
+    with pytest.raises(InvalidExperiment, match=r"this machine has no such accelerator\. It has cpu; or use auto"):
+        computing.resolve_accelerator("cuda")
+    assert accelerators.choose("auto", ["cpu", "cuda:0", name]) == ("cuda:0",) and len(caplog.messages) == 1
 
 
 def test_batch_norm_trains_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

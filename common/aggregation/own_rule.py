@@ -70,7 +70,8 @@ class OwnColumns(ColumnMean):
         self.compares = rule.compares
         self._rule = rule
         self._name = settings.name
-        names = dict.fromkeys((*rule.vectors, *settings.sends))
+        with own.guarded({KEY: settings.name}):
+            names = dict.fromkeys((*rule.vectors, *settings.sends))
         self._vectors = {name: np.zeros(context.layout.parameters, np.float32) for name in names}
         self._all_children = context.children
 
@@ -89,13 +90,13 @@ class OwnColumns(ColumnMean):
             products if self.compares else None,
             self._all_children,
         )
-        with own.guarded(KEY, self._name, where="begin"):
-            return mixture, self._rule.begin(facts) or {}
+        with own.guarded({KEY: self._name}):
+            return mixture, own.kept(KEY, self._name, self._rule.begin(facts) or {}, "`begin` returns")
 
     def columns(self, block: Columns) -> Doubles:
         """Return the rule's columns as float64. Raises InvalidExperiment unless they are C finite numbers."""
         name = self._name
-        with own.guarded(KEY, name, where="columns"):
+        with own.guarded({KEY: name}):
             found = np.asarray(self._rule.columns(block), np.float64)
         if found.shape != block.model_C.shape:
             problem = f"returns {list(found.shape)} for columns of {list(block.model_C.shape)}"
@@ -110,7 +111,7 @@ class OwnColumns(ColumnMean):
 
     def save(self) -> dict[str, object]:
         """Return the rule's numbers."""
-        return {"numbers": self._rule.numbers}
+        return {"numbers": own.kept(KEY, self._name, self._rule.numbers, "`numbers` are")}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore them."""

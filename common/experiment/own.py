@@ -11,21 +11,29 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import linecache
 import os
 import re
+import signal
 import sys
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, Never, Self, TypeVar
+from pathlib import Path
+from traceback import walk_tb
+from typing import Annotated, Any, Final, NamedTuple, Never, Self, TypeVar
 
 from pydantic import ConfigDict
 
-from common.errors import InvalidExperiment
+from common.errors import FedstrataError, InvalidExperiment, described
 from common.experiment.tables import SettingsTable, form, proposal
+from common.host.accelerators import is_lost, out_of_memory
 
 FORM: Final = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 Base = TypeVar("Base")
 LOOSE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+PACKAGES: Final = ("cloud", "common", "deploy", "device", "institution")  # fedstrata's
 OwnName = Annotated[str, form(FORM, "package.module:Name")]
 
 
@@ -81,19 +89,21 @@ def load(key: str, name: str) -> Any:
         refuse(key, name, "not of the form package.module:Name", "Write for instance mine:Rule.")
     if where.partition(".")[0] in sys.stdlib_module_names:  # some modules of Python have side effects when imported
         refuse(key, name, "is in Python's standard library", "Name one of your own modules.")
-    remedy = "Correct it."
-    try:
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.append(here)
-        module = importlib.import_module(where)
-        remedy = proposal(wanted, [each for each in vars(module) if not each.startswith("_")], what="It has")
-        return getattr(module, wanted)
-    except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
-        if isinstance(error, ModuleNotFoundError) and error.name:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    with guarded({key: name}, problem="cannot be imported ({})"):
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
             remedy = f"Install {error.name} wherever it runs."
             if where == error.name or where.startswith(f"{error.name}."):
                 remedy = "Start each command in its folder, or put that on PYTHONPATH."
-        refuse(key, name, f"cannot be imported ({short(error)})", remedy)
+            refuse(key, name, f"cannot be imported ({described(error)})", remedy)
+        try:
+            return getattr(module, wanted)
+        except AttributeError as error:
+            remedy = proposal(wanted, [each for each in vars(module) if not each.startswith("_")], what="It has")
+            refuse(key, name, f"cannot be imported ({described(error)})", remedy)
 
 
 def accepted(found: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,17 +129,51 @@ def call(key: str, name: str, found: Any, keywords: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError) as error:
         given = f"the keywords {', '.join(keywords)}" if keywords else "a call without keywords"
         refuse(key, name, f"does not accept {given} ({error})", "Let it accept these, and no others without default.")
-    with guarded(key, name, remedy="Correct it, or its values."):
+    with guarded({key: name}, remedy="Correct it, or its values."):
         return found(**keywords)
 
 
 @contextmanager
-def guarded(key: str, name: str, *, where: str = "", remedy: str = "Correct it.") -> Iterator[None]:
-    """Raise InvalidExperiment for any error of own code; `where`: in which of its functions."""
+def guarded(
+    names: Mapping[str, str],
+    *,
+    problem: str = "fails with {}",
+    remedy: str = "Correct it.",
+    everything: bool = False,
+) -> Iterator[None]:
+    """Raise InvalidExperiment, with file, line and function, for whatever own code raises, SystemExit too.
+
+    `names`: of what the `with` block may call, by key; fedstrata's own among them are ignored. The error is attributed
+    to the innermost frame of their packages, or to the first of `names` if a library raised it without such a frame.
+    Passed on: fedstrata's errors, an interruption, failures of an accelerator, and errors of fedstrata's code, unless
+    `everything` in the block is known to work with fedstrata's own of the names.
+    """
+    own = {key: name for key, name in names.items() if is_own(name)}
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - own code may raise anything
-        refuse(key, name, f"fails {where and f'in {where} '}with {short(error)}", remedy)
+    except BaseException as error:
+        known = isinstance(error, FedstrataError) or out_of_memory(error) or is_lost(error)
+        if not own or known or _is_interruption(error):
+            raise
+        theirs, whose = _frames(error, own)
+        if not theirs and not everything and whose in PACKAGES:
+            raise
+        key = _key_of(theirs, own)
+        text = problem.format(described(error)) + _place(error, theirs)
+        error.__traceback__ = None  # it references what was computed with, tensors of an accelerator too
+        raise InvalidExperiment(key, own[key], text, remedy, list(map(str, theirs))) from None
+
+
+def kept(key: str, name: str, found: Any, what: str) -> Any:
+    """Return what own code leaves to be kept or published. Raises InvalidExperiment unless it is a table for JSON."""
+    if not isinstance(found, Mapping):
+        refuse(key, name, f"{what} {type(found).__name__}, not a table", "Use a dict.")
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError, RecursionError) as error:
+        remedy = "Convert it, numpy's numbers by float()."
+        refuse(key, name, f"{what} what JSON cannot hold ({described(error)})", remedy)
+    return found
 
 
 def build(key: str, settings: OwnSettings, base: type[Base]) -> Base:
@@ -141,11 +185,73 @@ def build(key: str, settings: OwnSettings, base: type[Base]) -> Base:
     return made
 
 
-def short(error: Exception) -> str:
-    """Return an error's type and message."""
-    return f"{type(error).__name__}: {error}"
-
-
 def refuse(key: str, name: str, problem: str, remedy: str) -> Never:
     """Raise InvalidExperiment for own code."""
     raise InvalidExperiment(key, name, problem, remedy) from None
+
+
+class _Frame(NamedTuple):
+    """A place in own code: its module, file, line, and function, such as `Focal.losses`."""
+
+    module: str
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.where}, in {self.function}: {linecache.getline(self.file, self.line).strip()}"
+
+    @property
+    def where(self) -> str:
+        """The file, from the current folder if it is there, and the line."""
+        path = Path(self.file)
+        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.line}"
+
+
+def _frames(error: BaseException, own: Mapping[str, str]) -> tuple[list[_Frame], str]:
+    """Return the frames of own code, the innermost last, and the package of the innermost frame of all.
+
+    That is "" for an error of the `with` block itself: it called what has no frame, such as a function in C.
+    """
+    found = [
+        _Frame(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line, frame.f_code.co_qualname)
+        for frame, line in walk_tb(error.__traceback__)
+    ]
+    packages = {_package(name) for name in own.values()}
+    _, _, *below = found  # of `guarded`, and of the block
+    return [each for each in found if _package(each.module) in packages], _package(below[-1].module) if below else ""
+
+
+def _place(error: BaseException, theirs: Sequence[_Frame]) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f", in {error.filename}:{error.lineno}"
+    return f", in {theirs[-1].function} ({theirs[-1].where})" if theirs else ""
+
+
+def _package(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
+
+
+def _key_of(theirs: Sequence[_Frame], own: Mapping[str, str]) -> str:
+    """Return the key of what failed; several names may be in one file."""
+    for found in (
+        [f"{each.module}:{each.function.partition('.')[0]}" for each in theirs],
+        [each.module for each in theirs],
+        [_package(each.module) for each in theirs],
+    ):
+        for part in reversed(found):
+            for key, name in own.items():
+                if name == part or name.startswith((f"{part}:", f"{part}.")):
+                    return key
+    return next(iter(own))
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Return whether a signal raised the error: it does in the main thread alone, by a handler; workers have none."""
+    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # it leaves no trace
+        return True
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_code is getattr(getattr(handler, "func", handler), "__code__", None)

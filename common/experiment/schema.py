@@ -48,7 +48,9 @@ class TransferSettings(SettingsTable):
     # Chunks in flight from one sender; more, or fewer, where the link's delay or the keep-alive requires it.
     window: Annotated[int, Field(ge=2, le=64)] = 8
     upload_slots: Count = 4  # uploads that a parent fetches at once; one link below 250 Mbit/s takes a part of a slot
-    idle_s: Positive = 120.0  # seconds without progress (bytes, training steps) after which a node counts as failed
+    # Seconds without progress (bytes, training steps) after which a node counts as failed. A process of the cloud that
+    # ends no batch of an evaluation meanwhile is replaced.
+    idle_s: Positive = 120.0
     # Megabytes of uploads in memory; those beyond it stay in the spool until they are mixed.
     resident_mb: Positive = 512.0
     keepalive_s: Annotated[int, Field(ge=5, le=65_535)] = 30  # MQTT's keep-alive in seconds

@@ -1,14 +1,15 @@
-"""A channel between an agent and a process that computes for it.
+"""A channel between an agent and a process that computes for it, and the replacement of a process that fails.
 
 The agent starts `python -m MODULE SOCKET MEMORY`; the arguments are descriptors. A record is a line of JSON on the
 socket, in either direction. Models are passed in the shared memory. When the agent's end of the socket closes, however
-the agent ended, the process ends at once.
+the agent ended, the process ends at once. An error of the process is a record, too, and so is its progress.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import mmap
 import os
 import queue
@@ -18,24 +19,43 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, Final, Self, TypeAlias
+from typing import IO, Any, Final, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import FedstrataError, InvalidExperiment, RunFailed, StorageFailed
+from common.errors import (
+    AcceleratorLost,
+    FedstrataError,
+    InvalidExperiment,
+    NoProgress,
+    RunFailed,
+    StorageFailed,
+    as_known,
+)
 from common.host.offload import offload
 from common.host.processes import python
 
 RECORD_BYTES: Final = 1 << 24  # limit of a reply: the longest, a layout, has some 60 for each tensor
 LAST_BREATH_S: Final = 5.0  # between the end of the socket and the end of the process
+REPORT_S: Final = 0.5  # between two reports of progress
+BUSY_S: Final = 0.05  # of a core that count as progress; a process that waits, and its reports, take a thousandth of it
+MOVES: Final = "moves"
+REPLACEMENTS: Final = 3  # of a process, for one request
+ADVICE: Final = (
+    "If memory was short: run fewer nodes on this machine. If one batch takes longer than that: raise transfer.idle_s."
+)
 
 Record: TypeAlias = Mapping[str, Any]
+_T = TypeVar("_T")
+
+log = logging.getLogger("fedstrata.process")
 
 
 class ProcessEnded(RunFailed):
@@ -43,7 +63,7 @@ class ProcessEnded(RunFailed):
 
     def __init__(self, name: str, code: int) -> None:
         self.killed = code < 0
-        ended = f"ended with code {code}; its message is above"
+        ended = f"ended with code {code}; the output of its node may have the reason"
         self.how = f"was killed by {signal.Signals(-code).name}" if self.killed else ended
         super().__init__(f"{name} {self.how}")
 
@@ -73,37 +93,41 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubprocessChannel:
-    """The agent's end of the channel to one process. Close it even if the process has ended."""
+    """The agent's end of the channel to one process. Close it even if the process has ended.
+
+    `idle_s`: the longest wait for a record, None: any. `moved` is called with each report of progress.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
     memory: SharedMemory
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    idle_s: float | None
+    moved: Callable[[], None]
 
     @classmethod
-    async def start(cls, module: str, name: str) -> Self:
+    async def start(
+        cls, module: str, name: str, *, idle_s: float | None = None, moved: Callable[[], None] = lambda: None
+    ) -> Self:
         """Start the process that runs `module`; errors call it `name`."""
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_connection(sock=ours, limit=RECORD_BYTES)
             process, memory = spawn(module, theirs)
-        return cls(name, process, memory, *streams)
+        return cls(name, process, memory, *streams, idle_s, moved)
 
     def send(self, **facts: object) -> None:
         """Send a record; it is lost if the process has ended."""
         self.writer.write(encoded(facts))
 
     async def receive(self) -> Record:
-        """Wait for the next record. Raises ProcessEnded, and the error that a record passes."""
-        try:
-            line = await self.reader.readline()
-        except ConnectionError:
-            line = b""
-        if not line.endswith(b"\n"):
-            self.writer.close()
-            raise ProcessEnded(self.name, await offload(partial(exit_code, self.process)))
-        record: Record = json.loads(line)
+        """Wait for the next record that is no progress.
+
+        Raises ProcessEnded, NoProgress, and the error that a record passes.
+        """
+        while MOVES in (record := await self._next()):
+            self.moved()
         if (error := error_in(record)) is not None:
             raise error
         return record
@@ -113,12 +137,121 @@ class SubprocessChannel:
         self.send(**facts)
         return await self.receive()
 
+    async def end(self) -> None:
+        """Close it, and wait in a thread meanwhile: the end of a large process takes a while."""
+        self.process.kill()
+        await offload(self.process.wait)
+        self.close()
+
     def close(self) -> None:
         """Kill the process, wait for its end, and release the socket and the memory."""
         self.process.kill()
         self.process.wait()
         self.writer.close()
         self.memory.close()
+
+    async def _next(self) -> Record:
+        try:
+            async with asyncio.timeout(self.idle_s):
+                line = await self.reader.readline()
+        except TimeoutError:
+            raise NoProgress(f"{self.name} made no progress for {self.idle_s:g} s") from None
+        except ConnectionError:
+            line = b""
+        if not line.endswith(b"\n"):
+            self.writer.close()
+            raise ProcessEnded(self.name, await offload(partial(exit_code, self.process)))
+        record: Record = json.loads(line)
+        return record
+
+
+async def nothing(_: SubprocessChannel) -> None:
+    """Exchange no record."""
+
+
+class ReplaceableProcess:
+    """A process that computes for an agent. It starts with the first request.
+
+    If a signal ends it, if it makes no progress for `idle_s`, or if its accelerator fails for good, the request is done
+    again in a new process, `replacements` times. So requests must be repeatable. `begin`: the first exchange with each
+    process. `advice`: the end of the error of a request that fails in each of them.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        *,
+        replacements: int = REPLACEMENTS,
+        advice: str = ADVICE,
+        idle_s: float | None = None,
+        begin: Callable[[SubprocessChannel], Awaitable[object]] = nothing,
+    ) -> None:
+        self._module = module
+        self._name = name
+        self._replacements = replacements
+        self._advice = advice
+        self._idle_s = idle_s
+        self._begin = begin
+        self.channel: SubprocessChannel | None = None
+        self.moves = 0  # reports of progress
+
+    async def do(self, work: Callable[[SubprocessChannel], Awaitable[_T]], *, name: str = "") -> _T:
+        """Do the work in the process; errors call that `name`.
+
+        Raises RunFailed, NoProgress, and the error that a record passes. A cancelled caller ends the process.
+        """
+        name, replaced = name or self._name, 0
+        while True:
+            try:
+                return await work(self.channel or await self._start())
+            except (ProcessEnded, NoProgress, AcceleratorLost) as error:
+                await self.end()
+                how, too, kind = self._how(error)
+                if isinstance(error, ProcessEnded) and not error.killed:
+                    raise kind(f"{name} {how}") from None
+                if replaced == self._replacements:
+                    others = f"so {too} its replacement" if replaced == 1 else f"{replaced} replacements failed, too"
+                    raise kind(f"{name} {how}, and {others}. {self._advice}") from None
+                replaced += 1
+                log.warning("%s %s: it is started again", name, how)
+            except asyncio.CancelledError:
+                self.close()
+                raise
+
+    async def end(self) -> None:
+        """End the process, if any; the next request starts another one."""
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            await channel.end()
+
+    def close(self) -> None:
+        """End the process at once."""
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.close()
+
+    async def _start(self) -> SubprocessChannel:
+        channel = self.channel = await SubprocessChannel.start(
+            self._module, self._name, idle_s=self._idle_s, moved=self._moved
+        )
+        try:
+            await self._begin(channel)
+        except BaseException:
+            self.close()
+            raise
+        return channel
+
+    def _moved(self) -> None:
+        self.moves += 1
+
+    def _how(self, error: ProcessEnded | NoProgress | AcceleratorLost) -> tuple[str, str, type[RunFailed]]:
+        """Return what happened to the process, as a predicate, its verb, and the class of the error for the caller."""
+        if isinstance(error, ProcessEnded):
+            return error.how, "was", RunFailed
+        if isinstance(error, NoProgress):
+            return f"made no progress for {self._idle_s:g} s", "did", NoProgress
+        return f"lost its accelerator ({error.reason})", "did", RunFailed
 
 
 class AgentChannel:
@@ -131,6 +264,8 @@ class AgentChannel:
         descriptors = [int(argument) for argument in sys.argv[1:3]]
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)  # programs that this process starts must not keep them open
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the agent, so own code alone raises KeyboardInterrupt
+        self._reported = time.monotonic()
         self._socket = socket.socket(fileno=descriptors[0])
         self.memory = SharedMemory(os.fdopen(descriptors[1], "r+b", buffering=0))
         self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
@@ -146,6 +281,32 @@ class AgentChannel:
             self._socket.sendall(encoded(facts))
         except OSError:
             os._exit(0)  # the agent is gone
+
+    def moved(self) -> None:
+        """Report progress, unless it was just reported."""
+        if time.monotonic() >= self._reported + REPORT_S:
+            self._reported = time.monotonic()
+            self.send(moves=True)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Report the use of a core as progress in the `with` block, of imports and of reading data."""
+        over = threading.Event()
+
+        def look() -> None:
+            used = time.process_time()
+            while not over.wait(REPORT_S):
+                if time.process_time() >= used + BUSY_S:
+                    used = time.process_time()
+                    self.send(moves=True)
+
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looking.join()
 
     def _read(self, at_once: Callable[[Record], bool]) -> None:
         try:
@@ -186,11 +347,14 @@ def exit_code(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def error_record(error: FedstrataError) -> Record:
-    """Return the facts of a record that passes an error to the agent."""
-    if isinstance(error, StorageFailed):
-        return {"storage": error.parts}
-    return {"invalid": error.parts} if isinstance(error, InvalidExperiment) else {"failed": str(error)}
+def error_record(error: Exception) -> Record:
+    """Return the facts of a record that passes an error to the agent; an unexpected one is logged here."""
+    known = as_known(error, "the process")
+    if isinstance(known, StorageFailed):
+        return {"storage": known.parts}
+    if isinstance(known, InvalidExperiment):
+        return {"invalid": [*known.parts, known.frames]}
+    return {"lost": known.reason} if isinstance(known, AcceleratorLost) else {"failed": str(known)}
 
 
 def error_in(record: Record) -> FedstrataError | None:
@@ -199,6 +363,8 @@ def error_in(record: Record) -> FedstrataError | None:
         return InvalidExperiment(*record["invalid"])
     if "storage" in record:
         return StorageFailed(*record["storage"])
+    if "lost" in record:
+        return AcceleratorLost(record["lost"])
     return RunFailed(record["failed"]) if "failed" in record else None
 
 

@@ -3,28 +3,62 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
-from typing import Final
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from common.errors import InvalidExperiment
+from common.errors import AcceleratorLost, InvalidExperiment
+from common.experiment import own
+from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
-from common.host.accelerators import OPTION, choose
+from common.host.accelerators import OPTION, choose, is_lost
 
-# Failures to allocate that torch raises as plain RuntimeErrors: those of the libraries, by their documented status (of
-# cuDNN 9 and of earlier releases), and those of CUDA's runtime and driver outside torch's allocator.
-_ALLOCATION_FAILED: Final = re.compile(
-    r"CU(DNN|BLAS)_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED"
-    r"|CUDA (driver )?error: out of memory|CUDA out of memory"
-)
+
+class OfExperiment(Protocol):
+    """An object that computes for an experiment."""
+
+    _experiment: Experiment
+
+
+_S = TypeVar("_S", bound=OfExperiment)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def own_code(experiment: Experiment) -> dict[str, str]:
+    """Return the names of what computes with tensors, by key, of fedstrata's own too."""
+    training = experiment.training
+    names = {"model.name": experiment.model.name, "training.objective.name": training.objective.name}
+    return names | {"training.loss": training.loss}
+
+
+def calls_own_code(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
+    """Make a method that calls an experiment's model, objective or loss raise InvalidExperiment for own code's errors.
+
+    It raises AcceleratorLost where each later call of the accelerator would fail.
+    """
+
+    @wraps(method)
+    def call(self: _S, /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        try:
+            with own.guarded(own_code(self._experiment)):
+                return method(self, *arguments, **keywords)
+        except RuntimeError as error:
+            if is_lost(error):
+                raise AcceleratorLost(first_line(error)) from None
+            raise
+
+    return call
 
 
 def accelerators() -> list[str]:
-    """Return the names of this machine's accelerators, the CPU first."""
+    """Return the names of this machine's accelerators, the CPU first; `choose` knows which of them are used."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return ["cpu", *(f"cuda:{i}" for i in range(gpus))]
+    others = {"mps": torch.backends.mps.is_available(), "xpu": torch.xpu.is_available()}
+    return ["cpu", *(f"cuda:{i}" for i in range(gpus)), *(name for name, there in others.items() if there)]
 
 
 def resolve_accelerator(name: str, *, key: str = OPTION) -> torch.device:
@@ -32,12 +66,7 @@ def resolve_accelerator(name: str, *, key: str = OPTION) -> torch.device:
     return torch.device(choose(name, accelerators(), key=key)[0])
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Return whether the error is an accelerator's failure to allocate memory, in torch or in a library below it."""
-    return isinstance(error, torch.OutOfMemoryError) or _ALLOCATION_FAILED.search(str(error)) is not None
-
-
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, which has many with torch, or the name of its type without a text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
@@ -74,6 +103,9 @@ def _set_up_gpu(*, tf32: bool, deterministic: bool) -> None:
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports the compiler's settings
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
+    # Once in a process, where the first matrix product is that of a backward pass: autograd's thread has no context
+    # yet, and torch sets it.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning)
     # By default torch computes convolutions and recurrent layers in TF32. Of its two interfaces this is the older: it
     # sets what both return. After the newer one alone, torch's compiler fails where it reads the older.
     warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)

@@ -14,9 +14,9 @@ from torch.nn import functional
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.experiment.score import ACCURACY, CROSS_ENTROPY
-from common.host.accelerators import choose
+from common.host.accelerators import choose, out_of_memory
 from common.learning import datasets, models
-from common.learning.computing import accelerators, out_of_memory, set_up_evaluation
+from common.learning.computing import accelerators, calls_own_code, set_up_evaluation
 from common.learning.losses import loss_of, try_loss
 from common.learning.own import seeded
 from common.learning.scores import score_of
@@ -24,6 +24,8 @@ from common.model.layout import Row
 from common.randomness import Purpose, torch_seed
 
 CPU: Final = torch.device("cpu")
+BATCH: Final = 500
+CPU_BATCH: Final = 100  # on a slow machine 500 samples may take longer than the progress that is expected of a process
 
 log = logging.getLogger("fedstrata.evaluation")
 
@@ -42,15 +44,16 @@ def evaluate(
     *,
     labels: Tensor,
     normalise: Callable[[Tensor], Tensor],
-    batch_size: int = 500,
+    batch_size: int = BATCH,
     loss: str = CROSS_ENTROPY,
     score: str = ACCURACY,
+    watch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Evaluate in batches, in eval mode and without gradients; the module's mode is restored.
 
     `images` [N, ...] and `labels`, int64 [N] or float32 [N, T], may be on another device than the module; `normalise`
-    belongs to the module's device. The batch size changes the result only by rounding. Raises InvalidExperiment for
-    own code that fails.
+    belongs to the module's device. The batch size changes the result only by rounding. `watch` is called after each
+    batch. Raises InvalidExperiment for own code that fails.
     """
     device = next(module.parameters()).device
     was_training = module.training
@@ -72,6 +75,7 @@ def evaluate(
                     total += functional.cross_entropy(found, wanted, reduction="sum")
                 else:
                     total += each_loss(found, wanted).sum()
+                watch()
     finally:
         module.train(was_training)
     if score == ACCURACY:
@@ -95,9 +99,16 @@ def accelerator_of(experiment: Experiment, *, beside: torch.device = CPU) -> tor
 
 
 class ModelTester:
-    """An experiment's test set, and a module to evaluate models with, on `accelerator`. Raises InvalidExperiment."""
+    """An experiment's test set, and a module to evaluate models with, on `accelerator`; `watch`: of progress.
 
-    def __init__(self, experiment: Experiment, *, accelerator: torch.device = CPU) -> None:
+    Raises InvalidExperiment.
+    """
+
+    def __init__(
+        self, experiment: Experiment, *, accelerator: torch.device = CPU, watch: Callable[[], None] = lambda: None
+    ) -> None:
+        self._experiment = experiment
+        self._watch = watch
         self._data = datasets.load(experiment.data)
         self._loss, self._score = experiment.training.loss, experiment.score.name
         try_loss(self._loss, self._data.inputs)
@@ -110,10 +121,12 @@ class ModelTester:
         self.first = self.layout.empty()  # the initial model
         models.write_row(self._module, self.layout, self.first)
 
+    @calls_own_code
     def evaluate(self, row: Row) -> Evaluation:
-        """Return score and loss of a flat model, uint8 [row_bytes], on the test set. Raises InvalidExperiment.
+        """Return score and loss of a flat model, uint8 [row_bytes], on the test set.
 
         If the accelerator has not enough free memory, because others train on it, this model is evaluated on the CPU.
+        Raises InvalidExperiment, AcceleratorLost.
         """
         with seeded(torch_seed(self._experiment.seed, Purpose.OWN_CODE), self._accelerator):
             if is_own(self._experiment.model.name):  # it may keep anything beside its state
@@ -147,6 +160,8 @@ class ModelTester:
             data.test_images,
             labels=data.test_labels,
             normalise=data.normaliser(device),
+            batch_size=CPU_BATCH if device == CPU else BATCH,
             loss=self._loss,
             score=self._score,
+            watch=self._watch,
         )

@@ -72,12 +72,8 @@ class _OwnLoss:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the losses. Raises InvalidExperiment, and what the function raises for lack of memory."""
-        try:
+        with own.guarded({KEY: self._name}):
             each = self._found(outputs, targets)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - own code may raise anything
-            own.refuse(KEY, self._name, f"fails with {own.short(error)}", "Correct it.")
         if not isinstance(each, Tensor) or each.shape != outputs.shape[:1]:
             shape = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
             problem = f"returns {shape} for {len(outputs)} samples, not the loss of each, [{len(outputs)}]"

@@ -101,10 +101,9 @@ def _logits(name: str, module: nn.Module, inputs: Inputs) -> Any:
     samples = (
         torch.randint(inputs.tokens, shape, generator=draw) if inputs.tokens else torch.rand(shape, generator=draw)
     )
+    remedy = "Fix the model, or use another data.dataset."
     try:
-        return module.eval()(samples)
-    except Exception as error:  # noqa: BLE001 - custom code
-        remedy = "Fix the model, or use another data.dataset."
-        own.refuse(KEY, name, f"fails with {own.short(error)} on {inputs}", remedy)
+        with own.guarded({KEY: name}, problem=f"fails with {{}} on {inputs}", remedy=remedy):
+            return module.eval()(samples)
     finally:
         module.train()

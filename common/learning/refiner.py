@@ -11,6 +11,7 @@ from common.experiment.refined_rules import FedBE, FedDF, FedGen, FedLAW
 from common.experiment.rules import RuleSettings
 from common.experiment.schema import Experiment
 from common.learning.bayesian_ensemble import distil_ensemble
+from common.learning.computing import calls_own_code
 from common.learning.distillation import distil
 from common.learning.generator import learn_generator
 from common.learning.learned_weights import learn_weights
@@ -37,6 +38,7 @@ class NodeRefiner:
     def __init__(
         self, experiment: Experiment, node: str, *, partition: str, watch: Callable[[], None] = lambda: None
     ) -> None:
+        self._experiment = experiment
         self._settings = experiment.tier_below(node).aggregation
         self._refine = METHODS[type(self._settings)]
         self._watch = watch
@@ -53,6 +55,7 @@ class NodeRefiner:
         """Counter of batches."""
         return self._moves
 
+    @calls_own_code
     def refine(self, models: RoundModels) -> Mapping[str, Any]:
         """Refine the mean, or learn weights or a generator; return facts, with the seconds that it took."""
         started = time.monotonic()

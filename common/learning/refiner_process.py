@@ -2,21 +2,18 @@
 
 The requests on the channel, and the rows in shared memory:
 
-    {"experiment": TEXT, "node", "partition"}      -> {"facts": {}}
-    {"r", "layout", "weights": [K]}, 2 + K rows    -> {"moves"} ..., then {"facts"}, and the first row
+    {"experiment": TEXT, "node", "partition"}      -> {}
+    {"r", "layout", "weights": [K]}, 2 + K rows    -> {"facts"}, and the first row
 
-The rows are the mean, the model that the children received, and K uploads. An error takes the place of the facts, and
-ends the process.
+The rows are the mean, the model that the children received, and K uploads. Each batch is progress. Instead of a reply
+there may be an error, which ends the process.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Final
-
 import numpy as np
 
-from common.errors import FedstrataError, InvalidExperiment
+from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.host.memory import frozen_imports
@@ -24,36 +21,27 @@ from common.host.subprocess_channel import AgentChannel, error_record
 from common.model.layout import ModelLayout
 from common.model.refinement import RoundModels
 
-REPORT_S: Final = 0.5  # between two reports of progress
-
 
 def main() -> None:
     """Serve one node's agent until it ends."""
     channel = AgentChannel()
     request = channel.receive()
     experiment, node = parse(request["experiment"]), request["node"]
-    reported = time.monotonic()
-
-    def watch() -> None:
-        nonlocal reported
-        if time.monotonic() >= reported + REPORT_S:
-            reported = time.monotonic()
-            channel.send(moves=True)
-
     try:
-        try:
-            with frozen_imports():
-                from common.learning.refiner import NodeRefiner  # imports torch: seconds
-        except ModuleNotFoundError as error:
-            raise _missing(experiment, node, str(error.name)) from None
-        refiner = NodeRefiner(experiment, node, partition=request["partition"], watch=watch)
-        channel.send(facts={})
+        with channel.busy():
+            try:
+                with frozen_imports():
+                    from common.learning.refiner import NodeRefiner  # imports torch: seconds
+            except ModuleNotFoundError as error:
+                raise _missing(experiment, node, str(error.name)) from None
+            refiner = NodeRefiner(experiment, node, partition=request["partition"], watch=channel.moved)
+        channel.send()
         while True:
             request = channel.receive()
             weights_K, layout = np.array(request["weights"]), ModelLayout.from_json(request["layout"])
             mean, received, *uploads = channel.memory.rows(2 + len(weights_K), layout.row_bytes)
             channel.send(facts=refiner.refine(RoundModels(request["r"], layout, mean, received, uploads, weights_K)))
-    except FedstrataError as error:
+    except Exception as error:  # noqa: BLE001 - the agent passes it on
         channel.send(**error_record(error))
 
 

@@ -65,7 +65,7 @@ def score_of(name: str) -> ScoreFunction:
     found = own.load(KEY, name)
 
     def score(outputs: npt.NDArray[Any], targets: npt.NDArray[Any]) -> float:
-        with own.guarded(KEY, name):
+        with own.guarded({KEY: name}):
             return float(found(outputs, targets))
 
     return score

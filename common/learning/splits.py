@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.experiment.topology import CLOUD
-from common.host.files import writing
+from common.host.files import replacing, writing
 from common.learning import datasets, partitions
 from common.learning.partitions import Indices
 from common.text import json_text
@@ -64,10 +64,11 @@ def keep(experiment: schema.Experiment, folder: Path) -> str:
         return ""
     split = split_of(experiment)
     facts = folder / FACTS
-    if facts.exists() and (begun := json.loads(facts.read_text(encoding="utf-8"))["digest"]) != split.digest:
+    if not facts.exists():
+        write(experiment, split, folder)
+    elif (begun := json.loads(facts.read_text(encoding="utf-8"))["digest"]) != split.digest:
         problem = f"it was started with other data or another split, digest {begun}; now it is {split.digest}"
         raise InvalidExperiment("--resume", str(folder), problem, "Restore the files of the data set.")
-    write(experiment, split, folder)
     return split.digest
 
 
@@ -98,7 +99,8 @@ def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str
             for name, part in arrays.items():
                 with archive.open(f"{name}.npy", "w") as file:
                     np.lib.format.write_array(file, part)
-        (folder / FACTS).write_text(json_text(facts, indent=1) + "\n", encoding="utf-8")
+        with replacing(folder / FACTS) as file:  # last, and whole: this process may be killed
+            file.write(json_text(facts, indent=1).encode() + b"\n")
     return facts
 
 

@@ -17,8 +17,10 @@ from common.errors import (
     ConnectionFailed,
     DuplicateName,
     FedstrataError,
+    InvalidExperiment,
     OtherRelease,
     WireError,
+    as_known,
 )
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
@@ -26,7 +28,6 @@ from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, WhoIsThere
 from common.runtime.names import check_carried
 from common.runtime.roll import Resources, RollEntry
-from common.runtime.unexpected import as_known
 from common.runtime.world import REAL, World, new_session, nothing
 
 ASK_S: Final = 0.25
@@ -150,6 +151,8 @@ async def _play(
             if entry is None or isinstance(error, DuplicateName) or not usable() or known is None:
                 raise
             log.error("%s leaves run %s: %s", name, found.run, known)
+            for frame in known.frames if isinstance(known, InvalidExperiment) else ():
+                log.info("  %s", frame)
         else:
             activity.info("%s: run %s finished", name, found.run)
         if entry is not None:

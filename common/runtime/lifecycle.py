@@ -7,12 +7,20 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment, NoProgress, StateLost
+from common.errors import (
+    DuplicateName,
+    FedstrataError,
+    InvalidBelow,
+    InvalidExperiment,
+    NoProgress,
+    StateLost,
+    as_known,
+    first_error,
+)
 from common.protocol.messages import Failure, NodeState
 from common.runtime.absence import Away
 from common.runtime.discovery import Moved
 from common.runtime.endpoint import Endpoint
-from common.runtime.unexpected import as_known, first_error
 
 LAST_STATE_S: Final = 2.0
 NAMESAKE_S: Final = 5.0  # within which the owner of a name answers a second process, over a slow link too

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from common.errors import RunFailed
 from common.experiment.schema import Experiment
-from common.host.blocking_channel import BlockingChannel
 from common.host.offload import offload
+from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, nothing
+from common.model.layout import Row
 from common.model.refinement import Refiner, RoundModels
 
 MODULE: Final = "common.learning.refiner_process"
@@ -22,84 +24,81 @@ _T = TypeVar("_T")
 
 
 class RefinerProcess:
-    """One node's refiner. The process starts with `prepare` or the first call, and again after a cancelled one.
+    """One node's refiner, of an agent on the running event loop. The process starts with `prepare` or the first call.
 
-    `partition`: the digest of the cloud's split, with which the node's must agree.
+    It is replaced if it is killed or makes no progress: the same models give the same bits. `partition`: the digest of
+    the cloud's split, with which the node's must agree.
     """
 
     def __init__(self, experiment: Experiment, node: str, *, partition: str) -> None:
         self._experiment = experiment
         self._node = node
         self._partition = partition
-        self._moves = 0
-        self._channel: BlockingChannel | None = None
+        self._loop = asyncio.get_running_loop()
         self._cancelled = False
-        self._changing = threading.Lock()  # of the channel
+        self._call: asyncio.Task[object] | None = None
+        self._process = ReplaceableProcess(
+            MODULE,
+            f"{node}'s refiner process",
+            idle_s=experiment.transfer.idle_s,
+            begin=self._begin,
+        )
 
     @property
     def moves(self) -> int:
-        """Counter of records received from the process."""
-        return self._moves
+        """Counter of progress, also during a call."""
+        return self._process.moves
 
-    def prepare(self) -> None:
+    async def prepare(self) -> None:
         """Start the process, which loads the data. Raises InvalidExperiment, RunFailed."""
-        if self._channel is not None:
-            return
-        with self._changing:
-            if self._cancelled:
-                raise RunFailed(f"{self._node}'s refinement was cancelled")
-            patience_s = self._experiment.transfer.idle_s
-            self._channel = BlockingChannel(MODULE, f"{self._node}'s refiner process", patience_s=patience_s)
-        experiment = self._experiment.to_json()
-        self._exchange(self._channel, experiment=experiment, node=self._node, partition=self._partition)
+        await self._process.do(nothing)
 
     def refine(self, models: RoundModels) -> Mapping[str, Any]:
-        """Refine the mean in the process. Raises RunFailed, InvalidExperiment."""
-        self.prepare()
-        channel = self._channel
-        if channel is None:
-            raise RuntimeError("the refiner was closed")
-        rows, size = [models.mean, models.received, *models.uploads], models.layout.row_bytes
-        shared = channel.memory.rows(len(rows), size)
-        for target, row in zip(shared, rows, strict=True):
-            np.copyto(target, row[:size])
-        layout, weights = models.layout.to_json(), models.weights_K.tolist()
-        facts = self._exchange(channel, r=models.r, layout=layout, weights=weights)
-        np.copyto(models.mean, shared[0])
+        """Refine the mean in the process; for other threads than the loop's. Raises RunFailed, InvalidExperiment."""
+        try:
+            facts, refined = asyncio.run_coroutine_threadsafe(self._refined(models), self._loop).result()
+        except CancelledError:
+            raise RunFailed(f"{self._node}'s refinement was cancelled") from None
+        np.copyto(models.mean, refined)
         return facts
 
     def allow(self) -> None:
         """Allow calls again."""
-        if self._cancelled:
-            self.close()
-            self._cancelled = False
+        self._cancelled = False
 
     def cancel(self) -> None:
-        """End a running call and refuse others, until `allow`."""
-        with self._changing:
-            self._cancelled = True
-            if self._channel is not None:
-                self._channel.kill()
+        """End a running call, and its process, and refuse others, until `allow`; for the loop's thread."""
+        self._cancelled = True
+        if self._call is not None:
+            self._call.cancel()
 
     def close(self) -> None:
         """End the process."""
-        with self._changing:
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+        self._process.close()
 
-    def _exchange(self, channel: BlockingChannel, **request: object) -> Mapping[str, Any]:
-        """Send a request; return the facts of its last reply. After an error the process is ended."""
-        channel.send(**request)
-        try:
-            while "facts" not in (reply := channel.receive()):
-                self._moves += 1
-        except BaseException:
-            self.close()
-            raise
-        self._moves += 1
-        found: Mapping[str, Any] = reply["facts"]
-        return found
+    async def _begin(self, channel: SubprocessChannel) -> None:
+        experiment = self._experiment.to_json()
+        await channel.request(experiment=experiment, node=self._node, partition=self._partition)
+
+    async def _refined(self, models: RoundModels) -> tuple[Record, Row]:
+        if self._cancelled:
+            raise CancelledError
+        self._call = asyncio.current_task()
+        return await self._process.do(partial(self._refine, models))
+
+    async def _refine(self, models: RoundModels, channel: SubprocessChannel) -> tuple[Record, Row]:
+        rows, size = [models.mean, models.received, *models.uploads], models.layout.row_bytes
+        shared = channel.memory.rows(len(rows), size)
+
+        def copy() -> None:
+            for target, row in zip(shared, rows, strict=True):
+                np.copyto(target, row[:size])
+
+        await offload(copy)
+        layout, weights = models.layout.to_json(), models.weights_K.tolist()
+        reply = await channel.request(r=models.r, layout=layout, weights=weights)
+        self._process.moves += 1
+        return reply["facts"], shared[0]
 
 
 async def run_refining(

@@ -24,17 +24,26 @@ def check(
 
     A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. A selector:
     some rounds, the same twice, killed and resumed. An objective: gradients, weights, loss, the same twice, and vmapped
-    as in-process. Exit codes: 0 right, 1 something is wrong, 4 it cannot be imported or built.
+    as in-process. Exit codes: 0 right, 1 something is wrong, 4 it fails, or cannot be imported or built.
     """
+    from common.errors import InvalidExperiment
     from common.experiment.reading import override
+    from common.host.examination import Finding
+    from common.host.processes import interruptible
     from deploy.local.own_checks import checks
 
-    with reporting():
+    failed: InvalidExperiment | None = None
+    with reporting(), interruptible():
         given: dict[str, object] = {}
         for text in keywords or ():
             override(given, text)
         kind, steps = checks(name, given)
-        found = list(steps)
+        found: list[Finding] = []
+        try:
+            found.extend(steps)
+        except InvalidExperiment as error:
+            failed = error
+            found.append(Finding("runs", True, False, str(error)))
         if output == "json":
             for one in found:
                 typer.echo(json_text({"kind": kind, "item": one.item, "right": one.there, "note": one.note}))
@@ -42,5 +51,7 @@ def check(
             cells = [[one.item, "right" if one.there else "wrong", one.note] for one in found]
             columns = [Column(title, text=True) for title in (kind, "is", "note")]
             typer.echo(Table("check", name, columns, cells).aligned(), nl=False)
+        if failed is not None:
+            raise failed
     if not all(one.there for one in found):
         raise typer.Exit(1)

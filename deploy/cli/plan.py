@@ -80,9 +80,10 @@ def plan(
     """
     from common.errors import InvalidExperiment
     from common.experiment.reading import load, read
+    from common.host.processes import interruptible
     from deploy.sweeps.grid import is_sweep
 
-    with reporting():
+    with reporting(), interruptible():
         if rounds is not None and not simulate:
             raise typer.BadParameter("valid only with --simulate", param_hint="--rounds")
         if calibrated:

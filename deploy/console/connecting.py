@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from common.errors import as_known
 from common.experiment.topology import CLOUD
 from common.protocol.topics import check_lab, check_node
 from deploy.console import logs
@@ -74,8 +75,6 @@ ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Timeout of the fir
 
 async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
     """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its traceback first."""
-    from common.runtime.unexpected import as_known
-
     logs.NODE.set(node)
     try:
         await agent

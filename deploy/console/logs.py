@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from itertools import takewhile
+from pathlib import Path
 from types import TracebackType
 from typing import Final, TextIO, TypeAlias
 
@@ -16,6 +18,8 @@ from common.text import escaped
 
 PLAIN: Final = "%(asctime)s %(name)s %(levelname)s %(message)s"
 ACTIVITY: Final = "fedstrata.node"  # the logger of what a node does: shown at the default level, without its name
+ERROR: Final = "fedstrata: "  # begins the line of the error that ends a command
+FRAME: Final = "  "  # begins a line below it
 NODE: ContextVar[str] = ContextVar("node", default="")  # node of the current task, in a process of several nodes
 
 
@@ -119,8 +123,22 @@ def write_line(text: str, *, level: int = logging.INFO) -> None:
     print(shown, file=sys.stderr, flush=True)
 
 
-def message_of(line: str) -> str:
-    """Return the message of another process's log line, in either format."""
+def frame_lines(frames: Iterable[str]) -> list[str]:
+    """Return the lines for the frames of own code, below that of its error: none above the log level info."""
+    return [f"{FRAME}{frame}" for frame in frames] if logging.getLogger().isEnabledFor(logging.INFO) else []
+
+
+def last_error(log: Path) -> list[str]:
+    """Return the last error of another process's log, in either format, and its frames below it; else the last line."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    messages = [_message_of(line) for line in lines]
+    errors = [place for place, message in enumerate(messages) if message.startswith(ERROR)]
+    if not errors:
+        return messages[-1:]
+    return [messages[errors[-1]], *takewhile(lambda message: message.startswith(FRAME), messages[errors[-1] + 1 :])]
+
+
+def _message_of(line: str) -> str:
     try:
         return str(json.loads(line)["message"])
     except (ValueError, TypeError, KeyError):

@@ -14,7 +14,7 @@ import typer
 
 from common.errors import FedstrataError, InvalidExperiment
 from common.host.files import failure, is_of_disk
-from deploy.console.logs import write_line
+from deploy.console.logs import ERROR, frame_lines, write_line
 
 INTERRUPTED = 130
 # Packages that fedstrata's own extras install.
@@ -44,8 +44,13 @@ def require(package: str) -> None:
 
 
 def report(error: FedstrataError, *, node: str = "") -> None:
-    """Write an error to standard error, prefixed by the failed node's name if `node` is given."""
-    write_line(f"fedstrata: {node}: {error}" if node else f"fedstrata: {error}", level=logging.ERROR)
+    """Write an error to standard error, prefixed by the failed node's name if `node` is given.
+
+    The frames of own code that failed stand below it, at the log level info.
+    """
+    write_line(f"{ERROR}{node}: {error}" if node else f"{ERROR}{error}", level=logging.ERROR)
+    for line in frame_lines(error.frames) if isinstance(error, InvalidExperiment) else ():
+        write_line(line)
 
 
 @contextmanager

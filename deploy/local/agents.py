@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 
 import typer
 
-from common.errors import FedstrataError
-from common.runtime.unexpected import as_known
+from common.errors import FedstrataError, as_known
 from deploy.console import logs
 from deploy.console.reporting import report
 

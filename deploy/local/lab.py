@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from common.errors import RunFailed
+from common.errors import UNEXPECTED, RunFailed
 from common.experiment.own import is_own
 from common.experiment.reading import to_toml
 from common.experiment.schema import Experiment
@@ -28,9 +28,8 @@ from common.host.files import failure, writing
 from common.host.processes import interruptible, python, spawn, stop_all
 from common.protocol.topics import DEFAULT_LAB
 from common.runtime.children import Observe
-from common.runtime.unexpected import UNEXPECTED
 from common.text import escaped, json_text
-from deploy.console.logs import message_of, options, write_line
+from deploy.console.logs import last_error, options, write_line
 from deploy.local.network import LabNetwork, Open, one_host, shares
 from deploy.runs.records import PREDICTION
 from deploy.watching.showing import show
@@ -117,7 +116,7 @@ class LocalLab:
                 self._print_resume_command(network)
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
-                write_line(_last_message(home / f"{role}.log"), level=logging.ERROR)
+                self._print_error(home, role)
             else:
                 self._wait_for_roles()
             return code
@@ -230,7 +229,8 @@ class LocalLab:
                     if not self._began:
                         return role
                     self._show_unexpected(home)
-                    raise RunFailed(f"{role} ended with code {code}: {_last_message(home / f'{role}.log')}")
+                    last, *_ = *last_error(home / f"{role}.log"), "no output"
+                    raise RunFailed(f"{role} ended with code {code}: {last}")
                 time.sleep(POLL_S)
         return None
 
@@ -242,6 +242,13 @@ class LocalLab:
         write_line(f"{role} was killed by signal {-code}: it is started again", level=logging.WARNING)
         self._again[role]()
         return True
+
+    def _print_error(self, home: Path, role: str) -> None:
+        """Print the error of a role that ended, and the frames of own code that its log has, or another one's."""
+        found = [last_error(home / f"{each}.log") for each in (role, *self._roles)]
+        write_line(found[0][0] if found[0] else "no output", level=logging.ERROR)
+        for frame in next((lines[1:] for lines in found if len(lines) > 1), []):
+            write_line(frame)
 
     def _show_unexpected(self, home: Path) -> None:
         """Print the unexpected errors that roles logged, with their tracebacks."""
@@ -278,8 +285,3 @@ class LocalLab:
                     shutil.copy(log, logs / log.name)
             except OSError as error:  # the run's own error comes first
                 write_line(str(failure(error, logs)), level=logging.WARNING)
-
-
-def _last_message(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return message_of(lines[-1]) if lines else "no output"

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from statistics import mean
 from typing import Final
 
 import numpy as np
 
+from common.experiment import own
 from common.experiment.schema import Experiment
 from common.protocol import serialization
 from common.protocol.manifest import chunk_digest
@@ -106,7 +106,11 @@ def _evaluation(experiment: Experiment) -> tuple[Callable[[], object], float]:
     data = datasets.load(experiment.data)
     module = models.of(experiment, inputs=data.inputs)
     images, labels = data.test_images[:EVALUATED], data.test_labels[:EVALUATED]
-    some = partial(evaluate, module, images, labels=labels, normalise=data.normaliser())
+
+    def some() -> None:
+        with own.guarded({"model.name": experiment.model.name}):
+            evaluate(module, images, labels=labels, normalise=data.normaliser())
+
     return some, len(data.test_labels) / max(1, len(labels))
 
 

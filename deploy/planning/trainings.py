@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from common.aggregation.extras import link_layouts
+from common.errors import first_error
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.model.layout import Row
@@ -104,9 +105,12 @@ async def _measure(
                     longer = LONGER if turn // len(members) % 2 else 1
                     found.append(await train_one(turn, out, epochs * longer, until))
 
-            async with asyncio.TaskGroup() as group:
-                for _ in range(at_once):
-                    group.create_task(work())
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(at_once):
+                        group.create_task(work())
+            except BaseExceptionGroup as errors:
+                raise first_error(errors) or errors from None
             return found
 
         epochs, warm_up = experiment.training.epochs, WARM_UP * slots * len(members)

@@ -13,10 +13,11 @@ from rich.live import Live
 from rich.text import Text
 
 from common.experiment.schema import Experiment
-from deploy.console.logs import as_json, write_line
+from deploy.console.logs import as_json, frame_lines, write_line
 from deploy.console.tabular import age
 from deploy.runs.run import Run
 from deploy.sweeps.folder import MissingRun
+from deploy.sweeps.slots import CellFailed
 
 RUNNING_MOST: Final = 4  # runs that the live line names
 
@@ -83,11 +84,13 @@ class SweepProgress:
         self._done += 1
         self._write(f"{self.count}: {job.label}, {age(seconds)}{self._left()}")
 
-    def fail(self, job: MissingRun, reason: str) -> None:
+    def fail(self, job: MissingRun, error: CellFailed) -> None:
         """Take the failure of a run."""
         self._end(job)
-        self.failed[job.label] = reason
-        self._write(f"{self.count}: {job.label} failed: {reason}")
+        self.failed[job.label] = str(error)
+        self._write(f"{self.count}: {job.label} failed: {error}")
+        for line in frame_lines(error.frames):
+            self._write(line)
 
     @property
     def count(self) -> str:

@@ -30,7 +30,7 @@ async def run_jobs(jobs: Sequence[MissingRun], slots: Sequence[Slot], progress: 
             try:
                 await slot.run(job, lambda event, facts, job=job: progress.take(job, event, facts))  # type: ignore[misc]
             except CellFailed as error:
-                progress.fail(job, str(error))
+                progress.fail(job, error)
                 if of_the_place(error):
                     left.clear()
                     common.append(error)

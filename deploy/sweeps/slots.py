@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
-from common.errors import ConnectionFailed, FedstrataError, RunFailed, StorageFailed
+from common.errors import ConnectionFailed, FedstrataError, InvalidExperiment, RunFailed, StorageFailed
 from common.experiment.reading import to_toml
 from common.host.files import writing
 from common.host.offload import offload
 from common.host.processes import spawn, stop
 from common.host.subprocess_channel import ProcessEnded, SubprocessChannel
-from deploy.console.logs import message_of, options
+from deploy.console.logs import ERROR, FRAME, last_error, options
 from deploy.local.lab import ROLE
 from deploy.sweeps.folder import MissingRun
 
@@ -24,11 +24,12 @@ Watch: TypeAlias = Callable[[str, Mapping[str, Any]], None]
 
 
 class CellFailed(RunFailed):
-    """A run of a sweep failed; `exit_code` is that of its own command."""
+    """A run of a sweep failed; `exit_code` is that of its own command, `frames` are those of own code that failed."""
 
-    def __init__(self, reason: str, code: int) -> None:
+    def __init__(self, reason: str, code: int, frames: Sequence[str] = ()) -> None:
         super().__init__(reason)
         self.exit_code = code
+        self.frames = tuple(frames)
 
 
 class Slot(Protocol):
@@ -62,7 +63,8 @@ class DirectSlot:
             self.close()
             raise CellFailed(str(error), error.exit_code) from None
         except FedstrataError as error:
-            raise CellFailed(str(error), error.exit_code) from None
+            frames = error.frames if isinstance(error, InvalidExperiment) else ()
+            raise CellFailed(str(error), error.exit_code, frames) from None
 
     def close(self) -> None:
         """Kill the worker; its run can be resumed."""
@@ -98,18 +100,18 @@ class CommandSlot:
                 watch(str(event["event"]), event)
         code = await offload(process.wait, cancel=process.terminate)
         if code:
-            raise CellFailed(self._reason(code), code)
+            raise self._failure(code)
 
     def close(self) -> None:
         """Stop the command; its run can be resumed."""
         if self._process is not None:
             stop(self._process, grace_s=STOP_S)
 
-    def _reason(self, code: int) -> str:
-        lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    def _failure(self, code: int) -> CellFailed:
         if code < 0:
-            return f"{self._command[0]} was killed by signal {-code}"
-        return message_of(lines[-1]).removeprefix("fedstrata: ") if lines else f"{self._command[0]} ended with {code}"
+            return CellFailed(f"{self._command[0]} was killed by signal {-code}", code)
+        last, *frames = last_error(self._log) or [f"{self._command[0]} ended with {code}"]
+        return CellFailed(last.removeprefix(ERROR), code, [frame.removeprefix(FRAME) for frame in frames])
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -17,7 +17,6 @@ os.environ["MKL_NUM_THREADS"] = "1"
 from pathlib import Path
 from typing import Final
 
-from common.errors import FedstrataError
 from common.host.memory import frozen_imports, keep_large_buffers
 from common.host.subprocess_channel import AgentChannel, Record, error_record
 
@@ -52,7 +51,7 @@ def main() -> None:
         request = channel.receive()
         try:
             run(request)
-        except FedstrataError as error:
+        except Exception as error:  # noqa: BLE001 - the sweep reports it and goes on
             channel.send(**error_record(error))
         else:
             channel.send(ended=True)

@@ -18,6 +18,7 @@ from math import inf
 from typing import Any, Final, Self
 
 from common.accounting.child_report import TrainingPath
+from common.errors import AcceleratorLost
 from common.experiment.schema import Experiment
 from common.host.accelerators import choose, may_have_gpu
 from common.model.layout import Row
@@ -127,6 +128,9 @@ class Pool:
         self._came.set()
         try:
             return await asyncio.shield(request.outcome)
+        except AcceleratorLost as error:  # of this process: a worker would have been replaced
+            self._failure = error
+            raise
         except asyncio.CancelledError:
             request.cancel()
             if request in (queue := self._queue_of(request)):

@@ -5,30 +5,35 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
 from common.accounting.child_report import TrainingPath
-from common.errors import RunFailed
+from common.errors import AcceleratorLost
 from common.experiment.training import TrainingSettings
 from common.host.offload import offload
-from common.host.subprocess_channel import ProcessEnded, SubprocessChannel, error_in
+from common.host.subprocess_channel import ReplaceableProcess, SubprocessChannel, error_in
 from common.model.layout import ModelLayout
 from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Prepared
 from device.vmapped.gathering import most_together
+
+MODULE: Final = "device.pool.worker_process"
+ADVICE: Final = "If memory was short: use fewer --slots."
 
 _T = TypeVar("_T")
 
 
 class Worker:
-    """Worker process, restarted if killed; a job is retried once."""
+    """Worker process, replaced if it is killed or loses its accelerator; a job is retried once."""
 
     path = TrainingPath.WORKERS
 
     def __init__(self) -> None:
         self.accelerator = "cpu"
-        self._channel: SubprocessChannel | None = None
+        self._process = ReplaceableProcess(
+            MODULE, "the worker process", replacements=1, advice=ADVICE, begin=self._begin
+        )
         self._known: set[str] = set()  # digests of the experiments that were sent to the process
         self._jobs = 0
 
@@ -39,56 +44,39 @@ class Worker:
     @property
     def pid(self) -> int | None:
         """The process's id, None if none runs."""
-        return None if self._channel is None else self._channel.process.pid
+        channel = self._process.channel
+        return None if channel is None else channel.process.pid
 
     async def start(self) -> Sequence[str]:
         """Start the process, wait until it has imported torch, and return its accelerators. Raises RunFailed."""
-        reply = await self._insist(lambda channel: channel.request(accelerators=True), "devices")
+        reply = await self._do(lambda channel: channel.request(accelerators=True), "devices")
         return list(reply["accelerators"])
 
     async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
-        reply = await self._insist(lambda channel: channel.request(prepare=self._name(device, channel)), device.node)
+        reply = await self._do(lambda channel: channel.request(prepare=self._name(device, channel)), device.node)
         layout = ModelLayout.from_json(reply["layout"])
         return Prepared(layout, reply["samples"], reply["partition"], reply["kept_bytes"])
 
     async def train(self, jobs: Sequence[Job]) -> None:
-        """Train the jobs in the process. Raises RunFailed if it was killed twice."""
-        await self._insist(partial(self._train, jobs), ", ".join(job.device.node for job in jobs))
+        """Train the jobs in the process. Raises RunFailed if it was killed, or lost its accelerator, twice."""
+        await self._do(partial(self._train, jobs), ", ".join(job.device.node for job in jobs))
 
     def forget(self, digest: str) -> None:
         """Let the process drop the experiment."""
-        if self._channel is not None and digest in self._known:
+        if self._process.channel is not None and digest in self._known:
             self._known.discard(digest)
-            self._channel.send(forget=digest)
+            self._process.channel.send(forget=digest)
 
     async def close(self) -> None:
         """Kill the process."""
-        if self._channel is not None:
-            self._channel.process.kill()
-            await offload(self._channel.process.wait)
-            self._channel.close()
+        await self._process.end()
 
-    async def _insist(self, work: Callable[[SubprocessChannel], Awaitable[_T]], names: str) -> _T:
-        """Do the work in the process, and once more in a new one if a signal ends it."""
-        killed = 0
-        while True:
-            if self._channel is None:
-                self._channel = await SubprocessChannel.start("device.pool.worker_process", "the worker process")
-                self._known.clear()
-            try:
-                return await work(self._channel)
-            except ProcessEnded as ended:
-                self._channel.close()
-                self._channel = None
-                if not ended.killed:
-                    raise RunFailed(f"the process that trains {names} {ended.how}") from None
-                killed += 1
-                if killed == 2:
-                    raise RunFailed(
-                        f"the process that trained {names} {ended.how}, and so was its replacement. If memory was "
-                        "short: use fewer --slots."
-                    ) from None
+    async def _do(self, work: Callable[[SubprocessChannel], Awaitable[_T]], names: str) -> _T:
+        return await self._process.do(work, name=f"the process that trained {names}")
+
+    async def _begin(self, _: SubprocessChannel) -> None:
+        self._known.clear()
 
     async def _train(self, jobs: Sequence[Job], channel: SubprocessChannel) -> None:
         begun: dict[int, Job] = {}
@@ -120,14 +108,17 @@ class Worker:
             if "steps" in reply:
                 job.order.progress(reply["steps"], reply["of"])
                 continue
-            del begun[reply["job"]]
             if "result" in reply:
                 await offload(partial(np.copyto, job.order.out, outs[reply["job"]]))
                 result = LocalResult(*reply["result"])
                 vmapped = result.path == TrainingPath.VMAPPED
                 job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else self.path))
             else:
-                job.fail(error_in(reply["failure"]) or Cancelled())
+                error = error_in(reply["failure"]) or Cancelled()
+                if isinstance(error, AcceleratorLost):
+                    raise error
+                job.fail(error)
+            del begun[reply["job"]]
 
     def _name(self, device: HostedDevice, channel: SubprocessChannel) -> list[object]:
         """Return a device's identification in the process, after sending its experiment if necessary."""

@@ -10,7 +10,7 @@
 
 A DEVICE is [digest, name, accelerator]. The shared memory has two rows for each job, one to read and one to write.
 A job has a "failure" instead of a result, an empty one if it was cancelled. An error is the outcome of all remaining
-jobs.
+jobs; after one by which the accelerator is lost the agent replaces this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import astuple, fields
 from functools import partial
 from typing import Any
 
-from common.errors import FedstrataError
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.host.memory import frozen_imports, keep_large_buffers
@@ -59,7 +58,7 @@ class WorkerServer:
                     self._train(request["train"], request["row_bytes"], request["out_bytes"])
                 else:
                     self._channel.send(accelerators=self._accelerators)
-            except FedstrataError as error:
+            except Exception as error:  # noqa: BLE001 - the agent passes it on
                 self._channel.send(**error_record(error))
 
     def _train(self, orders: list[dict[str, Any]], row_bytes: int, out_bytes: int) -> None:

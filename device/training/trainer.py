@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from common.aggregation.mixing import Floats
-from common.errors import FedstrataError, InvalidExperiment, RunFailed
+from common.errors import InvalidExperiment, RunFailed
 from common.experiment import own, schema
 from common.experiment.own import is_own
+from common.host.accelerators import is_lost, out_of_memory
 from common.learning import models
-from common.learning.computing import first_line, out_of_memory, resolve_accelerator, set_up
+from common.learning.computing import calls_own_code, first_line, own_code, resolve_accelerator, set_up
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import reseed
 from common.learning.own import KEY, random_samples, seeded
@@ -83,6 +84,7 @@ class Trainer:
         self._own = [key for key, name in experiment.code_at(node).items() if is_own(name)]
         self._made: _Prepared | None = None
 
+    @calls_own_code
     def prepare(self) -> None:
         """Load the data, select this device's samples, build the model and try own code. Raises InvalidExperiment."""
         experiment, accelerator = self._experiment, self._accelerator
@@ -125,6 +127,7 @@ class Trainer:
         """The digest of the whole data split, once prepared; empty if nothing is split."""
         return self._prepared.local.partition
 
+    @calls_own_code
     def train(
         self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
     ) -> LocalResult:
@@ -280,31 +283,35 @@ class Trainer:
         given, labels = given.to(self._accelerator), labels.to(self._accelerator)
         row, out, network = self._first(made), made.vectors.returned.empty(), made.source.network()
         local = LocalDataset(inputs, given, labels, torch.arange(samples), lambda images: images, "")
+        problem = f"fails in training on {samples} samples with {{}}"
         try:
-            self._trained(
-                replace(made, local=local), network, [(0, given, labels)], row=row, out=out, last_epoch=0,
-                local_round=0, watch=lambda _: None,
-            )  # fmt: skip
-        except FedstrataError:
-            raise
-        except Exception as error:
-            if isinstance(error, RuntimeError) and out_of_memory(error):
-                raise self._exhausted() from None
-            if self._experiment.training.compile and isinstance(error, RuntimeError):  # base of the compiler's errors
-                problem = f"torch.compile fails: {first_line(error)}"
-                remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
-                raise InvalidExperiment("training.compile", True, problem, remedy) from None
-            if not self._own:
-                raise
-            key, remedy = self._own[0], "Correct it."
-            problem = f"fails in training on {samples} samples with {own.short(error)}"
-            for name, weight in network.module.named_parameters():
-                if weight.grad is not None and weight.grad.is_sparse:
-                    problem, remedy = f"the gradient of its {name} is sparse", "Use sparse=False."
-            own.refuse(key, self._experiment.code_at(self._node)[key], problem, remedy)
+            with own.guarded(own_code(self._experiment), problem=problem, everything=True):
+                try:
+                    self._trained(
+                        replace(made, local=local), network, [(0, given, labels)], row=row, out=out, last_epoch=0,
+                        local_round=0, watch=lambda _: None,
+                    )  # fmt: skip
+                except RuntimeError as error:
+                    self._explain(error, network)
+                    raise
         finally:
             self._release(network)
         return out
+
+    def _explain(self, error: RuntimeError, network: Network) -> None:
+        """Raise the error of a trial in its place whose cause is known."""
+        if out_of_memory(error):
+            raise self._exhausted() from None
+        if self._experiment.training.compile and not is_lost(
+            error
+        ):  # RuntimeError is the base of the compiler's errors
+            problem = f"torch.compile fails: {first_line(error)}"
+            remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
+            raise InvalidExperiment("training.compile", True, problem, remedy) from None
+        for name, weight in network.module.named_parameters():
+            if weight.grad is not None and weight.grad.is_sparse:
+                problem, remedy = f"the gradient of its {name} is sparse", "Use sparse=False."
+                own.refuse(KEY, self._experiment.model.name, problem, remedy)
 
     def _first(self, made: _Prepared) -> Row:
         """Return the first model of a run, with zeros behind it."""

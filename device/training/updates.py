@@ -9,6 +9,7 @@ import numpy as np
 from common.aggregation.extras import link_layouts
 from common.aggregation.fednova import gradient_weights
 from common.errors import InvalidExperiment, RefusedModel
+from common.experiment import own
 from common.experiment.schema import Experiment
 from common.model.codecs import Codec, codec_of
 from common.model.layout import ModelLayout, Row
@@ -54,12 +55,15 @@ def finish(
         (weight,) = gradient_weights(np.array([steps]), experiment.training, rate)
         given, counts = vectors.read(row), local.label_counts()
         update = LocalUpdate(received_D, trained_D, uploaded_D, given, steps, rate, float(weight), counts)
-        found = objective_of(experiment.training).finish(update)
+        names = {KEY: experiment.training.objective.name}
+        with own.guarded(names, everything=True):
+            found = dict(objective_of(experiment.training).finish(update))
         if absent := set(vectors.expected) - found.keys():
             problem = f"its finish returns no {', '.join(sorted(absent))}"
             remedy = "Return each vector that it keeps or returns."
             raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)
-        vectors.write(out, found)
+        with own.guarded(names, problem="its finish returns vectors of another form ({})", everything=True):
+            vectors.write(out, found)
 
 
 def _uploaded(codec: Codec, layout: ModelLayout, row: Row, out: Row) -> Row:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.host.accelerators import is_lost
 from common.learning import models
 from common.learning.computing import first_line
 from common.learning.datasets import Normalise
@@ -133,7 +134,10 @@ def _problem(recipe: Recipe, turns: Sequence[Turn], precision: str) -> str:
     ]
     try:
         train(recipe, tried, most=len(tried))
-    except Exception as error:  # noqa: BLE001 - a layer that cannot be batched may raise anything
+    except Exception as error:
+        if is_lost(error):
+            raise
+        # A layer that cannot be batched may raise anything.
         return f"{type(error).__name__} in {precision}: {first_line(error)}"
     for k, turn in enumerate(tried):
         if not isinstance(result := outcomes.get(k), VmappedResult):

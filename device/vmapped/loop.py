@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.learning.computing import out_of_memory
+from common.host.accelerators import out_of_memory
 from common.model.layout import Row
 from device.jobs import Cancelled, Progress
 from device.training.augmentation import Changes

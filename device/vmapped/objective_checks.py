@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.objectives import CrossEntropy
 from common.experiment.training import TrainingSettings
@@ -37,13 +36,9 @@ INPUTS: Final = Inputs((1, 8, 8), 10)
 
 def of(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     """Yield items, each with its problem, "" for none. Raises InvalidExperiment if the objective fails."""
-    try:
+    with own.guarded({KEY: training.objective.name}):
         yield from _in_process(training)
-    except InvalidExperiment:
-        raise
-    except Exception as error:  # noqa: BLE001 - own code may raise anything
-        own.refuse(KEY, training.objective.name, f"fails with {own.short(error)}", "Correct it.")
-    problem = calibration.problem_of(*_vmapped(training))
+        problem = calibration.problem_of(*_vmapped(training))
     yield "vmapped as in-process", problem and f"{problem}. Until then devices train one by one"
 
 

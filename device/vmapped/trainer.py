@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from common.accounting.child_report import TrainingPath
-from common.errors import InvalidExperiment
+from common.errors import AcceleratorLost, InvalidExperiment
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
+from common.host.accelerators import is_lost, out_of_memory
 from common.learning import datasets, models
-from common.learning.computing import first_line, out_of_memory, set_up
+from common.learning.computing import calls_own_code, first_line, set_up
 from common.learning.inputs import Inputs
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
@@ -65,14 +66,16 @@ class VmappedTrainer:
         set_up(self._accelerator, device.experiment.training)
         try:
             self._shared_of(device).prepare(device, timed=timed)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             self._shared = None  # in training, devices without memory for a common step train one after another
 
     def train(self, work: Sequence[Work], done: Done, *, timed: bool) -> list[int]:
         """Train devices together; `done` gets each one's number and outcome. Return the others' numbers.
 
         `timed`: only those that are faster together, which is measured. If a step fails, the devices that are not done
-        are returned, and later rounds of the experiment are not vmapped.
+        are returned, and later rounds of the experiment are not vmapped. Raises AcceleratorLost.
         """
         first, _ = work[0]
         left = list(range(len(work)))
@@ -86,7 +89,9 @@ class VmappedTrainer:
         set_up(self._accelerator, first.experiment.training)
         try:
             self._train(work, end, timed=timed)
-        except RuntimeError as error:
+        except BaseException as error:  # noqa: BLE001 - own code may raise anything; each device alone finds its place
+            if is_lost(error):
+                raise AcceleratorLost(first_line(error)) from None
             self._shared = None  # frees its memory for those that are left
             if not out_of_memory(error):
                 self._failed.add(first.digest)
@@ -190,6 +195,7 @@ class _Shared:
         keep_batch_norm_fp32(module, training, device=self._accelerator)
         return module.to(self._accelerator).train()
 
+    @calls_own_code
     def prepare(self, device: HostedDevice, *, timed: bool) -> None:
         """Try copies of a device together, or the second one's. Raises InvalidExperiment, torch.OutOfMemoryError."""
         self._prepared += 1

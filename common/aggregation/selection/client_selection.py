@@ -131,7 +131,7 @@ class ClientSelection:
         """Return the state, in a form that JSON can hold."""
         found: dict[str, Any] = {"history": {name: asdict(past) for name, past in self._history.items()}}
         if isinstance(self._choose, OwnSelector):
-            found["numbers"] = self._choose.selector.numbers
+            found["numbers"] = self._choose.numbers
         return found
 
     def restore(self, facts: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from common.aggregation.selection.situation import Situation
 from common.experiment import own
@@ -27,9 +27,15 @@ class OwnSelector:
         self.selector = own.build(KEY, settings, Selector)
         self._name = settings.name
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What the selector keeps. Raises InvalidExperiment unless JSON can hold it."""
+        found: dict[str, Any] = own.kept(KEY, self._name, self.selector.numbers, "`numbers` are")
+        return found
+
     def __call__(self, now: Situation) -> Sequence[str]:
         """Return its choice, checked. Raises InvalidExperiment."""
-        with own.guarded(KEY, self._name):
+        with own.guarded({KEY: self._name}):
             chosen = list(self.selector.select(now))
         if len(chosen) != now.count or len(set(chosen)) != now.count or not set(chosen) <= set(now.children):
             problem = f"selects {chosen!r:.200} of {len(now.children)} children"

@@ -13,8 +13,8 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from common.errors import described
 from common.experiment.data import Data
-from common.experiment.own import short
 from common.experiment.score import NUMBERS
 from common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples, Targets, some
 from common.randomness import Purpose, generator
@@ -194,8 +194,8 @@ def array_of(found: Any, what: str, refuse: Refuse) -> Array:
     """Return an array, a tensor or nested lists as an array."""
     try:
         array = found if isinstance(found, np.ndarray) else np.asarray(found)
-    except Exception as error:  # noqa: BLE001 - own objects may raise anything
-        refuse(f"has {what} that are no array ({short(error)})", "Return arrays or tensors of one shape.")
+    except (TypeError, ValueError) as error:
+        refuse(f"has {what} that are no array ({described(error)})", "Return arrays or tensors of one shape.")
     if array.nbytes > MOST_BYTES:
         refuse(f"has {what} of {array.nbytes / 1e9:.0f} GB", f"Use at most {MOST_BYTES >> 30} GiB.")
     return array
@@ -209,8 +209,9 @@ def stacked(pairs: Any, refuse: Refuse) -> tuple[Array, Array]:
     for place in range(len(pairs)):
         try:
             pair = pairs[place]
-        except Exception as error:  # noqa: BLE001 - own code may raise anything
-            refuse(f"its sample {place} fails with {short(error)}", "Correct the data set.")
+        except BaseException as error:
+            error.add_note(f"its sample {place}")
+            raise
         if not isinstance(pair, Sequence) or len(pair) != 2:
             refuse(f"its sample {place} is no pair of a sample and its target", "Let the data set return pairs.")
         samples.append(array_of(pair[0], "samples", refuse))

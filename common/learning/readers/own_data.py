@@ -24,7 +24,11 @@ FORMS: Final = "Return two pairs of samples and targets: (x, y), (x_test, y_test
 
 def read_own(data: Data, root: Path, node: str) -> Parts:
     """Return what the function returns, converted and checked. Raises InvalidExperiment."""
+    with own.guarded({KEY: data.dataset}):
+        return _read(data, root, node)
 
+
+def _read(data: Data, root: Path, node: str) -> Parts:
     def refuse(problem: str, remedy: str) -> NoReturn:
         own.refuse(KEY, data.dataset, problem, remedy)
 

@@ -1,0 +1,80 @@
+"""The product's errors: each crosses a process boundary, and keeps what it knows."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from common.errors import FedstrataError, InvalidExperiment, StorageFailed
+from common.host.subprocess_channel import ProcessEnded
+from common.protocol.messages import Announcement
+from common.runtime.absence import Away
+from common.runtime.discovery import Found, Moved
+from deploy.links.kernel import CommandRefused
+from deploy.sweeps.slots import CellFailed
+
+ROOT: Final = Path(__file__).parents[1]
+BUILT_IN: Final = {"BaseException", "Exception", "RuntimeError", "ValueError", "OSError"}
+INVALID: Final = ("key", {"a": [1, 2]}, "a problem", "A remedy.", ("mine.py:3, in f: 1 / 0",))
+# One of each that takes another argument than a text.
+MADE: Final[Mapping[str, Callable[[], BaseException]]] = {
+    "InvalidExperiment": lambda: InvalidExperiment(*INVALID),
+    "StorageFailed": lambda: StorageFailed("file", "/x", "a problem", "A remedy."),
+    "ProcessEnded": lambda: ProcessEnded("the peer", -9),
+    "CellFailed": lambda: CellFailed("a reason", 4, ["a frame"]),
+    "CommandRefused": lambda: CommandRefused("a problem", "A remedy."),
+    "Away": lambda: Away(1.5, for_s=2.0),
+    "Moved": lambda: Moved(Found("run", "session", Announcement("{}", "[]"))),
+}
+
+
+def _errors() -> list[type[BaseException]]:
+    """Return all exceptions that the product defines, by its source: importing all of it would have effects."""
+    found: list[tuple[str, str, set[str]]] = []
+    for package in ("cloud", "institution", "device", "common", "deploy"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                    found.append((module, node.name, {base.id for base in node.bases if isinstance(base, ast.Name)}))
+    known = set(BUILT_IN)
+    while more := {name for _, name, bases in found if bases & known and name not in known}:
+        known |= more
+    return [getattr(import_module(module), name) for module, name, bases in found if bases & known]
+
+
+@pytest.mark.parametrize("kind", _errors(), ids=lambda kind: kind.__name__)
+def test_every_error_pickles_and_copies_with_all_that_it_knows(kind: type[BaseException]) -> None:
+    error = MADE.get(kind.__name__, lambda: kind("a reason"))()
+    error.add_note("a note")
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(other) is kind and str(other) == str(error) != ""
+        assert (other.args, vars(other)) == (error.args, vars(error))
+        assert getattr(other, "exit_code", None) == getattr(error, "exit_code", None)
+
+
+def test_the_list_of_errors_is_whole() -> None:
+    names = {kind.__name__ for kind in _errors()}
+    assert {"InvalidExperiment", "ProcessEnded", "Moved", "CellFailed", "Cancelled", "NotMqtt"} <= names
+    assert MADE.keys() <= names and issubclass(InvalidExperiment, FedstrataError)
+
+
+def _fails() -> None:
+    raise InvalidExperiment(*INVALID)
+
+
+def test_a_pool_of_processes_raises_the_error_of_its_process() -> None:
+    """As `fedstrata plan` and `fedstrata sweep --direct` do with a user's model that fails."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with pytest.raises(InvalidExperiment, match=r"^key = .*: a problem\. A remedy\.$") as caught:
+            pool.submit(_fails).result()
+        assert caught.value.frames == ("mine.py:3, in f: 1 / 0",)
