@@ -126,7 +126,7 @@ class GlobalRounds:
         follows = self._selection.follows(selected, r)
         dispatch = Dispatch(
             r, 0, models=models, epochs=state.epochs, closing=tier.closing_of(len(selected)), follows=follows,
-            carried=self._selection.in_flight,
+            carried=self._selection.in_flight, last=r + 1 == self._experiment.rounds,
         )  # fmt: skip
         closed_round = await self._down.round(dispatch)
         outcome = await run_refining(partial(self._rule.aggregate, r, closed_round.uploads), self._refiner)

@@ -265,6 +265,7 @@ def test_the_picture_of_a_round_is_the_table() -> None:
         (s.WORKING, c.RESULT): s.ANNOUNCED,
         (s.ANNOUNCED, c.ACCEPT): s.ACCEPTED,
         (s.ANNOUNCED, c.REFUSE): s.REFUSED,
+        (s.ACCEPTED, c.TAKE_BACK): s.REFUSED,
         (s.ASSIGNED, c.RESTART): s.ASSIGNED,
         (s.WORKING, c.RESTART): s.ASSIGNED,
         (s.ANNOUNCED, c.RESTART): s.ASSIGNED,
@@ -306,6 +307,8 @@ def test_a_coordinator_moves_a_child_as_the_table_defines(state: ChildState, cau
         parent.refuse("a", key, reason="no", now=2.0)
     elif cause is ChildCause.RETRY:
         parent.retry("a", key, now=2.0)
+    elif cause is ChildCause.TAKE_BACK:
+        parent.end()
     else:
         parent.presence("a", "a-2", Presence(NodeState.READY, "device"), now=2.0)
     if cause is ChildCause.RESULT and state is ChildState.ASSIGNED:  # it is a message of this round, too

@@ -30,6 +30,7 @@ from common.protocol.limits import ANY, ChildLimits, short
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Declined,
+    Failure,
     Farewell,
     Goodbye,
     Key,
@@ -189,9 +190,16 @@ class ParentSession(Session):
             self.receiver.drop(name, now=now)
         self._pending = {key: result for key, result in self._pending.items() if key[0] in in_flight}
         self._assignments = kept
-        if not in_flight:
-            self.coordinator.end()
+        self.coordinator.end(but=in_flight)
         return sorted(retired)
+
+    def set_state(
+        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
+    ) -> None:
+        """Publish this node's state, retained. One that ends the run ends all tasks."""
+        if state not in LIVING:
+            self.coordinator.end()
+        super().set_state(state, reason=reason, samples=samples, failure=failure)
 
     # Presence of the children
 

@@ -175,7 +175,7 @@ class ParentEndpoint(Endpoint):
         in_flight: Sequence[str] = ()
         try:
             closed = await self._closed
-            in_flight = self.session.coordinator.in_flight()
+            in_flight = () if dispatch.last else self.session.coordinator.in_flight()
         finally:  # after this the rows of both directions may be overwritten, but for those of children in flight
             self._on_progress = nothing
             retired = self.session.end_round(self.now(), in_flight=in_flight)

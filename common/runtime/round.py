@@ -24,7 +24,8 @@ class Dispatch:
     `models`: each flat model, uint8 [row_bytes], with the children that receive it; a model that is still arriving is
     forwarded chunk by chunk. `epochs`: at least those of the children that take part. `follows`: their tasks, as in the
     message Task; 0 for others. `carried`: the children whose tasks of earlier rounds go on, None if tasks end with
-    their round (see `Coordinator.open`); the models that were sent to them must not have changed.
+    their round (see `Coordinator.open`); the models that were sent to them must not have changed. `last`: no round
+    follows, so no task goes on.
     """
 
     global_round: int
@@ -34,6 +35,7 @@ class Dispatch:
     closing: Closing
     follows: Mapping[str, int] = field(default_factory=dict)
     carried: Collection[str] | None = None
+    last: bool = False
 
     @property
     def children(self) -> tuple[str, ...]:
