@@ -24,14 +24,15 @@ from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
 from common.protocol import serialization, topics
-from common.protocol.messages import Announcement, RollCall
+from common.protocol.messages import Announcement, Here, RollCall
 from common.runtime.claim import SEEKING, claim
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.roll import Answer, Resources, RollEntry, call_rolls
+from common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
 from common.runtime.world import World
 from deploy.brokers import broker
 from deploy.runs.run import Run, folders
+from deploy.simulation.broker import Routed
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import command, fedstrata, null_model
 from tests.helpers.nodes import LAB, PARENT, layout_of, living, parent_of
@@ -182,6 +183,30 @@ class Listed:
                 await forever()
 
         return entry, asyncio.create_task(keep())
+
+
+@virtual
+async def test_a_node_that_answers_the_roll_all_the_time_hides_nobody(site: SimulatedSite) -> None:
+    """As many sessions as it likes, and messages that no node sends."""
+    sent: list[str] = []
+
+    def answer(message: Routed) -> None:
+        topic = topics.parse(message.topic)
+        if isinstance(topic, topics.RollTopic):
+            (_, asked), where = serialization.decode(message.body), topics.here(LAB, topic.asker, "device-6")
+            assert isinstance(asked, RollCall)
+            here = Here(asked.nonce, "device", PARENT, "", "1", "h", "x" * 2000, "", "", 0.0, ())
+            for _ in range(50):
+                sent.append(f"s{len(sent)}")
+                site.inject(where, serialization.encode(here, sent[-1]))
+            site.inject(where, bytes(30_000_000))
+
+    site.network.hooks.append(answer)
+    Listed(site, "device-0")
+    await asyncio.sleep(1)
+    found = await roll(site)
+    assert [each.node for each in found] == ["device-0", *["device-6"] * SESSIONS_KEPT] and len(sent) == 200
+    assert {len(each.here.hardware) for each in found if each.node == "device-6"} == {1000}
 
 
 @virtual

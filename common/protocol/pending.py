@@ -106,10 +106,14 @@ class Budget:
         self._most_s, self._each_s = most * each_s, each_s
         self._full_at: dict[str, float] = {}
 
-    def take(self, peer: str, now: float) -> bool:
-        """Return whether a peer may cause one more."""
-        full_at = max(self._full_at.get(peer, now), now) + self._each_s
+    def take(self, peer: str, now: float, units: int = 1) -> bool:
+        """Return whether a peer may cause one more, which counts as so many."""
+        full_at = max(self._full_at.get(peer, now), now) + units * self._each_s
         if full_at > now + self._most_s + ROUNDING_S:
             return False
         self._full_at[peer] = full_at
         return True
+
+    def owe(self, peer: str, units: int) -> None:
+        """Count what a peer has caused beyond the last one that it might."""
+        self._full_at[peer] += units * self._each_s

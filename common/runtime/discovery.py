@@ -198,6 +198,10 @@ class _Seeker:
     def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
         try:
             topic = topics.parse(topic_text)
+            if isinstance(topic, topics.SpecTopic):
+                if body and len(self._others) < OTHERS_KEPT:  # who announces is enough: announcements are large
+                    self._others.add(topic.node)
+                return
             session, message = serialization.decode(body) if body else ("", None)
         except OtherRelease as error:
             if not self._complained:
@@ -206,10 +210,7 @@ class _Seeker:
             return
         except WireError:
             return
-        if isinstance(topic, topics.SpecTopic):
-            if message is not None and len(self._others) < OTHERS_KEPT:
-                self._others.add(topic.node)
-        elif isinstance(topic, topics.StateTopic):
+        if isinstance(topic, topics.StateTopic):
             self._changed.set()  # the parent joins or leaves: ask at once
         elif isinstance(topic, topics.InboxTopic) and isinstance(message, Alive):
             self._answered(topic.run, session, message)

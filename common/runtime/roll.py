@@ -20,15 +20,18 @@ from common.experiment.schema import TransferSettings
 from common.host.examination import Finding
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
+from common.protocol.bounds import STRANGER
 from common.protocol.messages import Here, RollCall
 from common.runtime.asking import work_over
 from common.runtime.world import REAL, World, new_session, nothing
+from common.text import short
 
 ASK_S: Final = 0.5
 REST_S: Final = 0.4  # between two answers to one that asks
 ASKERS_MOST: Final = 4  # that are answered within REST_S
 RETRY_S: Final = 5.0
-NODES_KEPT: Final = 100_000
+SESSIONS_KEPT: Final = 4  # of each name: two nodes of one name are shown
+HELD_MOST: Final = 64_000_000  # bytes of all answers
 
 log = logging.getLogger("fedstrata.roll")
 
@@ -94,22 +97,24 @@ class RollEntry:
         self._connection.subscribe([topics.roll(self._lab, "+")], qos=0)
 
     def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
+        now = self._loop.time()
+        self._answered = {asker: at for asker, at in self._answered.items() if now < at + REST_S}
         try:
             topic = topics.parse(topic_text)
-            _, message = serialization.decode(body)
+            if not isinstance(topic, topics.RollTopic) or retained:
+                return
+            if topic.asker in self._answered or len(self._answered) >= ASKERS_MOST:
+                return  # one that asks again and again takes no answer from another one
+            _, message = serialization.decode(body, sender=STRANGER)
         except WireError:
             return
-        now = self._loop.time()
-        if not isinstance(topic, topics.RollTopic) or not isinstance(message, RollCall) or retained:
+        if not isinstance(message, RollCall):
             return
-        self._answered = {asker: at for asker, at in self._answered.items() if now < at + REST_S}
-        if topic.asker in self._answered or len(self._answered) >= ASKERS_MOST:
-            return  # one that asks again and again takes no answer from another one
         self._answered[topic.asker] = now
         has = self._resources()
         answer = Here(
             message.nonce, self._role, self._parent, self.run, version("fedstrata"), socket.gethostname(),
-            has.hardware, has.data, self._kit, self._wall(), has.findings,
+            short(has.hardware), short(has.data), self._kit, self._wall(), has.findings[: serialization.ITEMS],
         )  # fmt: skip
         where = topics.here(self._lab, topic.asker, self._name)
         self._connection.publish(where, serialization.encode(answer, self._session), qos=0)
@@ -138,13 +143,20 @@ async def call_rolls(
 
     With `expected`, return as soon as these have answered. Raises ConnectionFailed if no broker could be reached.
     """
-    found: dict[tuple[str, str], Answer] = {}
-    complete = asyncio.Event()
+    found: dict[str, dict[str, Answer]] = {}
+    lacking, complete = set(expected), asyncio.Event()
+    held = 0
 
-    def answered(session: str, answer: Answer) -> None:
-        if len(found) < NODES_KEPT:
-            found[answer.node, session] = answer
-        if expected and set(expected) <= {node for node, _ in found}:
+    def answered(session: str, answer: Answer, size: int) -> None:
+        nonlocal held
+        known = found.get(answer.node, {})
+        if session not in known:
+            held += size
+            if len(known) == SESSIONS_KEPT or held > HELD_MOST:
+                return
+        found.setdefault(answer.node, known)[session] = answer
+        lacking.discard(answer.node)
+        if expected and not lacking:
             complete.set()
 
     calls = [
@@ -164,7 +176,7 @@ async def call_rolls(
         raise failures[0]
     for failure in failures:
         log.warning("%s", failure)
-    return [answer for _, answer in sorted(found.items(), key=lambda item: item[0])]
+    return [answer for _, known in sorted(found.items()) for _, answer in sorted(known.items())]
 
 
 async def call_the_roll(
@@ -174,11 +186,12 @@ async def call_the_roll(
     name: str,
     wait_s: float,
     connect_timeout_s: float,
-    answered: Callable[[str, Answer], None],
+    answered: Callable[[str, Answer, int], None],
     complete: asyncio.Event,
     world: World = REAL,
 ) -> None:
-    """Ask on one broker for `wait_s`, or until it is complete; `answered` is called with each session's answers.
+    """Ask on one broker for `wait_s`, or until it is complete; `answered` is called with each session's answers, and
+    their bytes.
 
     Two nodes of one name are two sessions. Raises ConnectionFailed.
     """
@@ -193,7 +206,7 @@ async def call_the_roll(
             return
         if not isinstance(topic, topics.HereTopic) or not isinstance(message, Here) or message.nonce != nonce:
             return
-        answered(session, Answer(topic.node, message, message.clock_s - world.wall()))
+        answered(session, Answer(topic.node, message, message.clock_s - world.wall()), len(body))
 
     async def subscribe() -> None:
         connection.subscribe([topics.here(lab, name, "+")], qos=0)
