@@ -24,8 +24,8 @@ from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
 from common.protocol import serialization, topics
-from common.protocol.messages import Announcement, Here, RollCall
-from common.runtime.claim import SEEKING, claim
+from common.protocol.messages import Alive, Announcement, Here, NodeState, Presence, RollCall, WhoIsThere
+from common.runtime.claim import BEGINNING, SEEKING, claim
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
@@ -248,14 +248,19 @@ async def test_a_flood_of_roll_calls_has_ten_answers_a_second(site: SimulatedSit
 
 
 def claiming(
-    site: SimulatedSite, name: str, *, queue: bool = False, reported: list[str] | None = None
+    site: SimulatedSite, name: str, *, queue: bool = False, reported: list[str] | None = None, holds_s: float = 0.0
 ) -> asyncio.Task[None]:
-    """Let a cloud on a machine of its own ask for the lab."""
+    """Let a cloud on a machine of its own ask for the lab, and hold it for a while; its run is not begun here."""
     waiting = [] if reported is None else reported
 
     def build(world: World) -> asyncio.Task[None]:
-        asked = claim(site.address, lab=LAB, connect_timeout_s=30.0, queue=queue, waiting=waiting.append, world=world)
-        return asyncio.create_task(asked)
+        async def ask() -> None:
+            async with claim(
+                site.address, lab=LAB, connect_timeout_s=30.0, queue=queue, waiting=waiting.append, world=world
+            ):
+                await asyncio.sleep(holds_s)
+
+        return asyncio.create_task(ask())
 
     return site.make(name, build)
 
@@ -312,7 +317,73 @@ async def test_of_clouds_that_ask_at_once_one_gets_the_lab_and_the_queue_keeps_i
     with pytest.raises(LabInUse, match=SEEKING):
         await second
     await third  # the first one had the lab, and began no run
-    assert reported == [SEEKING]
+    assert reported == [SEEKING, BEGINNING]
+
+
+@virtual
+async def test_a_cloud_that_has_the_lab_keeps_it_until_its_run_begins(site: SimulatedSite) -> None:
+    """It calls the roll, and loads what it evaluates with: longer than a queued cloud waits for a reply."""
+    running, reported = cloud_of(site, "run-1", announced=True), (list[str](), list[str]())
+    living(site, running)
+    first = claiming(site, "cloud-a", queue=True, reported=reported[0], holds_s=600.0)
+    await asyncio.sleep(0.1)
+    second = claiming(site, "cloud-b", queue=True, reported=reported[1])
+    await asyncio.sleep(100)
+    site.kill(running)
+    await asyncio.sleep(60)
+    with pytest.raises(LabInUse, match=BEGINNING):
+        await claiming(site, "cloud-c")
+    assert not second.done() and reported == (["run run-1"], ["run run-1", SEEKING, BEGINNING])
+    begun = cloud_of(site, "run-2", announced=False)
+    living(site, begun)
+    await asyncio.sleep(1)
+    site.routed.clear()
+    await asyncio.sleep(60)
+    questions = [message for message in site.routed if message.topic == topics.seek(LAB, CLOUD, CLOUD)]
+    sessions = {serialization.decode(message.body)[0] for message in questions}
+    assert len(sessions) == 1, "only the one that waits asks on"
+    assert not second.done() and reported[1] == ["run run-1", SEEKING, BEGINNING, "run run-2"]
+    site.kill(begun)
+    await second
+    first.cancel()
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.15, 0.2])
+def test_each_of_several_clouds_that_ask_is_answered(after_s: float) -> None:
+    """They have one name: the question of one must not take the place of another one's."""
+
+    @virtual
+    async def play(site: SimulatedSite) -> None:
+        living(site, cloud_of(site, "run-1", announced=True))
+        clouds = []
+        for number in range(3):
+            clouds.append(claiming(site, f"cloud-{number}", queue=True))
+            await asyncio.sleep(after_s)
+        await asyncio.sleep(60)
+        assert not any(cloud.done() for cloud in clouds)
+        for cloud in clouds:
+            cloud.cancel()
+
+    play()
+
+
+@virtual
+async def test_a_cloud_that_fails_before_its_run_gives_the_lab_back(site: SimulatedSite) -> None:
+    first = claiming(site, "cloud-a", holds_s=20.0)
+    await asyncio.sleep(5)
+    second = claiming(site, "cloud-b", queue=True)
+    await first
+    begun = site.loop.time()
+    await second
+    assert site.loop.time() - begun < 5
+
+
+@virtual
+async def test_retained_questions_and_replies_are_nobodys(site: SimulatedSite) -> None:
+    site.inject(topics.seek(LAB, CLOUD, CLOUD), serialization.encode(WhoIsThere("0" * 20), "s"), retain=True)
+    alive = Alive("0" * 20, Presence(NodeState.READY, "cloud"))
+    site.inject(topics.inbox(LAB, "run-1", CLOUD, CLOUD), serialization.encode(alive, "s"), retain=True)
+    await claiming(site, "cloud-a")
 
 
 # Processes
@@ -400,6 +471,15 @@ def resources(process: subprocess.Popen[str]) -> tuple[int, int]:
     """Return a process's file descriptors and threads."""
     node = psutil.Process(process.pid)
     return node.num_fds(), node.num_threads()
+
+
+@pytest.mark.slow
+def test_queued_clouds_that_take_the_nodes_that_are_there_follow_one_another(lab: Lab) -> None:
+    flags = ("--queue", "--set", "topology=lab")
+    clouds = [lab.cloud(SMALL, *flags, seed=seed) for seed in (1, 2, 3)]
+    for seed, cloud in enumerate(clouds, start=1):
+        ends(cloud, 0)
+        assert model_digest(lab.runs(seed)) == alone(seed)
 
 
 @pytest.mark.slow

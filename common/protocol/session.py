@@ -97,7 +97,7 @@ class Session(Side):
         self._announcement: Announcement | None = None
         self._announce = False
         self._asks = PendingAsks()
-        self._answers = PendingAnswers(self._known | {identity.name})
+        self._answers = PendingAnswers(self._known, namesake=identity.name)
         self._budget = Budget()
         self._admission = Admission()
         self._now = 0.0
@@ -370,7 +370,8 @@ class Session(Side):
             raise Flooded("too many unknown nodes ask for proof of life")
 
     def _answer_questions(self, now: float) -> None:
-        for peer, question in self._answers.due(now):
+        for asker, question in self._answers.due(now):
+            peer, _ = asker
             if self.identity.claim.lost:
                 continue  # the name belongs to another process, which answers for it
             inside = question.run == self.identity.run
@@ -378,7 +379,7 @@ class Session(Side):
             if inside or namesake or self._announcement is not None:  # else there is nothing to join; it asks again
                 announcement = None if inside or namesake else self._announcement
                 answer = Alive(question.nonce, self.own.timed(self.own.presence, now), announcement)
-                self._answers.sent(peer, self.outbox.send(peer, answer, now))
+                self._answers.sent(asker, self.outbox.send(peer, answer, now))
 
     def _take_asks(self, now: float) -> None:
         for peer, ask in self._asks.take():

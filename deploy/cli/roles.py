@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +35,7 @@ from deploy.console.shipped import OptionalExperimentFile
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
+    from common.net.address import BrokerAddress
     from common.runtime.roll import Answer
     from deploy.kits.lab import LabAccess
 
@@ -137,8 +140,11 @@ def cloud(
         of_the_lab = tree.get("topology") == LAB
         chosen = None if of_the_lab else checked()
         await check_carried(where, CLOUD, lab=reached.name, connect_timeout_s=connect_timeout)
-        if not sole:
-            await claim(where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
+        alone = partial(claim, where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
+        async with nullcontext() if sole else alone():
+            await run_alone(reached, where, chosen)
+
+    async def run_alone(reached: LabAccess, where: BrokerAddress, chosen: Experiment | None) -> None:
         if chosen is None or reached.lab is not None:
             found, old = await _call_the_roll(reached, connect_timeout)
             if chosen is None:
