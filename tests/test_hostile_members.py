@@ -24,7 +24,7 @@ from common.accounting.traffic import TcpStats, Traffic
 from common.errors import Flooded, InvalidExperiment, RefusedModel, WireError
 from common.experiment.data import Data, root_below, samples_most
 from common.experiment.links import LinkSettings
-from common.experiment.reading import parse
+from common.experiment.reading import announced, parse
 from common.experiment.schema import Experiment
 from common.learning import datasets, partitions, splits
 from common.model.layout import ROW_BYTES_MOST, ModelLayout
@@ -427,6 +427,35 @@ def test_a_layout_beyond_its_bounds_is_refused(entries: list[object]) -> None:
 def test_an_experiment_beyond_its_bounds_is_refused(tree: dict[str, Any]) -> None:
     with pytest.raises(InvalidExperiment):
         assert parse(json.dumps(tree)).tree
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"name": LONG},
+        {LONG: 1},
+        {"topology": {"devices": [LONG]}},
+        {"training": {"objective": {"name": LONG}}},
+        {"model": {"name": f"a:{LONG}"}},
+        {"data": {"root": LONG}},
+        {"links": {"of": {LONG: {}}, "wan": f'\\"{LONG}'}},
+    ],
+    ids=lambda tree: next(iter(tree))[:10],
+)
+def test_no_text_of_an_announced_experiment_is_long(tree: dict[str, Any]) -> None:
+    """It would be repeated in errors, and so in logs and messages."""
+    with pytest.raises(InvalidExperiment, match=r"a text of 10000\d characters") as caught:
+        announced(json.dumps(tree))
+    assert len(str(caught.value)) < 300
+
+
+def test_an_error_of_an_announced_layout_is_short() -> None:
+    with pytest.raises(WireError) as caught:
+        ModelLayout.from_json(json.dumps([["w", [1], LONG]]))
+    assert len(str(caught.value)) < 300
 
 
 def test_an_announcement_that_nobody_expected_ends_no_node_that_stays() -> None:

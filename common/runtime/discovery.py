@@ -149,7 +149,7 @@ async def _play(
             known = as_known(error, name)
             if entry is None or isinstance(error, DuplicateName) or not usable() or known is None:
                 raise
-            log.error("%s leaves run %s: %s", name, found.run, known)
+            log.error("%s leaves run %s: %.2000s", name, found.run, known)
         else:
             activity.info("%s: run %s finished", name, found.run)
         if entry is not None:
