@@ -16,21 +16,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+import msgpack
 import psutil
 import pytest
+from xxhash import xxh3_64_digest
 
 from common.errors import DuplicateName, InvalidExperiment, LabInUse, NoProgress
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
 from common.protocol import serialization, topics
-from common.protocol.messages import Alive, Announcement, Here, NodeState, Presence, RollCall, WhoIsThere
+from common.protocol.messages import Alive, Announcement, Here, Message, NodeState, Presence, RollCall, WhoIsThere
 from common.runtime.claim import BEGINNING, SEEKING, claim
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
 from common.runtime.world import World
 from deploy.brokers import broker
+from deploy.cli import roles
+from deploy.kits.answers import faults
 from deploy.runs.run import Run, folders
 from deploy.simulation.broker import Routed
 from deploy.simulation.outcome import model_digest
@@ -183,6 +187,58 @@ class Listed:
                 await forever()
 
         return entry, asyncio.create_task(keep())
+
+
+def of_the_next_release(message: Message, *more: object, session: str) -> bytes:
+    """Return a message of the roll as the next version of the protocol may have it: with other fields at its end."""
+    fields = [getattr(message, name) for name in type(message).__match_args__]
+    shared, _ = serialization.SHARED[type(message)]
+    code = serialization.KINDS.index(type(message))
+    packed = msgpack.packb([serialization.VERSION + 1, session, code, *fields[:shared], *more])
+    return xxh3_64_digest(packed) + packed
+
+
+@virtual
+async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite) -> None:
+    node, nexts = Listed(site, "device-0"), list[Routed]()
+
+    def answer(message: Routed) -> None:
+        topic = topics.parse(message.topic)
+        if isinstance(topic, topics.RollTopic) and topic.asker == "operator":
+            (_, asked), where = serialization.decode(message.body), topics.here(LAB, topic.asker, "device-1")
+            assert isinstance(asked, RollCall)
+            here = Here(asked.nonce, "device", PARENT, "run-9", "9.1", "h", "", "", "", 0.0, ())
+            site.inject(where, of_the_next_release(here, ["b"] * 3, 1.5, None, session="s1"))
+        elif isinstance(topic, topics.HereTopic) and topic.asker == "next":
+            nexts.append(message)
+
+    site.network.hooks.append(answer)
+    await asyncio.sleep(1)
+    old, new = sorted(await roll(site), key=lambda each: each.node)
+    assert (old.node, old.other_release) == ("device-0", "")
+    assert (new.node, new.here.role, new.here.parent, new.here.run) == ("device-1", "device", PARENT, "run-9")
+    ours = f"{version('fedstrata')} (protocol {serialization.VERSION})"
+    theirs = f"9.1 (protocol {serialization.VERSION + 1})"
+    assert new.other_release == f"it is of release {theirs}, this is {ours}: install one release everywhere"
+    assert faults([old, new], None)["device-1"] == [new.other_release]
+    site.inject(topics.roll(LAB, "next"), of_the_next_release(RollCall("nonce"), 7, session="s2"))
+    await until(lambda: nexts)
+    _, found = serialization.decode(nexts[0].body)
+    assert isinstance(found, Here) and (found.nonce, found.role) == ("nonce", "device")
+    node.task.cancel()
+
+
+def test_nodes_of_another_release_are_left_out_of_the_lab_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(node: str, role: str, parent: str, protocol: int = serialization.VERSION) -> Answer:
+        return Answer(node, Here("n", role, parent, "", "9.1", "h", "", "", "", 0.0, ()), 0.0, protocol)
+
+    found = [answer("device-0", "device", CLOUD), answer("device-1", "device", CLOUD, 9)]
+    others = {each.node: each.other_release for each in found if each.other_release}
+    assert roles._topology(found, others) == {"institutions": 0, "devices": ["device-0"]}
+    assert "device-1 is left out: it is of release 9.1 (protocol 9)" in capsys.readouterr().err
+    with pytest.raises(InvalidExperiment, match="none of the 1 nodes that are there can take part"):
+        roles._topology(found[1:], others)
+    assert "device-1 is left out: it is of release 9.1 (protocol 9)" in capsys.readouterr().err
 
 
 @virtual

@@ -10,7 +10,7 @@ many logs, terminals and files. JSON stays the same JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import StrEnum
 from functools import cache
@@ -59,6 +59,11 @@ KINDS: Final[tuple[type[Message], ...]] = (
     WhoIsThere, Alive, Preparing, Declined, Goodbye, RollCall, Here,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
+# Of the messages that all versions can read: how many of their fields never change, and values of the others.
+SHARED: Final[Mapping[type[Message], tuple[int, tuple[Any, ...]]]] = {
+    RollCall: (1, ()),
+    Here: (5, ("", "", "", "", 0.0, ())),
+}
 
 
 def encode(message: Message, session: str) -> bytes:
@@ -72,12 +77,43 @@ def decode(data: bytes | bytearray | memoryview, *, sender: SenderBounds = ANYBO
 
     Raises WireError, whatever the bytes.
     """
+    version, session, kind, tree = _read(data, sender)
+    if version != VERSION:
+        raise OtherRelease(f"protocol version {version}, this release uses {VERSION}")
+    message: Message = _DECODERS[kind](tree)
+    return session, message
+
+
+def decode_shared(data: bytes, *, sender: SenderBounds = ANYBODY) -> tuple[int, str, RollCall | Here]:
+    """Return the version, the sender's session, and a message of the roll, which all versions can read.
+
+    Of another version only the first fields are read. Raises WireError.
+    """
+    version, session, kind, tree = _read(data, sender)
+    if kind not in SHARED:
+        raise WireError(f"a {kind.__name__} is not of the roll")
+    shared, others = SHARED[kind]
+    if version != VERSION and len(tree) >= shared:
+        tree = (*tree[:shared], *others)
+    message: RollCall | Here = _DECODERS[kind](tree)
+    return version, session, message
+
+
+def _read(
+    data: bytes | bytearray | memoryview, sender: SenderBounds
+) -> tuple[int, str, type[Message], tuple[Any, ...]]:
+    """Return a message's version, session and kind, and its fields unchecked. Raises WireError."""
     if len(data) > sender.most_of_all:
         raise TooLarge(f"a message of {len(data)} bytes: its sender's have at most {sender.most_of_all}")
     body = memoryview(data)[DIGEST_BYTES:]  # no copy: a small model may be inside
     if data[:DIGEST_BYTES] != xxh3_64_digest(body):
         raise WireError("damaged message, or one of an earlier release")
-    session, kind = _head(body)
+    version, session, code = _head(body)
+    if not 0 <= code < len(KINDS):
+        if version != VERSION:
+            raise OtherRelease(f"protocol version {version}, this release uses {VERSION}")
+        raise WireError(f"unknown kind {code}")
+    kind = KINDS[code]
     if len(data) > (most := sender.most(kind)):
         raise TooLarge(f"a {kind.__name__} of {len(data)} bytes: its sender's have at most {most}")
     try:
@@ -85,19 +121,18 @@ def decode(data: bytes | bytearray | memoryview, *, sender: SenderBounds = ANYBO
         tree = msgpack.unpackb(body, use_list=False, strict_map_key=True, **limits)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"not msgpack: {error}") from None
-    message: Message = _DECODERS[kind](tree[HEAD:])
-    return session, message
+    return version, session, kind, tree[HEAD:]
 
 
-def _head(body: memoryview) -> tuple[str, type[Message]]:
-    """Return the sender's session and the kind of a message, of which nothing else is read."""
+def _head(body: memoryview) -> tuple[int, str, int]:
+    """Return the version, the sender's session and the kind's code of a message, of which nothing else is read."""
     head = bytes(body[:HEAD_BYTES])
     at = 3 if head[:1] == ARRAY16 else 1
     end = at + 2 + head[at + 1] - FIXSTR if len(head) > at + 1 else 0
     if at + 2 < end < min(len(head), at + 34) and head[at] == VERSION and head[end] < len(KINDS):
         session = head[at + 2 : end]
         if session.isalnum() and (at == 3 or head[0] & 0xF0 == FIXARRAY):
-            return session.decode(), KINDS[head[end]]  # as our nodes write it; others may write it differently
+            return VERSION, session.decode(), head[end]  # as our nodes write it; others may write it differently
     unpacker = msgpack.Unpacker(use_list=False)
     unpacker.feed(head)
     try:
@@ -106,13 +141,13 @@ def _head(body: memoryview) -> tuple[str, type[Message]]:
         version, session, code = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
     except (ValueError, TypeError, msgpack.UnpackException):
         raise WireError("not a message") from None
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int:
         raise OtherRelease(f"protocol version {_brief(version)}, this release uses {VERSION}")
     if not isinstance(session, str) or not 0 < len(session) <= 32:
         raise WireError("no session id")
-    if type(code) is not int or not 0 <= code < len(KINDS):
+    if type(code) is not int:
         raise WireError(f"unknown kind {_brief(code)}")
-    return escaped(session), KINDS[code]
+    return version, escaped(session), code
 
 
 def _values(record: Any) -> tuple[Any, ...]:

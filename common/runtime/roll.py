@@ -33,6 +33,8 @@ RETRY_S: Final = 5.0
 SESSIONS_KEPT: Final = 4  # of each name: two nodes of one name are shown
 HELD_MOST: Final = 64_000_000  # bytes of all answers
 
+_PROTOCOL: Final = serialization.VERSION
+
 log = logging.getLogger("fedstrata.roll")
 
 
@@ -105,7 +107,7 @@ class RollEntry:
                 return
             if topic.asker in self._answered or len(self._answered) >= ASKERS_MOST:
                 return  # one that asks again and again takes no answer from another one
-            _, message = serialization.decode(body, sender=STRANGER)
+            *_, message = serialization.decode_shared(body, sender=STRANGER)
         except WireError:
             return
         if not isinstance(message, RollCall):
@@ -122,11 +124,24 @@ class RollEntry:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A node's answer; `ahead_s`: seconds by which its clock is ahead of this machine's, within ASK_S."""
+    """A node's answer; `ahead_s`: seconds by which its clock is ahead of this machine's, within ASK_S.
+
+    `protocol`: the version that it uses. Of another one than this release's only role, parent, run and release are
+    known.
+    """
 
     node: str
     here: Here
     ahead_s: float
+    protocol: int = _PROTOCOL
+
+    @property
+    def other_release(self) -> str:
+        """Both releases, if it uses another version of the protocol, so that it cannot take part; else empty."""
+        if self.protocol == _PROTOCOL:
+            return ""
+        its, this = f"{self.here.release} (protocol {self.protocol})", f"{version('fedstrata')} (protocol {_PROTOCOL})"
+        return f"it is of release {its}, this is {this}: install one release everywhere"
 
 
 async def call_rolls(
@@ -201,12 +216,12 @@ async def call_the_roll(
     def received(topic_text: str, body: bytes, retained: bool) -> None:
         try:
             topic = topics.parse(topic_text)
-            session, message = serialization.decode(body)
+            protocol, session, message = serialization.decode_shared(body)
         except WireError:
             return
         if not isinstance(topic, topics.HereTopic) or not isinstance(message, Here) or message.nonce != nonce:
             return
-        answered(session, Answer(topic.node, message, message.clock_s - world.wall()), len(body))
+        answered(session, Answer(topic.node, message, message.clock_s - world.wall(), protocol), len(body))
 
     async def subscribe() -> None:
         connection.subscribe([topics.here(lab, name, "+")], qos=0)
