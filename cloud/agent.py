@@ -27,6 +27,7 @@ from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.limits import limits_below
 from common.protocol.messages import Announcement, NodeState
+from common.protocol.pending import Budget
 from common.protocol.targets import ADDRESS
 from common.protocol.timeline import GLOBAL_PHASES
 from common.protocol.topics import DEFAULT_LAB, check_lab
@@ -43,6 +44,8 @@ from common.storage.spool import Spool
 FAREWELL_S = 10.0
 INTERRUPTED_S = 5.0
 PROGRESS_S = 0.5
+CHANGES_MOST = 64  # of each child's state that are recorded at once, then one in CHANGE_S
+CHANGE_S = 10.0
 
 
 class ModelEvaluator(Protocol):
@@ -93,6 +96,7 @@ class CloudAgent:
         self._lab = check_lab(lab)
         self._new_evaluator = evaluator
         self._world = world
+        self._changes = Budget(CHANGES_MOST, CHANGE_S)
 
     async def run(self) -> Path:
         """Run all global rounds and return the path of the final model. Raises FedstrataError."""
@@ -241,5 +245,7 @@ class CloudAgent:
             self._show("progress", {"states": down.session.coordinator.progress(), **counts})
 
     def _observe(self, event: str, facts: dict[str, object]) -> None:
+        if event == "child" and not self._changes.take(str(facts["node"]), asyncio.get_running_loop().time()):
+            return  # of a child that changes its state, or its reason, as fast as it may
         self._folder.event(event, facts)
         self._show(event, facts)

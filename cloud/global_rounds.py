@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, Final
 
 from cloud import checkpoint, tempo
@@ -36,7 +37,8 @@ from common.runtime.refining import run_refining
 from common.runtime.round import ClosedRound, Dispatch
 
 LABELS: Final = node_labels("cloud", CLOUD)
-LINKS_S: Final = 5.0  # between two writes of links.csv without a checkpoint
+LINKS_S: Final = 5.0  # between two writes of links.csv, which has a row for each link
+LINKS_SHARE: Final = 0.02  # of the time, if it takes long: of thousands of devices
 SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
 
 Evaluate = Callable[[int, Row], Awaitable[EvaluationResult]]
@@ -80,7 +82,8 @@ class GlobalRounds:
         self._state = RunState(folder.run, self._experiment.digest, 0, 0.0, start_epochs)
         self._evaluating: tuple[GlobalRoundRecord, asyncio.Task[list[EvaluationResult]]] | None = None
         self._reached = False
-        self._mark = self._links_written_at = 0.0
+        self._mark = 0.0
+        self._links_at = -inf  # when links.csv is written next
         self._bytes: Mapping[str, int] = self._tier_bytes()  # up to the last global round
         self.last: EvaluationResult | None = None
 
@@ -127,7 +130,7 @@ class GlobalRounds:
         follows = self._selection.follows(selected, r)
         dispatch = Dispatch(
             r, 0, models=models, epochs=state.epochs, closing=tier.closing_of(len(selected)), follows=follows,
-            carried=self._selection.in_flight,
+            carried=self._selection.in_flight, last=r + 1 == self._experiment.rounds,
         )  # fmt: skip
         closed_round = await self._down.round(dispatch)
         outcome = await run_refining(partial(self._rule.aggregate, r, closed_round.uploads), self._refiner)
@@ -171,10 +174,12 @@ class GlobalRounds:
         folder.catch_up()
         last = state.global_round == self._experiment.rounds
         due = last or state.global_round % self._experiment.cloud.checkpoint_every == 0
-        if due or self._down.now() - self._links_written_at >= LINKS_S:
+        if (begun := self._down.now()) >= self._links_at:
             await offload(folder.write_of_links(self._down.ledger))
-            self._links_written_at = self._down.now()
+            ended = self._down.now()
+            self._links_at = ended + max(LINKS_S, (ended - begun) / LINKS_SHARE)
         if due:
+            await offload(folder.write_of_ledger(self._down.ledger))
             await offload(self._save)
 
     def _save(self) -> None:

@@ -205,12 +205,16 @@ class RunFolder:
         self._forget("devices.csv", DeviceRecord, after=global_rounds)
         return self._forget("rounds.csv", GlobalRoundRecord, after=global_rounds)
 
+    def write_of_ledger(self, ledger: Ledger) -> Callable[[], None]:
+        """Return what writes the byte ledger of a resumed run, like `write_of_links`."""
+        return partial(_replace, self.path / LEDGER, ledger.to_json() + "\n")
+
     def write_of_links(self, ledger: Ledger) -> Callable[[], None]:
-        """Return what writes links.csv, each link's bytes in the run, and the byte ledger of a resumed run.
+        """Return what writes links.csv, each link's bytes in the run.
 
         It writes the present counts, also from another thread: thousands of devices take long. It raises StorageFailed.
         """
-        reports, wire, saved = ledger.reports(), ledger.broker(), ledger.to_json()
+        reports, wire = ledger.reports(), ledger.broker()
 
         def write() -> None:
             _replace(self.path / "links.csv", to_csv(links.records(reports, wire, self.experiment), header=True))
@@ -218,7 +222,6 @@ class RunFolder:
             if status and status != self._measured:
                 self._measured = status
                 self.note(wire_bytes=status)
-            _replace(self.path / LEDGER, saved + "\n")
 
         return write
 
@@ -226,6 +229,7 @@ class RunFolder:
         """Write what could not be written before, and the final byte counts. Raises StorageFailed."""
         self.catch_up()
         self.write_of_links(ledger)()
+        self.write_of_ledger(ledger)()
 
     def restore(self, ledger: Ledger) -> None:
         """Restore the byte ledger of an earlier process of the run. Raises InvalidExperiment."""
@@ -266,7 +270,12 @@ class RunFolder:
         """Replace the last row of rounds.csv. It only grows, so one write in place overwrites all of the old row."""
         path = self.path / "rounds.csv"
         with writing(path), path.open("r+b") as file:
-            file.seek(file.read().rindex(b"\n", 0, -1) + 1)
+            begin, row = file.seek(0, os.SEEK_END), -1
+            while begin and row < 0:  # from the end: the rounds before are many
+                begin = max(0, begin - len(text))
+                file.seek(begin)
+                row = file.read().rfind(b"\n", 0, -1)
+            file.seek(begin + row + 1)
             file.write(text.encode())
 
     def _forget(self, name: str, kind: type[_R], *, after: int) -> list[_R]:

@@ -12,6 +12,7 @@ FedstrataError                 base of all errors; has the exit code of the comm
 │   ├── StateLost         (1)  this process does not have what an earlier task of its node left
 │   └── InvalidBelow      (4)  a node below cannot take part in the experiment
 ├── WireError                  malformed or unknown bytes from the network; counted, never fatal
+│   ├── TooLarge               a message larger than its sender can have; it is not read
 │   ├── OtherRelease           of a release with another version of the protocol
 │   ├── Misfit                 a sound message that contradicts what its receiver knows
 │   └── Flooded                one of too many
@@ -108,6 +109,10 @@ class InvalidBelow(RunFailed):
 
 class WireError(FedstrataError):
     """Bytes from the network that are no valid record."""
+
+
+class TooLarge(WireError):
+    """A message larger than its sender can have."""
 
 
 class OtherRelease(WireError):

@@ -97,7 +97,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "chunks_refused": Family("counter", (), "Chunks that were damaged or unknown"),
     "chunks_lost": Family("counter", (), "Chunks that the broker dropped, by the gaps in their numbers"),
     "refused_models": Family("counter", (), "Uploads that were refused"),
-    "late_results": Family("counter", (), "Results that arrived after their round had closed"),
+    "late_results": Family("counter", (), "Results that no round used: late ones, and those that were taken back"),
     "nodes": Family("gauge", ("tier", "state"), "Children of this node by presence"),
     "child_up": Family(
         "gauge", ("tier", "peer"), "Whether a child that has joined is present (1), or was lost or failed (0)"

@@ -5,8 +5,29 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
+
+TEXT_MOST: Final = 1000
+JSON_MOST: Final = 4_000_000
+_PART: Final = 65_536  # characters that are escaped before the length is checked
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimit:
+    """Limit of a text from the network: its characters, once control characters are escaped.
+
+    `cut`: a longer one is cut, because it is for people; else it is refused.
+    """
+
+    most: int
+    cut: bool = False
+
+
+NameText: TypeAlias = Annotated[str, TextLimit(64)]  # of nodes and runs, nonces, digests
+ShortText: TypeAlias = Annotated[str, TextLimit(TEXT_MOST, cut=True)]  # for people, and addresses
+JsonText: TypeAlias = Annotated[str, TextLimit(JSON_MOST)]
 
 _SHORT: Final = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
@@ -17,6 +38,28 @@ def escaped(text: str) -> str:
     A terminal would obey them, a log would have lines that nobody wrote.
     """
     return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def escaped_within(text: str, limit: TextLimit) -> str | None:
+    """Return the escaped text, None if it exceeds the limit. No more than the limit is looked at."""
+    if limit.cut:
+        return escaped(text[: limit.most])[: limit.most]
+    if len(text) > limit.most:
+        return None
+    if text.isprintable():
+        return text
+    parts, length = [], 0
+    for begin in range(0, len(text), _PART):
+        parts.append(escaped(text[begin : begin + _PART]))
+        length += len(parts[-1])
+        if length > limit.most:
+            return None
+    return "".join(parts)
+
+
+def short(text: str) -> str:
+    """Return the beginning of a text for people, as far as messages and logs take it."""
+    return text[:TEXT_MOST]
 
 
 @lru_cache(maxsize=1 << 16)  # a hostile text of megabytes must not hold up the event loop

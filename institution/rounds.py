@@ -121,6 +121,7 @@ class LocalRounds:
                 closing=settings.closing_of(len(selected)),
                 follows=selection.follows(selected, r),
                 carried=selection.in_flight,
+                last=i + 1 == settings.rounds,
             )
             if not model.complete:  # then the rule passes it on
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])

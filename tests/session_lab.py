@@ -27,6 +27,7 @@ from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelArrived, ModelFailed, TaskReceived
 from common.protocol.child_session import ChildSession
+from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
 from common.protocol.limits import ChildLimits
 from common.protocol.manifest import ModelForm, describe
@@ -298,11 +299,11 @@ class Node:
             return
         session, now = self.session, self.lab.loop.now
         landing = session.place(topic, len(body)) if self.lab.random.random() < 0.5 else None
-        if landing is not None and landing.view is not None:
+        if landing is None:
+            session.receive(topic, body, retained=retained, now=now)
+        elif isinstance(landing, Landing) and landing.view is not None:
             landing.view[:] = body
             session.landed(topic, landing, now)
-        else:
-            session.receive(topic, body, retained=retained, now=now)
         self.wake()
 
     def _perform(self, output: Output) -> None:

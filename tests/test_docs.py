@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 import pytest
 from pydantic import BaseModel
@@ -20,9 +20,13 @@ from common.experiment.objectives import OBJECTIVES
 from common.experiment.reading import parse
 from common.experiment.rounds import EpochControl
 from common.experiment.selection import SELECTIONS
+from common.host.examination import Finding
 from common.learning import datasets
+from common.protocol import messages
+from common.protocol.bounds import MESSAGE_MOST, REPORT_BYTES, SMALL_BYTES, TARGET_BYTES, TRAFFIC_BYTES, SenderBounds
 from common.protocol.serialization import KINDS, VERSION
 from common.protocol.timeline import GLOBAL_PHASES
+from common.text import JSON_MOST, JsonText, NameText, ShortText
 from deploy.kits.lab import parse as lab_of
 from deploy.sweeps.grid import expand, is_sweep
 from docs.tools import experiment, metrics_table, sketches
@@ -120,7 +124,35 @@ def test_the_messages_of_the_protocol_are_the_codes() -> None:
     assert kinds == [
         (n, kind.__name__, [field.name for field in dataclasses.fields(kind)]) for n, kind in enumerate(KINDS)
     ]
-    assert f"[{VERSION}, session, kind," in page
+    assert f"[{VERSION}, session, kind," in page and f"{VERSION} is the version" in page
+    types = {int: "int", float: "float", NameText: "name", ShortText: "text", JsonText: "json"}
+    for kind in (*KINDS, messages.Manifest, messages.Target, Finding):
+        row = next(line for line in page.splitlines() if re.match(rf"\| (\d+ \| )?{kind.__name__} \|", line))
+        hints = get_type_hints(kind, include_extras=True)
+        assert [name for name, hint in hints.items() if hint in types and f"`{name}: {types[hint]}`" not in row] == []
+
+
+def test_the_sizes_of_the_protocol_are_the_codes() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8").partition("**Sizes.**")[2].partition("## ")[0]
+    nothing = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, plans=False, announces=False)
+    small = f"{SMALL_BYTES:,}"
+    assert dict(re.findall(r"^\| (.*?) \| (.*?) \|$", page, re.MULTILINE)) == {
+        "message": "bytes at most",
+        "Task": f"{small}, 8 for each 1,024 bytes of a model, and `transfer.inline_bytes`",
+        "Result": f"the same, {REPORT_BYTES} for each node below its sender, and {JSON_MOST:,} of `plans` if it "
+        "aggregates",
+        "Reports": f"{small}, and {REPORT_BYTES} for each node below its sender",
+        "Presence, Alive": f"{small}, and {TARGET_BYTES} for each node below its sender; a parent's Alive also what an "
+        "Announcement may have",
+        "Announcement": f"{SenderBounds().most(messages.Announcement):,}",
+        "Progress, Farewell": f"{small}, and {TRAFFIC_BYTES} for each tier below its sender",
+        "Ask": f"{small}, and one for each 8,192 bytes of a model",
+        "Probe, Probed": f"{nothing.most(messages.Probe):,}: noise has at most 4,096 chunks, and 64 MB",
+        "Here": f"{nothing.most(messages.Here):,}",
+        "all others": f"{nothing.most(messages.Goodbye):,}",
+        "a chunk": f"{messages.MAX_CHUNK_BYTES:,}",
+        "any message": f"{MESSAGE_MOST:,}",
+    }
 
 
 def test_each_column_of_a_runs_tables_is_described() -> None:

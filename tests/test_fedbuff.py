@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +28,8 @@ from common.experiment.tiers import Tier
 from common.model.layout import ModelLayout, Section
 from common.protocol.coordinator import Coordinator
 from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task
-from common.protocol.round_state import Assignment, Closed, ResultAnnounced
+from common.protocol.participant import Acknowledged, Participant, ParticipantState
+from common.protocol.round_state import TAKEN_BACK, Assignment, Closed, ResultAnnounced, Stalled
 from deploy.local.direct import run_in_process
 from deploy.local.replay import replayed
 from deploy.runs.run import Run
@@ -227,6 +229,102 @@ def test_a_round_of_the_usual_kind_ends_all_tasks() -> None:
     assert parent.announce("b", first, 0.6) == [] and parent.coordinator.late == 1
     second = parent.open(1, "ab", carried="")
     assert parent.tasks(5.0) == {"a": second, "b": second}
+
+
+def test_a_result_accepted_after_the_last_round_is_taken_back() -> None:
+    parent = Parent()
+    first = parent.open(0, "ab", carried="")
+    parent.closed("a", first, 0.5)
+    parent.announce("b", first, 0.6)
+    parent.coordinator.accept("b", first, now=0.7)
+    parent.coordinator.to_send(0.7)
+    parent.coordinator.end()
+    assert parent.coordinator.to_send(0.8) == [("b", Acknowledgement(first, TAKEN_BACK))]
+    assert parent.announce("b", first, 3.0) == []  # it is announced again, as the answer was lost
+    assert parent.coordinator.to_send(3.0) == [("b", Acknowledgement(first, TAKEN_BACK))]
+
+
+def test_a_child_learns_that_its_result_is_taken_back_whenever_that_comes() -> None:
+    task, key = Task(Key(0, 0, 0), 1, manifest_of(bytes(100)), None), Key(0, 0, 0)
+    for answers, learned in [(["", "no"], ["", "no"]), (["no", ""], ["no"]), (["", "no", "no", ""], ["", "no"])]:
+        child = Participant(idle_s=100.0)
+        child.receive(task, now=0.0)
+        child.finish(result_of(key, 0), now=1.0)
+        for reason in answers:
+            child.receive(Acknowledgement(key, reason), now=2.0)
+        found = [child.next_event() for _ in range(6)]
+        assert [event.reason for event in found if isinstance(event, Acknowledged)] == learned
+        child.receive(task, now=3.0)  # the same task again gives the same result, which may be used now
+        assert child.state is ParticipantState.ANNOUNCING
+
+
+STEPS: Final = [*["announce", "accept"] * 4, *["next", "anew"] * 2]
+STEPS += ["refuse", "retry", "restart", "fail", "tick", "back", "cancel"]
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@given(seed=st.integers(0, 2**32))
+@examples(40)
+def test_each_accepted_result_is_in_one_closed_round_or_is_taken_back(buffered: bool, seed: int) -> None:
+    """Whatever happens to tasks and rounds: by the last acknowledgement that the child gets."""
+    draw = random.Random(seed)
+    one = Coordinator("abc", idle_s=30.0)
+    closing = Closing.model_construct(rule="quorum", quorum=2, deadline_s=0.0 if buffered else 5.0)
+    accepted, used, last = set[tuple[str, Key]](), list[tuple[str, Key]](), dict[tuple[str, Key], str]()
+    keys, sessions = dict[str, Key](), dict.fromkeys("abc", 0)
+    now, r, open_ = 0.0, -1, False
+
+    def take() -> None:
+        nonlocal open_
+        while (event := one.next_event()) is not None:
+            open_ = open_ and not isinstance(event, Closed | Stalled)
+            if isinstance(event, Closed):
+                used.extend((name, result.key) for name, result in event.results.items())
+        for name, message in one.to_send(now):
+            if isinstance(message, Acknowledgement):
+                last[name, message.key] = message.reason
+
+    def begin(*, anew: bool) -> None:
+        nonlocal open_
+        carried = (one.in_flight() if not anew else []) if buffered else None
+        free = [name for name in "abc" if name not in (carried or ())]
+        given = {name: assignment(number) for number, name in enumerate(free)}
+        key = one.open(global_round=r, local_round=0, assignments=given, closing=closing, now=now, carried=carried)
+        keys.update(dict.fromkeys(free, key))
+        open_ = True
+
+    for name in "abc":
+        one.presence(name, "0", Presence(NodeState.READY, "device", samples=10), now=0.0)
+    for step in ["next", *draw.choices(STEPS, k=100), "cancel"]:
+        name = draw.choice("abc")
+        now += 1.0
+        if step in ("next", "anew", "back") and not open_:
+            r = max(0, r - 1) if step == "back" else r + 1
+            begin(anew=step == "anew")
+        elif step == "announce":
+            one.receive(name, result_of(keys[name], ord(name)), now=now)
+        elif step == "accept":
+            if one.is_announced(name, keys[name]):
+                accepted.add((name, keys[name]))
+            one.accept(name, keys[name], now=now)
+        elif step == "refuse":
+            one.refuse(name, keys[name], reason="no", now=now)
+        elif step == "retry":
+            one.retry(name, keys[name], now=now)
+        elif step in ("restart", "fail"):
+            sessions[name] += step == "restart"
+            state = NodeState.READY if step == "restart" else NodeState.FAILED
+            one.presence(name, str(sessions[name]), Presence(state, "device", samples=10), now=now)
+        elif step == "tick":
+            now += 10.0
+            one.tick(now)
+        elif step == "cancel":
+            one.end()
+            open_ = False
+        take()
+    assert sorted(used) == sorted(pair for pair in accepted if not last[pair])
+    assert one.unsettled() == [] and one.accepted == len(accepted)
+    assert (one.used, one.taken_back) == (len(used), len(accepted) - len(used))
 
 
 # Labs

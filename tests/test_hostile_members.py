@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,34 +21,46 @@ from common.accounting.child_report import ChildReport
 from common.accounting.counters import Account
 from common.accounting.ledger import BYTES_MOST, Ledger
 from common.accounting.traffic import TcpStats, Traffic
-from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.errors import Flooded, InvalidExperiment, RefusedModel, WireError
 from common.experiment.data import Data, root_below, samples_most
-from common.experiment.reading import parse
+from common.experiment.links import LinkSettings
+from common.experiment.reading import announced, parse
 from common.experiment.schema import Experiment
 from common.learning import datasets, partitions, splits
 from common.model.layout import ROW_BYTES_MOST, ModelLayout
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
+from common.protocol.admission import Admission
+from common.protocol.bounds import MESSAGE_MOST, SenderBounds
+from common.protocol.fetches import SKIPPED
+from common.protocol.identity import Identity
 from common.protocol.limits import ChildLimits, limits_below, task_limits
 from common.protocol.messages import (
     Alive,
     Announcement,
+    Ask,
+    Declined,
+    Farewell,
     Gone,
     Key,
+    Manifest,
     Message,
     NodeState,
     Phase,
     Preparing,
     Presence,
     Probe,
+    Probed,
     Progress,
     Reports,
     Result,
     RollCall,
+    Target,
     Task,
     WhoIsThere,
 )
 from common.protocol.parent_events import PeerChanged
+from common.protocol.parent_session import ParentSession
 from common.protocol.pending import ANSWERS_MOST, MESSAGES_MOST, PRESENCES_MOST
 from common.protocol.presence import ASK_FIRST_S
 from common.protocol.refusals import Refusal
@@ -55,8 +69,9 @@ from common.protocol.round_state import ChildState
 from common.protocol.session_events import ProbeReceived
 from common.runtime.discovery import Found, _play
 from common.runtime.roll import ASKERS_MOST, RollEntry
+from common.text import JSON_MOST
 from tests.bench import hostile
-from tests.session_lab import LAB, MODEL_BYTES, PARENT, RUN, Lab, manifest_of, names_of
+from tests.session_lab import FORM, LAB, MODEL_BYTES, PARENT, RUN, Lab, NoMeter, manifest_of, names_of
 
 READY = Presence(NodeState.READY, "device", samples=10)
 MANY = Traffic(*[BYTES_MOST] * 12, TcpStats(*[BYTES_MOST] * 11))
@@ -229,7 +244,7 @@ def test_a_list_of_more_nodes_than_there_are_is_not_read() -> None:
     body = serialization.encode(Reports(tuple(ChildReport(f"n{i}") for i in range(1000))), session_of(lab, "device-0"))
     topic = topics.inbox(LAB, RUN, PARENT, "device-0")
     lab.parent.session.receive(topic, body, retained=False, now=lab.now)
-    assert lab.parent.session.refusals.of(Refusal.MALFORMED) == 1
+    assert lab.parent.session.refusals.of(Refusal.LARGE) == 1
 
 
 @pytest.mark.parametrize(
@@ -268,7 +283,7 @@ def test_a_flood_of_presences_costs_few_tasks_and_few_events() -> None:
     sent, seen = Counter(lab.kinds), len(lab.parent.events)
     for number in range(2000):
         state = NodeState.READY if number % 2 else NodeState.INIT
-        presence = Presence(state, "device", samples=1, reason=f"{number}" * 9999)
+        presence = Presence(state, "device", samples=1, reason=f"{number}" * 1000)
         lab.loop.after(number / 2000, lambda n=number, p=presence: publish_presence(lab, "device-0", f"s{n}", p))  # type: ignore[misc]
     lab.rest(3.0)
     sent = lab.kinds - sent
@@ -414,6 +429,35 @@ def test_an_experiment_beyond_its_bounds_is_refused(tree: dict[str, Any]) -> Non
         assert parse(json.dumps(tree)).tree
 
 
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"name": LONG},
+        {LONG: 1},
+        {"topology": {"devices": [LONG]}},
+        {"training": {"objective": {"name": LONG}}},
+        {"model": {"name": f"a:{LONG}"}},
+        {"data": {"root": LONG}},
+        {"links": {"of": {LONG: {}}, "wan": f'\\"{LONG}'}},
+    ],
+    ids=lambda tree: next(iter(tree))[:10],
+)
+def test_no_text_of_an_announced_experiment_is_long(tree: dict[str, Any]) -> None:
+    """It would be repeated in errors, and so in logs and messages."""
+    with pytest.raises(InvalidExperiment, match=r"a text of 10000\d characters") as caught:
+        announced(json.dumps(tree))
+    assert len(str(caught.value)) < 300
+
+
+def test_an_error_of_an_announced_layout_is_short() -> None:
+    with pytest.raises(WireError) as caught:
+        ModelLayout.from_json(json.dumps([["w", [1], LONG]]))
+    assert len(str(caught.value)) < 300
+
+
 def test_an_announcement_that_nobody_expected_ends_no_node_that_stays() -> None:
     async def take_part(found: Found) -> None:
         raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates")
@@ -488,6 +532,8 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
 
     async def ask() -> None:
         entry = RollEntry(BrokerAddress("h"), "d", role="device", parent="cloud", lab=LAB, world=NoWorld())  # type: ignore[arg-type]
+        for nonce in ("n" * 65, "\x1b" * 11):  # longer than 64 characters, escaped: nobody repeats it
+            entry._received(topics.roll(LAB, "shouter"), serialization.encode(RollCall(nonce), "n"), False)
         body = serialization.encode(RollCall("n"), "n")
         for asker in [*["mallory"] * 1000, "person", *(f"x{number}" for number in range(100))]:
             entry._received(topics.roll(LAB, asker), body, False)
@@ -506,6 +552,155 @@ def test_experiments_of_the_product_are_within_the_limits() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_attack_by_members_leaves_a_labs_model_and_memory_as_they_are(tmp_path: Path) -> None:
-    found = hostile.measure(tmp_path, messages=24_000, rate=3000.0)
+    found = hostile.measure(tmp_path, messages=26_000, rate=3000.0)
     assert [problem for problem in found.problems() if "times as long" not in problem] == []
     assert min(found.published.values()) == 2000
+
+
+# Messages that are too large
+
+
+@pytest.fixture
+def traced() -> Iterator[Callable[[], int]]:
+    """The most bytes that were in use at once beyond those at the last call."""
+    before = 0
+
+    def peak() -> int:
+        nonlocal before
+        now, most = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        found, before = most - before, now
+        return found
+
+    tracemalloc.start()
+    yield peak
+    tracemalloc.stop()
+
+
+TOPICS = [
+    topics.inbox(LAB, RUN, PARENT, "device-0"),
+    topics.state(LAB, RUN, "device-0"),
+    topics.state(LAB, RUN, PARENT),
+    topics.seek(LAB, PARENT, "device-0"),
+    topics.seek(LAB, PARENT, "anybody"),
+    topics.chunk(LAB, RUN, "device-0", topics.ALL, "0" * 16, 0, 1),
+    "fs1/" + "x" * 60_000,
+]
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic[:40])
+def test_what_is_too_large_for_its_topic_is_refused_before_it_arrives(topic: str) -> None:
+    lab = lab_in_a_round()
+    session = lab.parent.session
+    for size in (10**8, MESSAGE_MOST + 1):
+        before = session.refusals.total
+        assert session.place(topic, size) is SKIPPED
+        assert session.refusals.total == before + 1
+    known = session.refusals.of(Refusal.LARGE) == 2 or (topic.endswith("x") and session.refusals.of(Refusal.MALFORMED))
+    assert known and len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic[:40])
+def test_what_arrived_and_is_too_large_is_not_looked_at(topic: str, traced: Callable[[], int]) -> None:
+    """Of a client that cannot refuse it earlier: neither its digest nor its text is formed."""
+    lab = lab_in_a_round()
+    packed = serialization.encode(Preparing(1, "\x1b" * 20_000_000), session_of(lab, "device-0"))
+    digests = [packed, b"01234567" + packed[8:]]
+    traced()
+    for body in digests:
+        for retained in (False, True):
+            lab.parent.session.receive(topic, body, retained=retained, now=lab.now)
+    assert traced() < 50_000 and lab.parent.session.refusals.total == 4
+    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+KEY = Key(0, 0, 0)
+CHILDS: list[Message] = [
+    Preparing(1, "x" * 9000),
+    Declined(KEY, "x" * 9000),
+    Gone("0" * 9000),
+    WhoIsThere("n" * 9000),
+    Alive("n", replace(READY, reason="x" * 9000)),
+    Ask("0" * 16, bytes(9000), 0, 0, 8, False),
+    Farewell(Traffic(), (Traffic(),) * 500),
+    Progress(KEY, Phase.TRAINING, 1, 1, Traffic(), (Traffic(),) * 500),
+    Reports((ChildReport("d"),) * 500),
+    result(plans="x" * 600_000),
+    result(inline=bytes(300_000)),
+    result(children=(ChildReport("d"),) * 5000),
+    Probed("a", 1.0, Manifest("0" * 16, 1024 * 8000, 1024, bytes(8 * 8000), "noise", "")),
+]
+
+
+@pytest.mark.parametrize("message", CHILDS, ids=lambda message: type(message).__name__)
+def test_each_kind_of_message_has_its_own_limit(message: Message) -> None:
+    """Of a device, whose model has six chunks, which has nobody below it and aggregates nothing."""
+    lab = lab_in_a_round()
+    lab.publish(PARENT, "device-0", session_of(lab, "device-0"), message)
+    lab.rest(0.1)
+    assert lab.parent.session.refusals.of(Refusal.LARGE) == 1
+    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+def test_the_limits_are_those_of_the_experiment() -> None:
+    experiment = parse(THREE_TIERS)
+    links = {name: LinkSettings() for name in ("institution-0", "institution-1")}
+    limits = limits_below(experiment, "cloud")
+    parent = ParentSession(
+        Identity(RUN, "cloud", "cloud", "s"), links=links, transfer=experiment.transfer, shaped=False, meter=NoMeter(),
+        first_number=0, limits=limits,
+    )  # fmt: skip
+    parent.set_form(FORM)
+    below = len(limits["institution-0"].below)
+    reports = Reports(tuple(ChildReport(name) for name in limits["institution-0"].below))
+    for message, fits in [
+        (reports, True),
+        (Reports(reports.children * 200), False),
+        (result(plans=json.dumps({"institution-0": [{"x": "y" * 3_000_000}]})), True),
+        (replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(below))), True),
+        (replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(50))), False),
+    ]:
+        body, large = serialization.encode(message, "s1"), parent.refusals.of(Refusal.LARGE)
+        state, inbox = topics.state(LAB, RUN, "institution-0"), topics.inbox(LAB, RUN, "cloud", "institution-0")
+        parent.receive(state if isinstance(message, Presence) else inbox, body, retained=False, now=0.0)
+        assert (parent.refusals.of(Refusal.LARGE) == large) is fits, type(message)
+
+
+def test_json_of_control_characters_is_given_up_once_it_is_too_long(traced: Callable[[], int]) -> None:
+    body = serialization.encode(Announcement("\x1b" * JSON_MOST, ""), "s")
+    traced()
+    with pytest.raises(WireError, match="a text of 4000000 characters"):
+        serialization.decode(body)
+    assert traced() < 4 * JSON_MOST  # the text itself, and as much of it as may be
+
+
+def test_large_messages_of_one_peer_are_counted_by_their_bytes() -> None:
+    admission = Admission()
+    admission.bounds = {"a": SenderBounds(), "b": SenderBounds()}
+    large = serialization.encode(result(inline=bytes(1_000_000)), "s" * 16)
+
+    def read_at(now: float) -> int:
+        count = 0
+        with suppress(Flooded):
+            while count < 1000:
+                admission.read("a", "s" * 16, large, now)
+                count += 1
+        return count * len(large)
+
+    assert 60e6 < read_at(0.0) < 70e6
+    admission.read("b", "s" * 16, large, 0.0)
+    assert 45e6 < read_at(3.0) < 52e6
+
+
+def test_reports_are_counted_once_they_are_read() -> None:
+    """A thousand of them take as long as a hundred messages: an institution may send five a second."""
+    admission = Admission()
+    admission.bounds = {"a": SenderBounds()}
+    reports = serialization.encode(Reports(tuple(ChildReport(f"d{i}") for i in range(1000))), "s" * 16)
+    now = read = 0
+    for now in range(100):
+        for _ in range(40):
+            with suppress(Flooded):
+                admission.read("a", "s" * 16, reports, float(now))
+                read += 1
+    assert 4 * now < read < 6 * now + 40

@@ -66,6 +66,7 @@ from tests.helpers.sites import SimulatedSite, until, virtual
 MANY = 2**63 - 1
 EVERYTHING = Traffic(*[MANY] * 12, TcpStats(*[MANY] * 11))
 CYCLE_S = 0.4
+LARGE = serialization.encode(Preparing(1, "\x1b" * 20_000_000), "s")
 
 Change = Callable[[Result], Result]
 
@@ -148,7 +149,7 @@ class Intruder:
 
     def _cycle(self, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
         for node in self._names:
-            for body in [*rubbish(draw), b""]:
+            for body in [*rubbish(draw), LARGE, b""]:
                 yield topics.state(LAB, RUN, node), body, draw.random() < 0.5
                 yield topics.spec(LAB, RUN, node), body, draw.random() < 0.5
                 yield topics.seek(LAB, PARENT, node), body, draw.random() < 0.2
@@ -159,7 +160,7 @@ class Intruder:
         for sender in [*self._names, "intruder"]:
             if sender == node:
                 continue
-            for body in [*rubbish(draw), b""]:
+            for body in [*rubbish(draw), LARGE, b""]:
                 yield topics.inbox(LAB, RUN, node, sender), body, draw.random() < 0.2
             for message in misfits(draw, sorted(self._blobs[node])):
                 yield topics.inbox(LAB, RUN, node, sender), serialization.encode(message, "intruder"), False
@@ -173,6 +174,7 @@ class Intruder:
         for blob in [*sorted(self._blobs[node]), unknown]:
             for stream in (topics.ALL, *self._names):
                 yield topics.chunk(LAB, RUN, node, stream, blob, 999_999_999, 10**17), draw.randbytes(50), False
+                yield topics.chunk(LAB, RUN, node, stream, blob, 0, 10**17), LARGE, False
                 yield f"fs1/{LAB}/{RUN}/{node}/blob/{stream}/{blob}/-1/x", draw.randbytes(50), False
                 yield f"fs1/{LAB}/{RUN}/{node}/blob/{stream}/{blob}/{'9' * 30}/1", b"", False
             if blob not in self._damaged:  # one that hits: it must be asked for again
@@ -205,6 +207,7 @@ async def test_a_round_survives_any_bytes_on_any_topic(site: SimulatedSite) -> N
         assert intruder.cycles >= 5
         refused = [endpoint.session.refusals.total for endpoint in (parent, *children)]
         assert min(refused) > 50, refused
+        assert min(endpoint.session.refusals.of(Refusal.LARGE) for endpoint in (parent, *children)) > 5
         for endpoint, before in zip((parent, *children), refused, strict=True):
             await until(lambda endpoint=endpoint, before=before: endpoint.session.refusals.total > before)
     # What it left behind on the broker harms nobody who comes later.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from common.net.address import BrokerAddress
 from common.net.bulk import Body, BulkClient
 from common.net.connection import BrokerConnection
 from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, RETAINED, NotMqtt, PacketReader
+from common.protocol.bounds import skip_large
 from deploy.brokers import broker
 
 
@@ -140,6 +142,52 @@ def test_a_place_taken_away_is_not_written_and_the_stream_goes_on(size: int, pie
     if kept is not None:
         assert bytes(kept) == before
         assert delivered.landed == [("large", None)]
+
+
+def head_of(topic: str, size: int, *, retained: bool = False) -> bytes:
+    """Return the beginning of a message with a payload of so many bytes."""
+    name = len(topic.encode()).to_bytes(2, "big") + topic.encode()
+    length, left = b"", len(name) + size
+    while left:
+        left, digit = divmod(left, 128)
+        length += bytes([digit | (128 if left else 0)])
+    return bytes([PUBLISH_QOS0 | (RETAINED if retained else 0)]) + length + name
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize(
+    "topic",
+    [
+        "fs1/lab/r-1/cloud/inbox/device-0", "fs1/lab/r-1/device-0/state", "fs1/lab/seek/cloud/x", "fs1/lab/roll/x",
+        "fs1/lab/here/x/y", "fs1/lab/r-1/cloud/spec", f"fs1/lab/r-1/d/blob/all/{16 * '0'}/0/1", "anything",
+        "fs1/lab/seek/cloud/" + "x" * 60_000,
+    ],
+)  # fmt: skip
+def test_a_message_that_is_too_large_is_read_into_nothing(topic: str, retained: bool) -> None:
+    delivered, dropped = Received(), []
+    reader = PacketReader(
+        find_place=skip_large, landed=lambda topic, place: dropped.append(topic), received=delivered._receive,
+        take=delivered._take,
+    )  # fmt: skip
+    small = publish("fs1/lab/roll/x", b"small")
+    tracemalloc.start()
+    pour(reader, head_of(topic, 100_000_000, retained=retained), [100_000])
+    left = 100_000_000
+    while left:
+        count = min(left, sum(map(len, reader.buffers())) - HEAD_BYTES) or min(left, HEAD_BYTES)
+        reader.feed(count)
+        left -= count
+    pour(reader, small, [100])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500_000 and delivered.messages == [("fs1/lab/roll/x", b"small", False)] and len(dropped) == 1
+
+
+@pytest.mark.parametrize("command", [0x20, 0x32, 0x40, 0x90, 0xD0])
+def test_no_other_packet_is_large(command: int) -> None:
+    reader = Received().reader()
+    with pytest.raises(NotMqtt, match="20000000 bytes without a topic"):
+        pour(reader, packet(command, bytes(20_000_000))[:100], [100])
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(1, 64), min_size=1, max_size=4))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cloud.global_rounds import LINKS_S
+from cloud.links import records
 from cloud.records import (
     DeviceRecord,
     GlobalRoundRecord,
@@ -20,9 +25,15 @@ from cloud.records import (
 )
 from cloud.results import RunFolder
 from common.accounting.child_report import TrainingPath
+from common.accounting.ledger import Ledger
+from common.experiment.reading import parse
 from common.experiment.schema import Experiment
+from common.protocol.parent_session import ParentSession
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.runs.records import present
+from deploy.simulation.hardware import Durations
+from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.monitor import endpoints
 from tests.helpers.records import BYTES, a_global_round
 
 EARLIER: Final = Path(__file__).parent / "recordings" / "run-format-1"
@@ -123,3 +134,59 @@ def test_a_row_is_completed_in_place(tmp_path: Path) -> None:
     complete = [rows[0], a_global_round(2, 0.123456789, names=["institution-0"])]
     folder.complete_round(complete[1])
     assert (folder.path / "rounds.csv").read_bytes().decode() == to_csv(complete, header=True)
+
+
+def test_a_row_is_completed_without_a_look_at_all_rounds_before(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, Experiment())
+    row = a_global_round(1, None, names=["institution-0"])
+    folder.add_round(row)
+    path = folder.path / "rounds.csv"
+    line = to_csv([row], header=False)
+    with path.open("ab") as file:
+        for _ in range(100):
+            file.write(line.encode() * (200_000 // len(line)))
+    folder.add_round(row)
+    complete = a_global_round(1, 0.5, names=["institution-0"])
+    size = path.stat().st_size
+    tracemalloc.start()
+    folder.complete_round(complete)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    with path.open("rb") as file:
+        file.seek(size - len(line.encode()))
+        assert file.read().decode() == to_csv([complete], header=False)
+    assert peak < 200_000 and size > 19_000_000
+
+
+def test_links_are_written_every_few_seconds_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The byte ledger, which a resumed run continues, with each checkpoint."""
+    written = Counter[str]()
+
+    def counting(name: str) -> Callable[..., Any]:
+        write = getattr(RunFolder, name)
+
+        def count(self: RunFolder, ledger: Ledger) -> Any:
+            written[name] += 1
+            return write(self, ledger)
+
+        return count
+
+    def at_end(lab: SimulatedLab) -> None:
+        (path,) = lab.agents.runs.iterdir()
+        rows = [LinkRecord.read(row) for row in rows_of((path / "links.csv").read_text())]
+        down = next(user.session for user in endpoints(lab, "cloud"))
+        assert isinstance(down, ParentSession)
+        reports, wire = down.ledger.reports(), down.ledger.broker()
+        assert to_csv(rows, header=True) == to_csv(records(reports, wire, lab.agents.experiment), header=True)
+        seen.append(path)
+
+    for name in ("write_of_links", "write_of_ledger"):
+        monkeypatch.setattr(RunFolder, name, counting(name))
+    seen: list[Path] = []
+    experiment = parse({"rounds": 40, "topology": {"institutions": 2, "devices": 4}, "links": {"check": "off"}})
+    lab = SimulatedLab(experiment, durations=Durations(train_s=0.2), at_end=at_end)
+    outcome = lab.run()
+    assert outcome.ok and seen
+    seconds = float(outcome.rounds[-1]["elapsed_s"])
+    assert seconds / LINKS_S - 2 <= written["write_of_links"] <= seconds / LINKS_S + 3 < 15
+    assert written["write_of_ledger"] == 41

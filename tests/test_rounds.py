@@ -47,9 +47,9 @@ from common.protocol.round_state import (
     ResultAnnounced,
     Stalled,
 )
-from common.protocol.serialization import MAX_TEXT
 from common.protocol.timeline import Timeline
 from common.runtime.work import WorkResult
+from common.text import JSON_MOST
 from tests.helpers.examples import examples
 
 IDLE_S = 60.0
@@ -265,6 +265,7 @@ def test_the_picture_of_a_round_is_the_table() -> None:
         (s.WORKING, c.RESULT): s.ANNOUNCED,
         (s.ANNOUNCED, c.ACCEPT): s.ACCEPTED,
         (s.ANNOUNCED, c.REFUSE): s.REFUSED,
+        (s.ACCEPTED, c.TAKE_BACK): s.REFUSED,
         (s.ASSIGNED, c.RESTART): s.ASSIGNED,
         (s.WORKING, c.RESTART): s.ASSIGNED,
         (s.ANNOUNCED, c.RESTART): s.ASSIGNED,
@@ -306,6 +307,8 @@ def test_a_coordinator_moves_a_child_as_the_table_defines(state: ChildState, cau
         parent.refuse("a", key, reason="no", now=2.0)
     elif cause is ChildCause.RETRY:
         parent.retry("a", key, now=2.0)
+    elif cause is ChildCause.TAKE_BACK:
+        parent.end()
     else:
         parent.presence("a", "a-2", Presence(NodeState.READY, "device"), now=2.0)
     if cause is ChildCause.RESULT and state is ChildState.ASSIGNED:  # it is a message of this round, too
@@ -476,7 +479,7 @@ def test_decisions_that_are_too_long_for_a_message_are_left_out(caplog: pytest.L
     work = WorkResult(np.empty(0, np.uint8), 1, 0.5, 1, 1, 0.0, 0.0, plans={"institution-0": [{"partners": "x" * 5}]})
     task = task_of(Key(1, 0, 0))
     assert json.loads(work.announcement(task, task.model).plans) == work.plans
-    result = replace(work, plans={"institution-0": [{"partners": "x" * MAX_TEXT}]}).announcement(task, task.model)
+    result = replace(work, plans={"institution-0": [{"partners": "x" * JSON_MOST}]}).announcement(task, task.model)
     assert result.plans == "" and plans_of(result) == {}
     assert "the decisions of 1 rules are not reported" in caplog.text
 

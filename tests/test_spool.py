@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,9 +68,77 @@ def test_files_of_a_run_that_nobody_took_up_again_go_after_a_week(tmp_path: Path
     (tmp_path / "thesis").mkdir()  # the user's own, in a folder that was named by --spool
     long_ago = time.time() - KEPT_S - 1
     for name in (old, "thesis"):
-        os.utime(tmp_path / name, (long_ago, long_ago))
+        age(tmp_path / name, long_ago)
     Spool.open(tmp_path, run=new, node="n")
     assert {path.name for path in tmp_path.iterdir()} == {young, new, "thesis"}
+
+
+def age(folder: Path, at: float) -> None:
+    """Set when a run's files were last written."""
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (at, at))
+
+
+def names(days: Iterable[int]) -> list[str]:
+    return [f"202601{day:02d}T000000Z-abcdef" for day in days]
+
+
+def test_files_of_killed_runs_take_a_share_of_the_disk_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the run that was used last are kept, however many they are: it may be resumed."""
+    now, size = time.time(), 1 << 20
+    runs = names(range(1, 7))
+    disk = shutil.disk_usage(tmp_path)._replace(total=35 * size)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    for place, run in enumerate(runs):
+        Spool.open(tmp_path, run=run, node="n").rows("uploads", 1, size)
+        age(tmp_path / run, now - 10_000 + place)
+    left = {path.name for path in tmp_path.iterdir()}
+    Spool.open(tmp_path, run=names([7])[0], node="n")
+    assert left >= set(runs[-4:]) and {path.name for path in tmp_path.iterdir()} == {*runs[-3:], *names([7])}
+    age(tmp_path / names([7])[0], now - 5000)
+    Spool.open(tmp_path, run=names([8])[0], node="n").rows("uploads", 1, 50 * size)
+    age(tmp_path / names([8])[0], now)
+    Spool.open(tmp_path, run=names([9])[0], node="n")
+    assert {path.name for path in tmp_path.iterdir()} == set(names([8, 9]))
+
+
+def test_files_of_a_run_that_a_process_uses_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=0))
+    living, killed, last, new = names([1, 2, 3, 4])
+    used = [Spool.open(tmp_path, run=living, node=node) for node in ("n", "m")]
+    script = f"""
+import os, sys
+from pathlib import Path
+from common.storage.spool import Spool
+spools = [Spool.open(Path({str(tmp_path)!r}), run=run, node="n") for run in ({killed!r}, {living!r})]
+print(flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    Spool.open(tmp_path, run=last, node="n")
+    for run in (living, killed):
+        age(tmp_path / run, time.time() - KEPT_S - 10)
+    Spool.open(tmp_path, run=new, node="n")
+    assert {path.name for path in tmp_path.iterdir()} == {living, killed, last, new}
+    process.kill()
+    process.communicate()
+    del used[0]
+    Spool.open(tmp_path, run=names([5])[0], node="n")
+    assert living in {path.name for path in tmp_path.iterdir()} and not (tmp_path / killed).exists()
+    used[0].close()
+    assert (tmp_path / living / "n").exists()  # of the killed process
+
+
+def test_many_nodes_of_a_process_hold_one_lock(tmp_path: Path) -> None:
+    run, process = names([1])[0], Path("/proc/self/fd")
+    before = len(list(process.iterdir()))
+    spools = [Spool.open(tmp_path, run=run, node=f"n{number}") for number in range(50)]
+    assert len(list(process.iterdir())) == before + 1
+    for spool in spools:
+        spool.close()
+    spools.clear()
+    assert len(list(process.iterdir())) == before and not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_is_an_error_with_a_remedy(tmp_path: Path) -> None:

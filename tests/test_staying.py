@@ -16,22 +16,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+import msgpack
 import psutil
 import pytest
+from xxhash import xxh3_64_digest
 
 from common.errors import DuplicateName, InvalidExperiment, LabInUse, NoProgress
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
 from common.protocol import serialization, topics
-from common.protocol.messages import Announcement, RollCall
-from common.runtime.claim import SEEKING, claim
+from common.protocol.messages import Alive, Announcement, Here, Message, NodeState, Presence, RollCall, WhoIsThere
+from common.runtime.claim import BEGINNING, SEEKING, claim
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.roll import Answer, Resources, RollEntry, call_rolls
+from common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
 from common.runtime.world import World
 from deploy.brokers import broker
+from deploy.cli import roles
+from deploy.kits.answers import faults
 from deploy.runs.run import Run, folders
+from deploy.simulation.broker import Routed
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import command, fedstrata, null_model
 from tests.helpers.nodes import LAB, PARENT, layout_of, living, parent_of
@@ -184,6 +189,82 @@ class Listed:
         return entry, asyncio.create_task(keep())
 
 
+def of_the_next_release(message: Message, *more: object, session: str) -> bytes:
+    """Return a message of the roll as the next version of the protocol may have it: with other fields at its end."""
+    fields = [getattr(message, name) for name in type(message).__match_args__]
+    shared, _ = serialization.SHARED[type(message)]
+    code = serialization.KINDS.index(type(message))
+    packed = msgpack.packb([serialization.VERSION + 1, session, code, *fields[:shared], *more])
+    return xxh3_64_digest(packed) + packed
+
+
+@virtual
+async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite) -> None:
+    node, nexts = Listed(site, "device-0"), list[Routed]()
+
+    def answer(message: Routed) -> None:
+        topic = topics.parse(message.topic)
+        if isinstance(topic, topics.RollTopic) and topic.asker == "operator":
+            (_, asked), where = serialization.decode(message.body), topics.here(LAB, topic.asker, "device-1")
+            assert isinstance(asked, RollCall)
+            here = Here(asked.nonce, "device", PARENT, "run-9", "9.1", "h", "", "", "", 0.0, ())
+            site.inject(where, of_the_next_release(here, ["b"] * 3, 1.5, None, session="s1"))
+        elif isinstance(topic, topics.HereTopic) and topic.asker == "next":
+            nexts.append(message)
+
+    site.network.hooks.append(answer)
+    await asyncio.sleep(1)
+    old, new = sorted(await roll(site), key=lambda each: each.node)
+    assert (old.node, old.other_release) == ("device-0", "")
+    assert (new.node, new.here.role, new.here.parent, new.here.run) == ("device-1", "device", PARENT, "run-9")
+    ours = f"{version('fedstrata')} (protocol {serialization.VERSION})"
+    theirs = f"9.1 (protocol {serialization.VERSION + 1})"
+    assert new.other_release == f"it is of release {theirs}, this is {ours}: install one release everywhere"
+    assert faults([old, new], None)["device-1"] == [new.other_release]
+    site.inject(topics.roll(LAB, "next"), of_the_next_release(RollCall("nonce"), 7, session="s2"))
+    await until(lambda: nexts)
+    _, found = serialization.decode(nexts[0].body)
+    assert isinstance(found, Here) and (found.nonce, found.role) == ("nonce", "device")
+    node.task.cancel()
+
+
+def test_nodes_of_another_release_are_left_out_of_the_lab_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(node: str, role: str, parent: str, protocol: int = serialization.VERSION) -> Answer:
+        return Answer(node, Here("n", role, parent, "", "9.1", "h", "", "", "", 0.0, ()), 0.0, protocol)
+
+    found = [answer("device-0", "device", CLOUD), answer("device-1", "device", CLOUD, 9)]
+    others = {each.node: each.other_release for each in found if each.other_release}
+    assert roles._topology(found, others) == {"institutions": 0, "devices": ["device-0"]}
+    assert "device-1 is left out: it is of release 9.1 (protocol 9)" in capsys.readouterr().err
+    with pytest.raises(InvalidExperiment, match="none of the 1 nodes that are there can take part"):
+        roles._topology(found[1:], others)
+    assert "device-1 is left out: it is of release 9.1 (protocol 9)" in capsys.readouterr().err
+
+
+@virtual
+async def test_a_node_that_answers_the_roll_all_the_time_hides_nobody(site: SimulatedSite) -> None:
+    """As many sessions as it likes, and messages that no node sends."""
+    sent: list[str] = []
+
+    def answer(message: Routed) -> None:
+        topic = topics.parse(message.topic)
+        if isinstance(topic, topics.RollTopic):
+            (_, asked), where = serialization.decode(message.body), topics.here(LAB, topic.asker, "device-6")
+            assert isinstance(asked, RollCall)
+            here = Here(asked.nonce, "device", PARENT, "", "1", "h", "x" * 2000, "", "", 0.0, ())
+            for _ in range(50):
+                sent.append(f"s{len(sent)}")
+                site.inject(where, serialization.encode(here, sent[-1]))
+            site.inject(where, bytes(30_000_000))
+
+    site.network.hooks.append(answer)
+    Listed(site, "device-0")
+    await asyncio.sleep(1)
+    found = await roll(site)
+    assert [each.node for each in found] == ["device-0", *["device-6"] * SESSIONS_KEPT] and len(sent) == 200
+    assert {len(each.here.hardware) for each in found if each.node == "device-6"} == {1000}
+
+
 @virtual
 async def test_the_roll_has_who_answers_and_what_they_do(site: SimulatedSite) -> None:
     assert await roll(site) == []
@@ -223,14 +304,19 @@ async def test_a_flood_of_roll_calls_has_ten_answers_a_second(site: SimulatedSit
 
 
 def claiming(
-    site: SimulatedSite, name: str, *, queue: bool = False, reported: list[str] | None = None
+    site: SimulatedSite, name: str, *, queue: bool = False, reported: list[str] | None = None, holds_s: float = 0.0
 ) -> asyncio.Task[None]:
-    """Let a cloud on a machine of its own ask for the lab."""
+    """Let a cloud on a machine of its own ask for the lab, and hold it for a while; its run is not begun here."""
     waiting = [] if reported is None else reported
 
     def build(world: World) -> asyncio.Task[None]:
-        asked = claim(site.address, lab=LAB, connect_timeout_s=30.0, queue=queue, waiting=waiting.append, world=world)
-        return asyncio.create_task(asked)
+        async def ask() -> None:
+            async with claim(
+                site.address, lab=LAB, connect_timeout_s=30.0, queue=queue, waiting=waiting.append, world=world
+            ):
+                await asyncio.sleep(holds_s)
+
+        return asyncio.create_task(ask())
 
     return site.make(name, build)
 
@@ -287,7 +373,73 @@ async def test_of_clouds_that_ask_at_once_one_gets_the_lab_and_the_queue_keeps_i
     with pytest.raises(LabInUse, match=SEEKING):
         await second
     await third  # the first one had the lab, and began no run
-    assert reported == [SEEKING]
+    assert reported == [SEEKING, BEGINNING]
+
+
+@virtual
+async def test_a_cloud_that_has_the_lab_keeps_it_until_its_run_begins(site: SimulatedSite) -> None:
+    """It calls the roll, and loads what it evaluates with: longer than a queued cloud waits for a reply."""
+    running, reported = cloud_of(site, "run-1", announced=True), (list[str](), list[str]())
+    living(site, running)
+    first = claiming(site, "cloud-a", queue=True, reported=reported[0], holds_s=600.0)
+    await asyncio.sleep(0.1)
+    second = claiming(site, "cloud-b", queue=True, reported=reported[1])
+    await asyncio.sleep(100)
+    site.kill(running)
+    await asyncio.sleep(60)
+    with pytest.raises(LabInUse, match=BEGINNING):
+        await claiming(site, "cloud-c")
+    assert not second.done() and reported == (["run run-1"], ["run run-1", SEEKING, BEGINNING])
+    begun = cloud_of(site, "run-2", announced=False)
+    living(site, begun)
+    await asyncio.sleep(1)
+    site.routed.clear()
+    await asyncio.sleep(60)
+    questions = [message for message in site.routed if message.topic == topics.seek(LAB, CLOUD, CLOUD)]
+    sessions = {serialization.decode(message.body)[0] for message in questions}
+    assert len(sessions) == 1, "only the one that waits asks on"
+    assert not second.done() and reported[1] == ["run run-1", SEEKING, BEGINNING, "run run-2"]
+    site.kill(begun)
+    await second
+    first.cancel()
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.15, 0.2])
+def test_each_of_several_clouds_that_ask_is_answered(after_s: float) -> None:
+    """They have one name: the question of one must not take the place of another one's."""
+
+    @virtual
+    async def play(site: SimulatedSite) -> None:
+        living(site, cloud_of(site, "run-1", announced=True))
+        clouds = []
+        for number in range(3):
+            clouds.append(claiming(site, f"cloud-{number}", queue=True))
+            await asyncio.sleep(after_s)
+        await asyncio.sleep(60)
+        assert not any(cloud.done() for cloud in clouds)
+        for cloud in clouds:
+            cloud.cancel()
+
+    play()
+
+
+@virtual
+async def test_a_cloud_that_fails_before_its_run_gives_the_lab_back(site: SimulatedSite) -> None:
+    first = claiming(site, "cloud-a", holds_s=20.0)
+    await asyncio.sleep(5)
+    second = claiming(site, "cloud-b", queue=True)
+    await first
+    begun = site.loop.time()
+    await second
+    assert site.loop.time() - begun < 5
+
+
+@virtual
+async def test_retained_questions_and_replies_are_nobodys(site: SimulatedSite) -> None:
+    site.inject(topics.seek(LAB, CLOUD, CLOUD), serialization.encode(WhoIsThere("0" * 20), "s"), retain=True)
+    alive = Alive("0" * 20, Presence(NodeState.READY, "cloud"))
+    site.inject(topics.inbox(LAB, "run-1", CLOUD, CLOUD), serialization.encode(alive, "s"), retain=True)
+    await claiming(site, "cloud-a")
 
 
 # Processes
@@ -375,6 +527,15 @@ def resources(process: subprocess.Popen[str]) -> tuple[int, int]:
     """Return a process's file descriptors and threads."""
     node = psutil.Process(process.pid)
     return node.num_fds(), node.num_threads()
+
+
+@pytest.mark.slow
+def test_queued_clouds_that_take_the_nodes_that_are_there_follow_one_another(lab: Lab) -> None:
+    flags = ("--queue", "--set", "topology=lab")
+    clouds = [lab.cloud(SMALL, *flags, seed=seed) for seed in (1, 2, 3)]
+    for seed, cloud in enumerate(clouds, start=1):
+        ends(cloud, 0)
+        assert model_digest(lab.runs(seed)) == alone(seed)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from deploy.watching.view import View
 # A title of the window, a colour, a cleared screen, a line of a log's own, a C1 control, a text that runs backwards.
 HOSTILE = "\x1b]0;owned\x07\x1b[31m\x1b[2J\n2026-01-01 fedstrata ERROR forged\x9b1m\u202e\x7f"
 SAFE = r"\u001b]0;owned\u0007\u001b[31m\u001b[2J\n2026-01-01 fedstrata ERROR forged\u009b1m\u202e\u007f"
+NAME, SAFE_NAME = "\x1b[2J\n\x9b1m", r"\u001b[2J\n\u009b1m"  # of at most 64 characters, escaped
 RUN = "20260101T000000Z-abcdef"
 
 
@@ -64,18 +65,19 @@ def test_text_without_control_characters_is_not_changed() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Presence(NodeState.FAILED, HOSTILE, reason=HOSTILE),
-        Alive(HOSTILE, Presence(NodeState.LOST, "device", reason=HOSTILE)),
+        Presence(NodeState.FAILED, NAME, reason=HOSTILE),
+        Alive(NAME, Presence(NodeState.LOST, "device", reason=HOSTILE)),
         Preparing(1, HOSTILE),
         Declined(Key(1, 0, 0), HOSTILE),
         Acknowledgement(Key(1, 0, 0), HOSTILE),
-        Here(*[HOSTILE] * 9, 1.5e9, (Finding(HOSTILE, True, True, HOSTILE),)),
+        Here(*[NAME] * 5, *[HOSTILE] * 3, NAME, 1.5e9, (Finding(HOSTILE, True, True, HOSTILE),)),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_every_text_of_a_message_is_escaped_where_it_enters(message: serialization.Message) -> None:
     _, received = serialization.decode(serialization.encode(message, "c0ffee"))
-    assert repr(received) == repr(message).replace(repr(HOSTILE), repr(SAFE))
+    safe = repr(message).replace(repr(HOSTILE), repr(SAFE)).replace(repr(NAME), repr(SAFE_NAME))
+    assert repr(received) == safe
 
 
 def test_a_session_is_escaped() -> None:
@@ -89,7 +91,7 @@ def test_what_watch_shows_has_no_control_characters(capsys: pytest.CaptureFixtur
     bodies = {
         "cloud": Presence(NodeState.READY, "cloud"),
         "institution-0": Presence(NodeState.READY, "institution"),
-        "device-0": Presence(NodeState.FAILED, HOSTILE, reason=HOSTILE),
+        "device-0": Presence(NodeState.FAILED, NAME, reason=HOSTILE),
     }
     for node, presence in bodies.items():
         body = serialization.encode(presence, f"{node}\x1b[2J"[:32])

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from enum import StrEnum
 from itertools import pairwise
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgpack
 import pytest
@@ -15,19 +15,23 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.accounting.child_report import ChildReport
 from common.accounting.traffic import TcpStats, Traffic
-from common.errors import WireError
+from common.errors import TooLarge, WireError
+from common.experiment.tiers import TIERS_MOST
+from common.host.examination import Finding
 from common.model.codecs import CODECS, codec_of
 from common.protocol import messages, serialization, topics
+from common.protocol.bounds import NOISE_CHUNKS_MOST, SMALL_BYTES, SenderBounds
 from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
-from common.text import escaped
+from common.text import JSON_MOST, escaped
 from tests.helpers.examples import examples
 
 SESSION = "c0ffee"
 COUNTS = st.integers(0, serialization.MAX_INT)
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
 
-TEXT = st.text(max_size=20).map(escaped)  # else `decode` escapes it
+TEXT = st.text(max_size=20).map(escaped).filter(lambda text: len(text) <= 64)  # else `decode` escapes or refuses it
 
 
 @st.composite
@@ -271,11 +275,89 @@ def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
 
 
 def test_long_lists_and_texts_are_refused() -> None:
-    assert (
-        survives(pack([serialization.VERSION, SESSION, 8, [0] * 8, [0] * 8, [None] * (serialization.MAX_ITEMS + 1)]))
-        is None
+    few = SenderBounds(nodes=3)
+    reports = messages.Reports(tuple(ChildReport(f"device-{i}") for i in range(200)))
+    assert serialization.decode(serialization.encode(reports, SESSION))[1] == reports
+    with pytest.raises(TooLarge):
+        serialization.decode(serialization.encode(reports, SESSION), sender=few)
+    with pytest.raises(WireError, match="not msgpack"):
+        serialization.decode(pack([serialization.VERSION, SESSION, 8, [None] * (serialization.ITEMS + 4)]), sender=few)
+    nonce = messages.RollCall("x" * 64)
+    assert survives(serialization.encode(nonce, SESSION)) == nonce
+    assert refusal(serialization.encode(messages.RollCall("x" * 65), SESSION)) == (
+        "RollCall.nonce: a text of 65 characters, at most 64 are possible"
     )
-    assert survives(pack([serialization.VERSION, SESSION, 5, [0, 0, 0], "x" * (serialization.MAX_TEXT + 1)])) is None
+    assert "at most 64" in refusal(serialization.encode(messages.RollCall("x" * 54 + "\x1b" * 2), SESSION))
+    most = messages.Announcement("x" * JSON_MOST, "y" * JSON_MOST)
+    assert survives(serialization.encode(most, SESSION)) == most
+    assert "at most 4000000" in refusal(serialization.encode(messages.Announcement("x" * (JSON_MOST + 1), ""), SESSION))
+
+
+def test_a_text_for_people_is_cut() -> None:
+    for text, kept in [("x" * 1500, "x" * 1000), ("\x1b" * 500, (r"\u001b" * 500)[:1000])]:
+        message = survives(serialization.encode(messages.Declined(Key(0, 0, 0), text), SESSION))
+        assert message == messages.Declined(Key(0, 0, 0), kept)
+
+
+# Sizes
+
+
+LARGEST = {
+    int: serialization.MAX_INT,
+    float: math.pi,
+    bool: True,
+    bytes: b"",
+    Manifest: Manifest("0" * 16, 1024, 1024, b"d" * 8, "c" * 64, "l" * 64, "0" * 16, 1024),
+    messages.Target: messages.Target("x" * 64, f"https://{'x' * 253}:65535"),
+}
+
+
+def largest(hint: Any, *, nodes: int) -> Any:
+    """Return the value of a field that takes the most bytes, texts of JSON and blobs aside."""
+    if get_origin(hint) is Annotated:
+        limit = hint.__metadata__[0]
+        return "x" * limit.most if limit.most <= 1000 else ""
+    if get_origin(hint) is UnionType or hint in LARGEST:
+        return LARGEST.get(hint)
+    if get_origin(hint) is tuple:
+        item = get_args(hint)[0]
+        count = {Traffic: TIERS_MOST, Finding: serialization.ITEMS}.get(item, nodes)
+        return (largest(item, nodes=nodes),) * count
+    if issubclass(hint, StrEnum):
+        return max(hint, key=len)
+    hints = get_type_hints(hint, include_extras=True)
+    return hint(*(largest(hints[name], nodes=nodes) for name in hints))
+
+
+@pytest.mark.parametrize("nodes", [0, 100])
+@pytest.mark.parametrize("kind", serialization.KINDS, ids=lambda kind: kind.__name__)
+def test_the_largest_message_of_each_kind_is_within_its_limit(kind: type[messages.Message], nodes: int) -> None:
+    """Of a node with a manifest of one chunk, no model inside, and no JSON."""
+    bounds = SenderBounds(nodes=nodes, blob_bytes=1024, inline_bytes=0, plans=False, announces=False)
+    message = largest(kind, nodes=nodes)
+    tiers = getattr(message, "below", ())
+    if tiers and len(tiers) > nodes:
+        message = replace(message, below=tiers[:nodes])  # a tier has a node at least
+    body = serialization.encode(message, "s" * 32)
+    assert len(body) <= bounds.most(kind) <= max(4 * len(body), SMALL_BYTES + NOISE_CHUNKS_MOST * 8)
+    assert serialization.decode(body, sender=bounds)[1] == message
+
+
+def test_each_part_of_a_message_has_its_room() -> None:
+    few = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, plans=False, announces=False)
+    for more, kinds, room in [
+        ({"blob_bytes": 1024 * 1000}, {messages.Task, messages.Result}, 8 * 1000),
+        ({"inline_bytes": 5000}, {messages.Task, messages.Result}, 5000),
+        ({"plans": True}, {messages.Result}, JSON_MOST),
+        ({"announces": True}, {messages.Alive, messages.Announcement}, 2 * JSON_MOST),
+    ]:
+        fields: dict[str, Any] = {
+            "nodes": 0, "blob_bytes": 0, "inline_bytes": 0, "plans": False, "announces": False, **more
+        }  # fmt: skip
+        bounds = SenderBounds(**fields)
+        grown = {kind: bounds.most(kind) - few.most(kind) for kind in serialization.KINDS}
+        assert all(grown[kind] >= room for kind in kinds)
+        assert {kind for kind, by in grown.items() if by} - kinds <= {messages.Ask}
 
 
 def test_a_diverged_loss_is_received() -> None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from common.accounting.traffic import NO_WIRE, Measured, TcpStats, Traffic
+from common.text import NameText
 
 
 class TrainingPath(StrEnum):
@@ -40,7 +41,7 @@ class ChildReport:
     summed over the rounds. `broker`: the node's own connection to the broker of its children, if it has any.
     """
 
-    name: str
+    name: NameText
     samples: int = 0
     rounds: int = 0
     epochs: int = 0

@@ -246,12 +246,12 @@ def _check(child: str, traffic: Traffic, *wires: TcpStats) -> None:
 
 
 def _traffic(row: list[Any]) -> Traffic:
-    return replace(Traffic(*row[:-1]), wire=TcpStats(*row[-1]))
+    return replace(Traffic(*row[:-1]), wire=TcpStats(*row[-1])) if row else NOTHING
 
 
 def _traffic_row(traffic: Traffic) -> tuple[Any, ...]:
-    """Return what `astuple` does, which copies deeply: it would take seconds for thousands of nodes."""
-    return *BYTES(traffic), WIRE_COUNTS(traffic.wire)
+    """Return what `astuple` does, which copies deeply: it would take seconds for thousands of nodes. Nothing is ()."""
+    return () if traffic == NOTHING else (*BYTES(traffic), WIRE_COUNTS(traffic.wire))
 
 
 def _report_row(report: ChildReport) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -28,6 +29,9 @@ RENAMED: Final = {  # keys of earlier releases, as paths
     "hardware.of.*.think_s": "hardware.of.*.overhead_s",
     "hardware.profiles.*.think_s": "hardware.profiles.*.overhead_s",
 }
+
+ANNOUNCED_MOST: Final = 4096  # characters of a text in an announced experiment: a path may have as many
+_JSON_TEXT: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 log = logging.getLogger("fedstrata.experiment")
 
@@ -73,7 +77,14 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
 
 @lru_cache(maxsize=2)
 def announced(text: str) -> Experiment:
-    """Return the experiment of an announcement, as `parse` does. The nodes of one process share it, and its tree."""
+    """Return the experiment of an announcement, as `parse` does. The nodes of one process share it, and its tree.
+
+    A text in it that is longer than any is refused, as errors would repeat it in logs and messages.
+    """
+    longest = max((found[0] for found in _JSON_TEXT.finditer(text)), key=len, default="")
+    if len(longest) > ANNOUNCED_MOST:
+        remedy = f"Use at most {ANNOUNCED_MOST}."
+        raise InvalidExperiment("experiment", longest[:32], f"a text of {len(longest)} characters", remedy)
     experiment = parse(text)
     _ = experiment.tree  # before copies with another data root are made: they keep it
     return experiment

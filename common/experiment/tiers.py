@@ -94,6 +94,9 @@ class Tree:
         self.devices = list(self.layers[-1] if devices is None else devices)
         self._parents = {child: parent for parent, names in self.children.items() for child in names}
         self._depths = {name: depth for depth, names in enumerate(self.layers) for name in names}
+        self._below: dict[str, int] = {}
+        for parent, names in reversed(self.children.items()):
+            self._below[parent] = sum(1 + self.count_below(name) for name in names)
 
     def __contains__(self, node: object) -> bool:
         return node in self._depths
@@ -129,6 +132,10 @@ class Tree:
             yield child
         for child in self.children.get(node, ()):
             yield from self.below(child)
+
+    def count_below(self, node: str) -> int:
+        """Return the number of nodes below a node."""
+        return self._below.get(node, 0)
 
     def below_each(self, node: str) -> dict[str, tuple[str, ...]]:
         """Return for each child of a node all nodes below that child."""

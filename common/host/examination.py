@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from common.text import ShortText
+
 MEMORY_LEAST: Final = 256_000_000
 DISK_LEAST: Final = 1_000_000_000
 GB: Final = 1e9
@@ -36,10 +38,10 @@ class _Timex(ctypes.Structure):
 class Finding:
     """One examined item: whether it is needed, whether it is there, and a fact or what follows."""
 
-    item: str
+    item: ShortText
     needed: bool
     there: bool
-    note: str
+    note: ShortText
 
 
 def examine_host(folders: Mapping[str, Path], *, learns: bool, proc: Path = Path("/proc")) -> list[Finding]:

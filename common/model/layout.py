@@ -99,7 +99,7 @@ class ModelLayout:
                 raise ValueError(f"more than {ROW_BYTES_MOST >> 30} GiB")
             return cls.build(tensors)
         except (ValueError, TypeError, RecursionError, InvalidExperiment) as error:
-            raise WireError(f"not a model layout: {error}") from None
+            raise WireError(f"not a model layout: {str(error)[:200]}") from None
 
     def to_json(self) -> str:
         """Return the layout as JSON, the form for nodes without torch."""

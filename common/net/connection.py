@@ -20,6 +20,7 @@ from common.net.bulk import Body, BulkClient
 from common.net.client import MqttClient, MqttError
 from common.net.failures import FailureLog
 from common.net.packets import FindPlace, Place, Received
+from common.protocol.bounds import skip_large
 
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
 LIVED_S: Final = 5.0  # a connection that lasts this long has worked
@@ -58,7 +59,7 @@ class BrokerConnection:
     its clients by their ids, also of one that has come to them meanwhile, without a word to it.
 
     `find_place(topic, bytes)` may return memory for the payload of a QoS 0 message, where it is written as it arrives;
-    then `landed(topic, place)` is called in place of `received`.
+    then `landed(topic, place)` is called in place of `received`. By default what is too large for its topic is dropped.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class BrokerConnection:
         received: Received,
         connected: Callable[[], Awaitable[None]],
         lost: Callable[[], None],
-        find_place: FindPlace = lambda topic, size: None,
+        find_place: FindPlace = skip_large,
         landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> None:

@@ -19,6 +19,8 @@ HEAD_BYTES: Final = 4096
 _SCRATCH: Final = memoryview(bytearray(65_536))  # for bytes that nobody reads, of all connections of this process
 PUBLISH_QOS0: Final = 0x30
 RETAINED: Final = 0x01
+OTHER_MOST: Final = 1 << 20  # bytes of a packet without a payload, such as an acknowledgement of subscriptions
+_QOS0: Final = (PUBLISH_QOS0, PUBLISH_QOS0 | RETAINED)
 
 
 class NotMqtt(Exception):
@@ -37,6 +39,16 @@ FindPlace: TypeAlias = Callable[[str, int], Place | None]
 Received: TypeAlias = Callable[[str, bytes, bool], None]  # takes a message: topic, payload, whether it was retained
 
 
+@dataclass(frozen=True, slots=True)
+class _Nowhere:
+    """The place of a payload that nobody can want."""
+
+    view: None = None
+
+
+_NOWHERE: Final = _Nowhere()
+
+
 @dataclass(slots=True)
 class _Body:
     """The current packet: `left` bytes are still to come, into its payload's place or into `packet`."""
@@ -52,9 +64,10 @@ class _Body:
 class PacketReader:
     """Splits a stream into packets.
 
-    `find_place(topic, bytes)` is called for the payload of each QoS 0 message, `landed(topic, place)` when it has
-    arrived. If there is no place, and if the message was retained, `received` gets it. For all other packets,
-    `take(command, packet)` gets the first byte and the bytes after the remaining length.
+    `find_place(topic, bytes)` is called for the payload of each QoS 0 message before it arrives, `landed(topic, place)`
+    when it has. A place without memory drops the payload. If there is no place, `received` gets the message; a retained
+    one has no other place than one that drops it. For all other packets, `take(command, packet)` gets the first byte
+    and the bytes after the remaining length.
     """
 
     def __init__(
@@ -122,14 +135,20 @@ class PacketReader:
         begin = at + 1
         end = begin + length
         command, topic, place = head[start], "", None
-        if command == PUBLISH_QOS0 and length > 2:
+        if command in _QOS0 and length > 2:
             payload = min(begin + 2 + int.from_bytes(head[begin : begin + 2], "big"), end)
             if max(begin + 2, payload) > stop and (start or stop < HEAD_BYTES):
                 return None  # the topic is incomplete; a topic longer than `_head` is not fedstrata's
             if begin + 2 < payload <= stop and payload < end:
                 topic = str(head[begin + 2 : payload], "utf-8", "replace")
                 place = self._find_place(topic, end - payload)
+                if place is not None and place.view is not None and command & RETAINED:
+                    place = None
                 begin = begin if place is None else payload
+            elif payload > stop and length > OTHER_MOST:
+                place = _NOWHERE  # whoever may publish below one of our filters may also use such a topic
+        if place is None and not topic and length > OTHER_MOST:
+            raise NotMqtt(f"a packet of {length} bytes without a topic")
         here = head[begin : min(end, stop)]
         packet = bytearray(end - begin if place is None else 0)
         target = memoryview(packet) if place is None else place.view
@@ -144,7 +163,7 @@ class PacketReader:
             return
         packet = memoryview(body.packet)
         payload = 2 + int.from_bytes(packet[:2], "big")
-        if body.command in (PUBLISH_QOS0, PUBLISH_QOS0 | RETAINED) and 2 < payload <= len(packet):
+        if body.command in _QOS0 and 2 < payload <= len(packet):
             topic = body.topic or str(packet[2:payload], "utf-8", "replace")
             self._received(topic, bytes(packet[payload:]), bool(body.command & RETAINED))
         else:

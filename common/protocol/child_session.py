@@ -20,7 +20,9 @@ from common.accounting.traffic import Traffic
 from common.errors import Misfit, RefusedModel, WireError
 from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.schema import TransferSettings
+from common.model.layout import ROW_BYTES_MOST
 from common.protocol import serialization, topics
+from common.protocol.bounds import SenderBounds
 from common.protocol.child_events import (
     ModelArrived,
     ModelFailed,
@@ -33,7 +35,7 @@ from common.protocol.child_events import (
 )
 from common.protocol.fetches import Fetched, FetchFailed, ReceiverEvent
 from common.protocol.identity import Identity
-from common.protocol.limits import TaskLimits, short
+from common.protocol.limits import TaskLimits
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Acknowledgement,
@@ -60,6 +62,7 @@ from common.protocol.round_state import HEARTBEAT_S, LIVING
 from common.protocol.session import Session
 from common.protocol.session_events import ByteMeter, ProbeReceived
 from common.protocol.time_zero import TimeZero
+from common.text import short
 
 FAREWELL_S: Final = 1.0  # between two farewells
 QUIET_S: Final = 30.0  # without a message from the parent, before it is asked for proof of life
@@ -105,6 +108,7 @@ class ChildSession(Session):
         self.participant = Participant(idle_s=transfer.idle_s, phase_s=PHASE_S if below is None else 0.0)
         self._form = form
         self._limits = limits
+        self._bound()
         self._below = below
         self._ledger = ""
         self._marks: dict[str, Mark] = {}
@@ -133,6 +137,7 @@ class ChildSession(Session):
 
         Return whether a message is due sooner than before.
         """
+        waits_for = short(waits_for)
         changed = self._preparing is None or waits_for != self._preparing.waits_for
         before, self._preparing = self._prepare_at, Preparing(done, waits_for)
         self._prepare_at = now if changed else min(self._prepare_at, now + HEARTBEAT_S)
@@ -145,6 +150,17 @@ class ChildSession(Session):
     def set_form(self, form: ModelForm) -> None:
         """Set the required form of the parent's models."""
         self._form = form
+        self._bound()
+
+    def _bound(self) -> None:
+        """Set the bounds of the parent's messages, and of the presences under this node's own name."""
+        if (limits := self._limits) is None:
+            return
+        blob_bytes = ROW_BYTES_MOST if self._form is None else self._form.size
+        above = SenderBounds(
+            nodes=limits.below_parent, blob_bytes=blob_bytes, inline_bytes=self.transfer.inline_bytes, plans=False
+        )
+        self._admission.bounds = {self.parent: above, self.identity.name: SenderBounds(nodes=limits.below_node)}
 
     # A task
 
@@ -233,7 +249,7 @@ class ChildSession(Session):
                 self._limits.check(task)
         except RefusedModel as error:
             if self._budget.take(self.parent, now):  # the task is repeated until it is answered
-                self._declined = Declined(task.key, str(error))
+                self._declined = Declined(task.key, short(str(error)))
             raise Misfit(f"a task: {error}") from None
         else:
             self.participant.receive(task, now=now)

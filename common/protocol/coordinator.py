@@ -23,6 +23,7 @@ from common.protocol.round_state import (
     LIVING,
     REPEAT_MOST_S,
     REPEAT_S,
+    TAKEN_BACK,
     UNFINISHED,
     Assignment,
     ChildCause,
@@ -59,7 +60,7 @@ class Coordinator:
         self._events: deque[CoordinatorEvent] = deque()
         self._acknowledgements: deque[tuple[str, Acknowledgement]] = deque()
         self.timeline = Timeline(0.0)
-        self.late = self.refused = 0
+        self.accepted = self.used = self.taken_back = self.late = self.refused = 0
 
     def begin(self, begun: float) -> None:
         """Note when the run, and so the children's traces, began."""
@@ -80,6 +81,7 @@ class Coordinator:
         `carried`: the children whose tasks of earlier rounds go on, and count in this one; its own unfinished tasks
         will go on too. None: a task ends with its round.
         """
+        self.end(but=carried or ())
         attempt = 0
         if self._key is not None:
             back = (global_round, local_round) <= (self._key.global_round, self._key.local_round)
@@ -139,11 +141,25 @@ class Coordinator:
             self._acknowledge_again(name, Acknowledgement(message.key, child.refusal), now)
         return ""
 
-    def end(self) -> None:
-        """End the open round, if any, in whatever state, and all tasks; later messages for them are late."""
+    def end(self, *, but: Collection[str] = ()) -> None:
+        """End the open round, if any, in whatever state, and all tasks `but` those that go on with these children.
+
+        Later messages for them are late. A result that was accepted, and is in no closed round, is taken back.
+        """
+        for name in self.unsettled():
+            child = self._children[name]
+            if name not in but and child.acknowledged is not None and child.go(ChildCause.TAKE_BACK):
+                self.taken_back += 1
+                child.acknowledged = child.acknowledged[0], TAKEN_BACK
+                self._acknowledgements.append((name, Acknowledgement(*child.acknowledged)))
         self._open = False
-        for child in self._children.values():
-            child.carried = False
+        for name, child in self._children.items():
+            child.carried = child.carried and name in but
+
+    def unsettled(self) -> list[str]:
+        """Return the children whose results are accepted, and not yet in a closed round."""
+        pending = ((name, self._open or child.carried, child.state) for name, child in self._children.items())
+        return [name for name, goes_on, state in pending if goes_on and state is ChildState.ACCEPTED]
 
     def in_flight(self) -> list[str]:
         """Return the children whose tasks go on after their round has closed."""
@@ -219,6 +235,7 @@ class Coordinator:
         """Accept the result that a child announced under `key`, whose model has arrived and is valid."""
         if self.is_announced(name, key) and self._children[name].go(ChildCause.ACCEPT):
             self._children[name].moved = now
+            self.accepted += 1
             self._acknowledge(name, key, "", now)
 
     def refuse(self, name: str, key: Key, *, reason: str, now: float) -> None:
@@ -379,15 +396,16 @@ class Coordinator:
         if verdict is Verdict.CLOSE and self._key is not None:
             self._close(self._key, now)
         elif verdict is Verdict.IMPOSSIBLE:
-            self._open = False
             silent = any(self._children[name].presence is not NodeState.FAILED for name in idle)
             failures = frozenset(self._children[name].failure for name in idle)
             self._events.append(Stalled(blame(self._children, idle, idle_s=self._idle_s), silent, failures))
+            self.end()
 
     def _close(self, key: Key, now: float) -> None:
         self._open = False
         self.timeline.closed = now
         closed = closed_of(key, self._children)
+        self.used += len(closed.results)
         self.timeline.seconds = {name: self._children[name].seconds for name in closed.results}
         if self._buffered:
             carried, closed = set(closed.missing), replace(closed, missing=())

@@ -20,7 +20,6 @@ COUNT_MOST: Final = 10**12
 EPOCHS_GROW: Final = 2  # times `training.epochs`, of Tempo
 PLATO_GROW: Final = 2  # times the number of children, of Tempo's public code
 SECONDS_MOST: Final = 1e9  # of one local round
-TEXT_KEPT: Final = 1000  # characters of a peer's text that is shown to people
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,16 @@ ANY: Final = ChildLimits()  # of a node below which there is nobody, with any da
 
 @dataclass(frozen=True, slots=True)
 class TaskLimits:
-    """Limits of a parent's tasks: global rounds, local rounds in each, and epochs."""
+    """Limits of a parent's tasks: global rounds, local rounds in each, and epochs.
+
+    `below_parent`, `below_node`: the numbers of nodes below the parent, and below the node that gets the tasks.
+    """
 
     global_rounds: int
     local_rounds: int
     epochs: int
+    below_parent: int = 0
+    below_node: int = 0
 
     def check(self, task: Task) -> None:
         """Check a task's numbers. Raises RefusedModel."""
@@ -92,9 +96,10 @@ def task_limits(experiment: Experiment, node: str) -> TaskLimits:
     if experiment.cloud.epoch_control.name == "tempo":
         epochs *= EPOCHS_GROW
         epochs = max(epochs, PLATO_GROW * len(tree.children[tree.layers[0][0]]))
-    return TaskLimits(experiment.rounds, experiment.rounds_of(tree.depth(node) - 1), epochs)
-
-
-def short(text: str) -> str:
-    """Return the beginning of a peer's text, which goes into logs, records and messages of this node."""
-    return text[:TEXT_KEPT]
+    return TaskLimits(
+        experiment.rounds,
+        experiment.rounds_of(tree.depth(node) - 1),
+        epochs,
+        below_parent=tree.count_below(tree.parent(node)),
+        below_node=tree.count_below(node),
+    )

@@ -13,6 +13,7 @@ from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.traffic import Traffic
 from common.errors import WireError
 from common.host.examination import Finding
+from common.text import JsonText, NameText, ShortText
 
 DIGEST_BYTES: Final = 8
 MIN_CHUNK_BYTES: Final = 1024
@@ -38,13 +39,13 @@ class Manifest:
     no model, but the vectors behind it.
     """
 
-    blob: str
+    blob: NameText
     size: int
     chunk_bytes: int
     digests: bytes
-    codec: str
-    layout: str
-    reference: str = ""
+    codec: NameText
+    layout: NameText
+    reference: NameText = ""
     extras: int = 0
 
     def __post_init__(self) -> None:
@@ -98,8 +99,8 @@ class Failure(StrEnum):
 class Target:
     """Address of a living node's /metrics, host:port."""
 
-    name: str
-    metrics: str
+    name: NameText
+    metrics: ShortText
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,12 @@ class Presence:
     """
 
     state: NodeState
-    role: str
-    metrics: str = ""
+    role: NameText
+    metrics: ShortText = ""
     samples: int = 0
-    reason: str = ""
-    answers: str = ""
-    ledger: str = ""
+    reason: ShortText = ""
+    answers: NameText = ""
+    ledger: NameText = ""
     failure: Failure = Failure.NONE
     targets: tuple[Target, ...] = ()
     elapsed_s: float = -1.0
@@ -130,9 +131,9 @@ class Announcement:
     `partition`: the digest of the cloud's data split, empty if nothing is split.
     """
 
-    experiment: str
-    layout: str
-    partition: str = ""
+    experiment: JsonText
+    layout: JsonText
+    partition: NameText = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +143,15 @@ class WhoIsThere:
     `run`: the run of the asking node, empty during discovery.
     """
 
-    nonce: str
-    run: str = ""
+    nonce: NameText
+    run: NameText = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
     """The reply to `WhoIsThere` with its nonce. A parent adds its experiment for a child that is not in its run."""
 
-    nonce: str
+    nonce: NameText
     presence: Presence
     announcement: Announcement | None = None
 
@@ -219,7 +220,7 @@ class Result:
     wait_s: float
     pause_s: float
     children: tuple[ChildReport, ...]
-    plans: str
+    plans: JsonText
     traffic: Traffic = Traffic()
     below: tuple[Traffic, ...] = ()
     path: TrainingPath = TrainingPath.NONE
@@ -233,7 +234,7 @@ class Preparing:
     """
 
     done: int
-    waits_for: str
+    waits_for: ShortText
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +242,7 @@ class Declined:
     """A child's rejection of an invalid task, with the reason; the task has changed nothing at the child."""
 
     key: Key
-    reason: str
+    reason: ShortText
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,7 @@ class Acknowledgement:
     """A parent's reply to a result: accepted if `reason` is empty, else refused or late, with the reason."""
 
     key: Key
-    reason: str
+    reason: ShortText
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ class Ask:
     publication numbers seen on the broadcast and the unicast stream. `restart`: nothing is in flight any more.
     """
 
-    blob: str
+    blob: NameText
     lacking: bytes
     seen_all: int
     seen_own: int
@@ -279,7 +280,7 @@ class Probe:
 class Probed:
     """The reply to the probe `asked`: the measured bytes per second, 0 if unknown, and noise for the way back."""
 
-    asked: str
+    asked: NameText
     rate: float
     model: Manifest
 
@@ -288,7 +289,7 @@ class Probed:
 class Gone:
     """An owner's report that it does not hold a blob."""
 
-    blob: str
+    blob: NameText
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +319,7 @@ class Goodbye:
 class RollCall:
     """A question to all nodes of a lab that stay: who is there?"""
 
-    nonce: str
+    nonce: NameText
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,15 +330,15 @@ class Here:
     part of the lab's file, "" outside kits, `clock_s` the time there, Unix seconds.
     """
 
-    nonce: str
-    role: str
-    parent: str
-    run: str
-    release: str
-    host: str
-    hardware: str
-    data: str
-    kit: str
+    nonce: NameText
+    role: NameText
+    parent: NameText
+    run: NameText
+    release: NameText
+    host: ShortText
+    hardware: ShortText
+    data: ShortText
+    kit: NameText
     clock_s: float
     findings: tuple[Finding, ...]
 

@@ -23,13 +23,15 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol import topics
 from common.protocol.attendance import Attendance, AwayWatch, readiness
+from common.protocol.bounds import SenderBounds
 from common.protocol.coordinator import Coordinator
 from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.identity import Identity
-from common.protocol.limits import ANY, ChildLimits, short
+from common.protocol.limits import ANY, ChildLimits
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Declined,
+    Failure,
     Farewell,
     Goodbye,
     Key,
@@ -59,6 +61,7 @@ from common.protocol.round_state import LIVING, Assignment, Restarted, ResultAnn
 from common.protocol.session import Session
 from common.protocol.session_events import ByteMeter, ProbeReceived
 from common.protocol.targets import Targets
+from common.text import short
 
 QUIET_S: Final = 5.0  # without a report of a child that prepares; it reports every two seconds
 RATED_CHUNKS: Final = 8  # smaller models do not show the rate of their link
@@ -101,7 +104,7 @@ class ParentSession(Session):
         self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s, online=online)
         self._absence = AwayWatch(idle_s=transfer.idle_s if any(online.values()) else inf)
         below = {name: limit.below.keys() for name, limit in self._limits.items()}
-        self._admission.reports = {name: len(names) for name, names in below.items()}
+        self._bound()
         self.ledger = Ledger(self.peers, self.counters, wire=meter.sample, below=below)
         self.targets = Targets(below)
         self.samples: dict[str, int] = {}
@@ -127,6 +130,7 @@ class ParentSession(Session):
     def set_form(self, form: ModelForm) -> None:
         """Set the required form of uploads; must be known before the first round."""
         self._form = form
+        self._bound(form.size)
 
     def open(
         self,
@@ -171,6 +175,7 @@ class ParentSession(Session):
 
     def refuse(self, child: str, key: Key, reason: str, now: float) -> None:
         """Refuse a result permanently; the round continues with the other children."""
+        reason = short(reason)
         self.coordinator.refuse(child, key, reason=reason, now=now)
         self._events.append(UploadRefused(child, reason))
 
@@ -189,9 +194,16 @@ class ParentSession(Session):
             self.receiver.drop(name, now=now)
         self._pending = {key: result for key, result in self._pending.items() if key[0] in in_flight}
         self._assignments = kept
-        if not in_flight:
-            self.coordinator.end()
+        self.coordinator.end(but=in_flight)
         return sorted(retired)
+
+    def set_state(
+        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
+    ) -> None:
+        """Publish this node's state, retained. One that ends the run ends all tasks."""
+        if state not in LIVING:
+            self.coordinator.end()
+        super().set_state(state, reason=reason, samples=samples, failure=failure)
 
     # Presence of the children
 
@@ -228,6 +240,20 @@ class ParentSession(Session):
     def owes_farewells(self) -> bool:
         """Whether a child that is present or has just finished has not sent its farewell."""
         return bool(self._attendance.owing)
+
+    def _bound(self, blob_bytes: int = 0) -> None:
+        """Set the bounds of the children's messages, and of the presences under this node's own name."""
+        inline_bytes = self.transfer.inline_bytes
+        self._admission.bounds = {
+            name: SenderBounds(
+                nodes=len(limit.below),
+                blob_bytes=blob_bytes,
+                inline_bytes=inline_bytes,
+                plans=bool(limit.aggregators),
+                announces=False,
+            )
+            for name, limit in self._limits.items()
+        } | {self.identity.name: SenderBounds(nodes=sum(len(limit.below) + 1 for limit in self._limits.values()))}
 
     # Implementation of Side
 

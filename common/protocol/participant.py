@@ -71,7 +71,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """The parent has replied to the result; `reason` is empty if it was accepted."""
+    """The parent has replied to the result; `reason` is empty if it was accepted. It may take that back later."""
 
     key: Key
     reason: str
@@ -96,6 +96,7 @@ class Participant:
         self._new_parent = False
         self._begun: Key | None = None
         self._result: Result | None = None
+        self._accepted = False  # the last result, by the parent's acknowledgement
         self._phase = Phase.FETCHING
         self._done = self._total = 0
         self._send_at = 0.0
@@ -106,9 +107,8 @@ class Participant:
     def receive(self, message: Task | Acknowledgement, *, now: float) -> None:
         """Handle a message of the parent's present session."""
         if isinstance(message, Acknowledgement):
-            if self._task is not None and message.key == self._task.key and self._go(ParticipantCause.ACKNOWLEDGE):
-                self._first_announce_s = first_repeat_s(now - self._announced_at)
-                self._events.append(Acknowledged(message.key, message.reason))
+            if self._task is not None and message.key == self._task.key:
+                self._take_answer(message, now)
         elif self._task is None or self._new_parent or message.key >= self._task.key:
             self._new_parent = False
             self._take(message, now)
@@ -191,6 +191,14 @@ class Participant:
         if after is not None:
             self.state = after
         return after is not None
+
+    def _take_answer(self, answer: Acknowledgement, now: float) -> None:
+        if self._go(ParticipantCause.ACKNOWLEDGE):
+            self._first_announce_s = first_repeat_s(now - self._announced_at)
+        elif not (self.state is ParticipantState.DONE and self._accepted and answer.reason):
+            return  # it is no news, nor is the acceptance taken back
+        self._accepted = not answer.reason
+        self._events.append(Acknowledged(answer.key, answer.reason))
 
     def _take(self, task: Task, now: float) -> None:
         mine, self._task = self._task, replace(task, inline=None)  # only the event has the model

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import count
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
 from common.protocol.messages import Ask, WhoIsThere
 
@@ -25,6 +25,8 @@ ASK_S: Final = 0.0005
 PRESENCES_MOST: Final = 32  # of one name in a burst, then one per PRESENCE_S
 PRESENCE_S: Final = 0.2
 ROUNDING_S: Final = 1e-6  # of sums
+
+Asker: TypeAlias = tuple[str, str]  # a node's name, and the nonce of a namesake
 
 
 class PendingAsks:
@@ -58,27 +60,37 @@ class PendingAsks:
 
 
 class PendingAnswers:
-    """Pending `WhoIsThere` questions: the last one of each node, answered at most once per ANSWER_S."""
+    """Pending `WhoIsThere` questions: the last one of each node, answered at most once per ANSWER_S.
 
-    def __init__(self, peers: Collection[str]) -> None:
+    `namesake`: a node's own name. Several processes may use it, such as clouds that want the lab: each of their nonces
+    is answered.
+    """
+
+    def __init__(self, peers: Collection[str], *, namesake: str = "") -> None:
         self._peers = peers
-        self._questions: dict[str, WhoIsThere] = {}
-        self._due: list[tuple[float, int, str]] = []  # a heap: when each is answered, in order, and its asker
+        self._namesake = namesake
+        self._questions: dict[Asker, WhoIsThere] = {}
+        self._due: list[tuple[float, int, Asker]] = []  # a heap: when each is answered, in order, and its asker
         self._numbers = count()
-        self._answered: dict[str, float] = {}  # the last one last
+        self._answered: dict[Asker, float] = {}  # the last one last
         self._strangers = Budget(SEEKERS_MOST, SEEKER_S)
 
-    def receive(self, asker: str, question: WhoIsThere, *, now: float) -> bool:
-        """Store a question; return whether it will be answered. All nodes that are not peers share one budget."""
+    def receive(self, name: str, question: WhoIsThere, *, now: float) -> bool:
+        """Store a question; return whether it will be answered.
+
+        All nodes that are not peers share one budget, all namesakes another one.
+        """
+        same = name == self._namesake
+        asker = name, question.nonce if same else ""
         if asker not in self._questions:
-            if asker not in self._peers and not self._strangers.take("", now):
+            if name not in self._peers and not self._strangers.take(name if same else "", now):
                 return False
             due = max(now, self._answered.get(asker, -inf) + ANSWER_S)
             heapq.heappush(self._due, (due, next(self._numbers), asker))
         self._questions[asker] = question
         return True
 
-    def due(self, now: float) -> list[tuple[str, WhoIsThere]]:
+    def due(self, now: float) -> list[tuple[Asker, WhoIsThere]]:
         """Return the questions to answer now, each with its asker."""
         ready = []
         while self._due and now >= self._due[0][0]:
@@ -89,7 +101,7 @@ class PendingAnswers:
             del self._answered[first]
         return ready
 
-    def sent(self, asker: str, due: float) -> None:
+    def sent(self, asker: Asker, due: float) -> None:
         """Note when a reply leaves: on a slow link the next one waits until then."""
         self._answered.pop(asker, None)
         self._answered[asker] = due
@@ -106,10 +118,14 @@ class Budget:
         self._most_s, self._each_s = most * each_s, each_s
         self._full_at: dict[str, float] = {}
 
-    def take(self, peer: str, now: float) -> bool:
-        """Return whether a peer may cause one more."""
-        full_at = max(self._full_at.get(peer, now), now) + self._each_s
+    def take(self, peer: str, now: float, units: int = 1) -> bool:
+        """Return whether a peer may cause one more, which counts as so many."""
+        full_at = max(self._full_at.get(peer, now), now) + units * self._each_s
         if full_at > now + self._most_s + ROUNDING_S:
             return False
         self._full_at[peer] = full_at
         return True
+
+    def owe(self, peer: str, units: int) -> None:
+        """Count what a peer has caused beyond the last one that it might."""
+        self._full_at[peer] += units * self._each_s

@@ -23,6 +23,7 @@ from typing import Final
 from common.protocol.identity import Identity
 from common.protocol.messages import Alive, Failure, NodeState, Presence, Target, WhoIsThere
 from common.protocol.round_state import LIVING
+from common.text import short
 
 ASK_S: Final = 0.5
 ASK_MOST_S: Final = 5.0
@@ -52,7 +53,7 @@ class OwnPresence:
 
     def set_state(self, state: NodeState, *, reason: str, samples: int, failure: Failure) -> None:
         """Publish this node's state."""
-        self.presence = replace(self.presence, state=state, reason=reason, samples=samples, failure=failure)
+        self.presence = replace(self.presence, state=state, reason=short(reason), samples=samples, failure=failure)
         self._due.append(self.presence)
 
     def set_targets(self, targets: tuple[Target, ...]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from common.errors import Flooded, Misfit, WireError
+from common.errors import Flooded, Misfit, TooLarge, WireError
 
 
 class Refusal(Enum):
@@ -18,11 +18,13 @@ class Refusal(Enum):
     SESSION = "unknown session"
     MISFIT = "does not fit"
     FLOOD = "too many"
+    LARGE = "too large"
 
 
 def refusal_of(error: WireError) -> Refusal:
     """Return why a message with this error is refused."""
-    return {Misfit: Refusal.MISFIT, Flooded: Refusal.FLOOD}.get(type(error), Refusal.MALFORMED)
+    found = {Misfit: Refusal.MISFIT, Flooded: Refusal.FLOOD, TooLarge: Refusal.LARGE}
+    return found.get(type(error), Refusal.MALFORMED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The state of an open round: each child's state with its transitions, and the events of the round.
 
     ASSIGNED --message of this round--> WORKING --Result--> ANNOUNCED --accept--> ACCEPTED
-       ^                                   |                    |-----refuse--> REFUSED
+       ^                                   |                    |                    | its task ends unused
+       |                                   |                    +-----refuse-----> REFUSED
        +------- a new session, or its model is gone ------------+
 
 `TRANSITIONS` defines this diagram; `common.protocol.coordinator` uses it. A child without a task is IDLE.
@@ -26,6 +27,7 @@ WAITING_MOST_S: Final = 15.0  # of one that waits for its turn: a thousand devic
 ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's results, repeated once a second at most
 CHUNKS_CARRIED: Final = 2
 CARRIED_BYTES: Final = 16_384  # of a partial chunk; acknowledgements and pings need an hour for as many bytes
+TAKEN_BACK: Final = "its task ended before a round used it"  # the result, which had been accepted
 LIVING: Final = (NodeState.INIT, NodeState.READY)
 
 
@@ -60,6 +62,7 @@ class ChildCause(Enum):
     RESULT = "result"
     ACCEPT = "accept"
     REFUSE = "refuse"
+    TAKE_BACK = "its task ends unused"
     RESTART = "new session"
     RETRY = "its model is gone"
 
@@ -69,6 +72,7 @@ TRANSITIONS: Final[Mapping[ChildCause, Mapping[ChildState, ChildState]]] = {
     ChildCause.RESULT: {ChildState.WORKING: ChildState.ANNOUNCED},
     ChildCause.ACCEPT: {ChildState.ANNOUNCED: ChildState.ACCEPTED},
     ChildCause.REFUSE: {ChildState.ANNOUNCED: ChildState.REFUSED},
+    ChildCause.TAKE_BACK: {ChildState.ACCEPTED: ChildState.REFUSED},
     ChildCause.RESTART: dict.fromkeys(
         (ChildState.ASSIGNED, ChildState.WORKING, ChildState.ANNOUNCED), ChildState.ASSIGNED
     ),

@@ -2,24 +2,26 @@
 
 On the wire a message is the 8-byte xxh3-64 digest of the rest, then the array `[VERSION, session, kind, field, ...]`.
 `session` identifies the sender's process; the fields follow in the order of the record. The digest detects damage and
-proves nothing about the sender. Every field is checked against its annotation and the limits below before a record is
-created. Anything else is a `WireError`, never another exception. Control characters of texts are escaped: all texts
-enter here, whereas they end in many logs, terminals and files. JSON stays the same JSON.
+proves nothing about the sender. A message is read only if it is not larger than its kind can be (`bounds`). Every field
+is checked against its annotation before a record is created, its length before its content. Anything else is a
+`WireError`, never another exception. Control characters of texts are escaped: all texts enter here, whereas they end in
+many logs, terminals and files. JSON stays the same JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import StrEnum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
 from xxhash import xxh3_64_digest
 
-from common.errors import OtherRelease, WireError
+from common.errors import OtherRelease, TooLarge, WireError
+from common.protocol.bounds import ANYBODY, SenderBounds
 from common.protocol.messages import (
     DIGEST_BYTES,
     Acknowledgement,
@@ -43,18 +45,25 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from common.text import escaped
+from common.text import TextLimit, escaped, escaped_within
 
 VERSION: Final = 8
-MAX_TEXT: Final = 4_000_000
 MAX_INT: Final = 2**63 - 1
-MAX_ITEMS: Final = 100_000
+ITEMS: Final = 64  # of a list that does not grow with the nodes: fields, tiers, findings
+HEAD: Final = 3  # items before the fields: the version, the session, the kind
+HEAD_BYTES: Final = 160  # which contain them: a session has at most 32 characters
+FIXARRAY, ARRAY16, FIXSTR = 0x90, b"\xdc", 0xA0  # of msgpack
 
 KINDS: Final[tuple[type[Message], ...]] = (
     Presence, Announcement, Task, Progress, Result, Acknowledgement, Ask, Gone, Reports, Farewell, Probe, Probed,
     WhoIsThere, Alive, Preparing, Declined, Goodbye, RollCall, Here,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
+# Of the messages that all versions can read: how many of their fields never change, and values of the others.
+SHARED: Final[Mapping[type[Message], tuple[int, tuple[Any, ...]]]] = {
+    RollCall: (1, ()),
+    Here: (5, ("", "", "", "", 0.0, ())),
+}
 
 
 def encode(message: Message, session: str) -> bytes:
@@ -63,29 +72,82 @@ def encode(message: Message, session: str) -> bytes:
     return xxh3_64_digest(packed) + packed
 
 
-def decode(data: bytes | bytearray | memoryview, *, items: int = MAX_ITEMS) -> tuple[str, Message]:
-    """Return the sender's session and the record, whose lists have at most so many items.
+def decode(data: bytes | bytearray | memoryview, *, sender: SenderBounds = ANYBODY) -> tuple[str, Message]:
+    """Return the sender's session and the record, which is within the sender's bounds.
 
     Raises WireError, whatever the bytes.
     """
+    version, session, kind, tree = _read(data, sender)
+    if version != VERSION:
+        raise OtherRelease(f"protocol version {version}, this release uses {VERSION}")
+    message: Message = _DECODERS[kind](tree)
+    return session, message
+
+
+def decode_shared(data: bytes, *, sender: SenderBounds = ANYBODY) -> tuple[int, str, RollCall | Here]:
+    """Return the version, the sender's session, and a message of the roll, which all versions can read.
+
+    Of another version only the first fields are read. Raises WireError.
+    """
+    version, session, kind, tree = _read(data, sender)
+    if kind not in SHARED:
+        raise WireError(f"a {kind.__name__} is not of the roll")
+    shared, others = SHARED[kind]
+    if version != VERSION and len(tree) >= shared:
+        tree = (*tree[:shared], *others)
+    message: RollCall | Here = _DECODERS[kind](tree)
+    return version, session, message
+
+
+def _read(
+    data: bytes | bytearray | memoryview, sender: SenderBounds
+) -> tuple[int, str, type[Message], tuple[Any, ...]]:
+    """Return a message's version, session and kind, and its fields unchecked. Raises WireError."""
+    if len(data) > sender.most_of_all:
+        raise TooLarge(f"a message of {len(data)} bytes: its sender's have at most {sender.most_of_all}")
     body = memoryview(data)[DIGEST_BYTES:]  # no copy: a small model may be inside
     if data[:DIGEST_BYTES] != xxh3_64_digest(body):
         raise WireError("damaged message, or one of an earlier release")
+    version, session, code = _head(body)
+    if not 0 <= code < len(KINDS):
+        if version != VERSION:
+            raise OtherRelease(f"protocol version {version}, this release uses {VERSION}")
+        raise WireError(f"unknown kind {code}")
+    kind = KINDS[code]
+    if len(data) > (most := sender.most(kind)):
+        raise TooLarge(f"a {kind.__name__} of {len(data)} bytes: its sender's have at most {most}")
     try:
-        tree = msgpack.unpackb(body, use_list=False, strict_map_key=True, max_array_len=items, max_map_len=0)
+        limits = {"max_array_len": ITEMS + sender.nodes, "max_map_len": 0}
+        tree = msgpack.unpackb(body, use_list=False, strict_map_key=True, **limits)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"not msgpack: {error}") from None
-    if not isinstance(tree, tuple) or len(tree) < 3:
-        raise WireError("not a message")
-    version, session, code, *values = tree
-    if type(version) is not int or version != VERSION:
+    return version, session, kind, tree[HEAD:]
+
+
+def _head(body: memoryview) -> tuple[int, str, int]:
+    """Return the version, the sender's session and the kind's code of a message, of which nothing else is read."""
+    head = bytes(body[:HEAD_BYTES])
+    at = 3 if head[:1] == ARRAY16 else 1
+    end = at + 2 + head[at + 1] - FIXSTR if len(head) > at + 1 else 0
+    if at + 2 < end < min(len(head), at + 34) and head[at] == VERSION and head[end] < len(KINDS):
+        session = head[at + 2 : end]
+        if session.isalnum() and (at == 3 or head[0] & 0xF0 == FIXARRAY):
+            return VERSION, session.decode(), head[end]  # as our nodes write it; others may write it differently
+    unpacker = msgpack.Unpacker(use_list=False)
+    unpacker.feed(head)
+    try:
+        if unpacker.read_array_header() < HEAD:
+            raise WireError("not a message")
+        version, session, code = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
+    except (ValueError, TypeError, msgpack.UnpackException):
+        raise WireError("not a message") from None
+    if type(version) is not int:
         raise OtherRelease(f"protocol version {_brief(version)}, this release uses {VERSION}")
     if not isinstance(session, str) or not 0 < len(session) <= 32:
         raise WireError("no session id")
-    if type(code) is not int or not 0 <= code < len(KINDS):
+    if type(code) is not int:
         raise WireError(f"unknown kind {_brief(code)}")
-    message: Message = _DECODERS[KINDS[code]](tuple(values))
-    return escaped(session), message
+    return version, escaped(session), code
 
 
 def _values(record: Any) -> tuple[Any, ...]:
@@ -102,7 +164,7 @@ _Record = TypeVar("_Record")
 
 
 def _record_decoder(kind: type[_Record]) -> Callable[[Any], _Record]:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     names = list(kind._fields) if issubclass(kind, tuple) else [f.name for f in fields(kind)]  # type: ignore[attr-defined, arg-type]
     checks = [(name, _value_decoder(hints[name])) for name in names]
 
@@ -123,6 +185,9 @@ def _record_decoder(kind: type[_Record]) -> Callable[[Any], _Record]:
 def _value_decoder(hint: Any) -> Callable[[Any], Any]:
     if hint in _SCALARS:
         return _SCALARS[hint]
+    if get_origin(hint) is Annotated:
+        (limit,) = hint.__metadata__
+        return lambda value: _text(value, limit)
     if get_origin(hint) is UnionType:
         inner = _value_decoder(next(arg for arg in get_args(hint) if arg is not NoneType))
         return lambda value: None if value is None else inner(value)
@@ -153,9 +218,11 @@ def _real(value: Any) -> float:
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(text := escaped(value)) > MAX_TEXT:  # whoever passes it on escapes it no more
+def _text(value: Any, limit: TextLimit) -> str:
+    if not isinstance(value, str):
         raise WireError(f"{_brief(value)} is not a text")
+    if (text := escaped_within(value, limit)) is None:  # whoever passes it on escapes it no more
+        raise WireError(f"a text of {len(value)} characters, at most {limit.most} are possible")
     return text
 
 
@@ -185,6 +252,6 @@ def _enum(kind: type[StrEnum], value: Any) -> StrEnum:
 
 
 _SCALARS: Final[dict[Any, Callable[[Any], Any]]] = {
-    int: _integer, float: _real, str: _text, bytes: _bytes, bool: _flag,
+    int: _integer, float: _real, bytes: _bytes, bool: _flag,
 }  # fmt: skip
 _DECODERS: Final[dict[type[Message], Callable[[Any], Any]]] = {kind: _record_decoder(kind) for kind in KINDS}

@@ -21,8 +21,9 @@ from common.errors import Flooded, Misfit, OtherRelease, WireError
 from common.experiment.links import LinkSet
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
-from common.protocol.admission import ITEMS, Admission
-from common.protocol.fetches import Landing
+from common.protocol.admission import Admission
+from common.protocol.bounds import SMALL_BYTES
+from common.protocol.fetches import SKIPPED, Landing, Skipped
 from common.protocol.identity import Identity
 from common.protocol.messages import (
     Alive,
@@ -31,7 +32,6 @@ from common.protocol.messages import (
     Failure,
     Gone,
     NodeState,
-    Presence,
     WhoIsThere,
 )
 from common.protocol.offers import Offers
@@ -97,7 +97,7 @@ class Session(Side):
         self._announcement: Announcement | None = None
         self._announce = False
         self._asks = PendingAsks()
-        self._answers = PendingAnswers(self._known | {identity.name})
+        self._answers = PendingAnswers(self._known, namesake=identity.name)
         self._budget = Budget()
         self._admission = Admission()
         self._now = 0.0
@@ -127,12 +127,18 @@ class Session(Side):
         self.outbox.clear()
         self._asks.clear()
 
-    def place(self, topic_text: str, size: int) -> Landing | None:
-        """Return the destination of an arriving chunk, None if it is not wanted."""
-        try:
-            topic = topics.parse(topic_text) if self.receiver.wanted() else None
-        except WireError:
+    def place(self, topic_text: str, size: int) -> Landing | Skipped | None:
+        """Return the destination of an arriving chunk, None if it is not wanted; SKIPPED for what is too large."""
+        if size <= SMALL_BYTES and not self.receiver.wanted():
             return None
+        try:
+            topic = topics.parse(topic_text)
+        except WireError as error:
+            return self._skip("", topic_text, size, error) if size > SMALL_BYTES else None
+        try:
+            self._admission.check_size(topic, size)
+        except WireError as error:
+            return self._skip(topics.sender_of(topic), topic_text, size, error)
         if not isinstance(topic, topics.ChunkTopic) or topic.run != self.identity.run:
             return None
         return self.receiver.place(topic, size)
@@ -149,25 +155,22 @@ class Session(Side):
         sender = ""
         try:
             topic = topics.parse(topic_text)
+            sender = topics.sender_of(topic)
+            self._admission.check_size(topic, len(body))
             if isinstance(topic, topics.ChunkTopic):
                 self._chunk(topic, topic_text, body, now)
             elif isinstance(topic, topics.InboxTopic):
-                sender = topic.sender
                 self._inbox(topic, topic_text, body, now)
             elif isinstance(topic, topics.StateTopic):
-                sender = topic.node
                 self._state(topic, body, now, retained=retained)
             elif isinstance(topic, topics.SeekTopic):
-                sender = topic.child
                 self._sought(topic, body, now)
         except WireError as error:
             if isinstance(error, OtherRelease) and sender in self._known:
                 self.other_releases[sender] = str(error)
             if isinstance(error, Flooded) and sender in self._known:
                 self.proofs.want(sender, now)  # its presence may be among what is not read
-            refusal = refusal_of(error)
-            where = f"{len(body)} bytes on {topic_text[:80]}: " if refusal is Refusal.MALFORMED else ""
-            self._refuse(refusal, sender, f"{where}{error}")
+            self._refuse_message(sender, topic_text, len(body), error)
 
     # To the broker
 
@@ -299,8 +302,7 @@ class Session(Side):
         if sender not in self._known:
             self._refuse(Refusal.STRANGER, sender, f"a message of {len(body)} bytes")
             return
-        self._admission.check_message(sender, self.proofs.session(sender), body, now)
-        session, message = self._admission.decode(sender, body)
+        session, message = self._admission.read(sender, self.proofs.session(sender), body, now)
         if topic.run != self.identity.run:
             self._elsewhere(topic.run, sender, session, message)
             return
@@ -335,18 +337,15 @@ class Session(Side):
 
     def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> None:
         own = topic.node == self.identity.name
-        if not retained and (own or topic.node in self._known):
-            mine = self.identity.session if own else self.proofs.session(topic.node)
-            self._admission.check_presence(topic.node, mine, body, now)
-        session, message = self._admission.decode(topic.node, body) if body else ("", None)
-        if not (message is None or isinstance(message, Presence)):
-            raise WireError("no presence on a state topic")
+        if not own and (topic.node not in self._known or topic.run != self.identity.run):
+            self._refuse(Refusal.STRANGER, topic.node, "a presence")
+            return
+        mine = self.identity.session if own else self.proofs.session(topic.node)
+        session, message = self._admission.read_presence(topic.node, mine, body, now, retained=retained)
         if own:
             self.own.receive(topic.run, session, message, retained=retained)
             if self.own.taken:
                 self._events.append(NameTaken(self.own.taken))
-        elif topic.node not in self._known or topic.run != self.identity.run:
-            self._refuse(Refusal.STRANGER, topic.node, "a presence")
         elif message is None:
             self._presence(topic.node, session, None, now)
         elif self.proofs.receive(topic.node, session, message, retained=retained, now=now):
@@ -355,11 +354,8 @@ class Session(Side):
             self._state_of_the_dead(topic.node, message)
 
     def _sought(self, topic: topics.SeekTopic, body: bytes, now: float) -> None:
-        known = topic.child in self._known
-        self._admission.check_message(
-            topic.child if known else "", self.proofs.session(topic.child) if known else "", body, now
-        )
-        session, message = serialization.decode(body, items=ITEMS)
+        known = topic.child if topic.child in self._known else ""
+        session, message = self._admission.read(known, self.proofs.session(known) if known else "", body, now)
         if not isinstance(message, WhoIsThere):
             raise WireError(f"a seeker does not send a {type(message).__name__}")
         if topic.parent != self.identity.name:
@@ -374,7 +370,8 @@ class Session(Side):
             raise Flooded("too many unknown nodes ask for proof of life")
 
     def _answer_questions(self, now: float) -> None:
-        for peer, question in self._answers.due(now):
+        for asker, question in self._answers.due(now):
+            peer, _ = asker
             if self.identity.claim.lost:
                 continue  # the name belongs to another process, which answers for it
             inside = question.run == self.identity.run
@@ -382,7 +379,7 @@ class Session(Side):
             if inside or namesake or self._announcement is not None:  # else there is nothing to join; it asks again
                 announcement = None if inside or namesake else self._announcement
                 answer = Alive(question.nonce, self.own.timed(self.own.presence, now), announcement)
-                self._answers.sent(peer, self.outbox.send(peer, answer, now))
+                self._answers.sent(asker, self.outbox.send(peer, answer, now))
 
     def _take_asks(self, now: float) -> None:
         for peer, ask in self._asks.take():
@@ -392,6 +389,15 @@ class Session(Side):
                 self._moved(peer, now)
             if answer is not None and self._budget.take(peer, now):
                 self.outbox.send(peer, answer, now)
+
+    def _skip(self, sender: str, topic_text: str, size: int, error: WireError) -> Skipped:
+        self._refuse_message(sender, topic_text, size, error)
+        return SKIPPED
+
+    def _refuse_message(self, sender: str, topic_text: str, size: int, error: WireError) -> None:
+        refusal = refusal_of(error)
+        where = f"{size} bytes on {topic_text[:80]}: " if refusal is Refusal.MALFORMED else ""
+        self._refuse(refusal, sender, f"{where}{error}")
 
     def _refuse(self, refusal: Refusal, sender: str, reason: str) -> None:
         event = self.refusals.add(refusal, sender, reason)

@@ -191,3 +191,12 @@ def streams(lab: str, run: str, owner: str, receiver: str, blob: str) -> tuple[s
 def seek(lab: str, parent: str, child: str) -> str:
     """Return the topic on which `child` looks for `parent`; `+` as the child matches every child."""
     return f"{ROOT}/{lab}/seek/{parent}/{child}"
+
+
+def sender_of(topic: Topic) -> str:
+    """Return the node that may publish on a topic."""
+    if isinstance(topic, InboxTopic):
+        return topic.sender
+    if isinstance(topic, RollTopic):
+        return topic.asker
+    return topic.child if isinstance(topic, SeekTopic) else topic.node

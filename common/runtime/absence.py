@@ -13,12 +13,12 @@ from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
-from common.protocol.limits import short
 from common.protocol.messages import NodeState, Presence
 from common.protocol.round_state import LIVING
 from common.protocol.time_zero import TimeZero
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.world import World, nothing
+from common.text import short
 
 RETRY_S: Final = 5.0
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 from common.accounting.traffic import Measured
 from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.links import Links, LinkSet
+from common.protocol.bounds import NOISE_MOST
 from common.protocol.fetches import Fetched, ReceiverEvent
 from common.protocol.manifest import describe
 from common.protocol.messages import Manifest, Probe, Probed
@@ -38,7 +39,6 @@ UNDECLARED: Final = 2e6  # bytes per second: a link of no declared rate is measu
 FIRST: Final = 256e3  # bytes per second: the most that the first exchange asks for
 GROWTH: Final = 10.0  # of the rate from one exchange to the next
 FAR_LESS: Final = 0.25  # of the rate that an exchange asks for: it was the last one
-SIZE_MOST: Final = 1 << 26
 REPEAT_S: Final = 2.0
 CODEC: Final = "noise"
 TOGETHER_BYTES_S: Final = 25e6  # limit of parallel calibrations: above it the broker is measured, not the links
@@ -86,7 +86,8 @@ class Probes:
                 self._send(peer, Probe(noise))
                 await asyncio.wait((answered,), timeout=REPEAT_S)
             answer = answered.result()
-            up = await self._fetch(peer, answer.model)
+            most = PROBE_S * max(rate, self._endpoint.session.ways.from_[peer].rate or UNDECLARED)
+            up = await self._fetch(peer, answer.model, most=2 * max(CHUNKS_LEAST * CHUNK_LEAST, most))
             counters = self._endpoint.session.counters
             return Measured(up, answer.rate, counters.probed(peer, "received"), counters.probed(peer, "sent"))
         finally:
@@ -138,7 +139,7 @@ class Probes:
 
     async def _respond(self, peer: str, noise: Manifest, rate: float) -> None:
         try:
-            found = await self._fetch(peer, noise)
+            found = await self._fetch(peer, noise, most=NOISE_MOST)
         except RefusedModel:
             self._asked = None  # the probe will be repeated
             return
@@ -146,8 +147,8 @@ class Probes:
         self._asked_rate *= GROWTH
         self._send(peer, self._answer)
 
-    async def _fetch(self, peer: str, noise: Manifest) -> float:
-        if noise.codec != CODEC or noise.size > SIZE_MOST:
+    async def _fetch(self, peer: str, noise: Manifest, *, most: float) -> float:
+        if noise.codec != CODEC or noise.size > most:
             raise RefusedModel(f"{peer} probes with {noise.size} bytes of {noise.codec[:32]!r}")
         receiver, now = self._endpoint.session.receiver, self._endpoint.now
         fetched: asyncio.Future[float] = asyncio.get_running_loop().create_future()

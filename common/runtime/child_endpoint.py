@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from common.experiment.schema import TransferSettings
 from common.host.offload import offload
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress
+from common.net.packets import Place
 from common.protocol.child_events import (
     ModelArrived,
     ModelFailed,
@@ -46,6 +47,8 @@ from common.runtime.models import DeltaReference, Models
 from common.runtime.work import Work
 from common.runtime.world import REAL, World
 from common.storage.spool import Spool
+
+REFUSALS_KEPT: Final = 16
 
 _T = TypeVar("_T")
 
@@ -93,7 +96,7 @@ class ChildEndpoint(Endpoint):
         )
         self.models = Models(sent=codecs.up, received=codecs.down)
         self.probes = Probes(self, world)
-        self.refusals: list[str] = []
+        self.refusals: list[str] = []  # the last ones
         self._spool = spool or Spool(None)
         self._rows = self._spool.rows("model", 0, 0)
         self._layouts: LinkLayouts | None = None
@@ -174,11 +177,10 @@ class ChildEndpoint(Endpoint):
 
     # Events
 
-    def _landed(self, topic: str, place: object) -> None:
-        if isinstance(place, Landing):
-            super()._landed(topic, place)
-            if self._fetching is not None:
-                self._fetching.chunk_came()  # it may be forwarded at once
+    def _landed(self, topic: str, place: Place) -> None:
+        super()._landed(topic, place)
+        if isinstance(place, Landing) and self._fetching is not None:
+            self._fetching.chunk_came()  # it may be forwarded at once
 
     def _received(self, topic: str, body: bytes, retained: bool) -> None:
         super()._received(topic, body, retained)
@@ -193,7 +195,7 @@ class ChildEndpoint(Endpoint):
         elif isinstance(event, ModelArrived | ModelFailed):
             self._arrived(event)
         elif isinstance(event, ResultRefused):
-            self.refusals.append(event.reason)
+            self.refusals = [*self.refusals, event.reason][-REFUSALS_KEPT:]
         elif isinstance(event, RunBegan):
             self._began.set()
         elif isinstance(event, RunEnded):
@@ -245,7 +247,7 @@ class ChildEndpoint(Endpoint):
             result = await work(task, model, report)
             await model.whole()  # this node's children may have finished before
         except ModelUnavailable as error:
-            self.refusals.append(str(error))
+            self.refusals = [*self.refusals, str(error)][-REFUSALS_KEPT:]
             session.abandon()
             return
         finally:

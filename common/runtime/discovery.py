@@ -150,7 +150,7 @@ async def _play(
             known = as_known(error, name)
             if entry is None or isinstance(error, DuplicateName) or not usable() or known is None:
                 raise
-            log.error("%s leaves run %s: %s", name, found.run, known)
+            log.error("%s leaves run %s: %.2000s", name, found.run, known)
             for frame in known.frames if isinstance(known, InvalidExperiment) else ():
                 log.info("  %s", frame)
         else:
@@ -201,6 +201,10 @@ class _Seeker:
     def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
         try:
             topic = topics.parse(topic_text)
+            if isinstance(topic, topics.SpecTopic):
+                if body and len(self._others) < OTHERS_KEPT:  # who announces is enough: announcements are large
+                    self._others.add(topic.node)
+                return
             session, message = serialization.decode(body) if body else ("", None)
         except OtherRelease as error:
             if not self._complained:
@@ -209,10 +213,7 @@ class _Seeker:
             return
         except WireError:
             return
-        if isinstance(topic, topics.SpecTopic):
-            if message is not None and len(self._others) < OTHERS_KEPT:
-                self._others.add(topic.node)
-        elif isinstance(topic, topics.StateTopic):
+        if isinstance(topic, topics.StateTopic):
             self._changed.set()  # the parent joins or leaves: ask at once
         elif isinstance(topic, topics.InboxTopic) and isinstance(message, Alive):
             self._answered(topic.run, session, message)

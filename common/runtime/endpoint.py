@@ -20,7 +20,7 @@ from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.packets import Place
 from common.protocol import serialization, topics
-from common.protocol.fetches import Landing
+from common.protocol.fetches import Landing, Skipped
 from common.protocol.identity import Identity
 from common.protocol.manifest import MIN_RATED_CHUNK
 from common.protocol.messages import Failure, NodeState, Presence
@@ -164,7 +164,7 @@ class Endpoint(ABC):
 
     # From the connection
 
-    def _find_place(self, topic: str, size: int) -> Landing | None:
+    def _find_place(self, topic: str, size: int) -> Landing | Skipped | None:
         return self.session.place(topic, size)
 
     def _landed(self, topic: str, place: Place) -> None:

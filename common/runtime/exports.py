@@ -78,7 +78,7 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *,
     for name, read in (
         ("idle_most_seconds", lambda: [((), parent.transfer.idle_s)]),
         ("refused_models", lambda: [((), coordinator.refused)]),
-        ("late_results", lambda: [((), coordinator.late)]),
+        ("late_results", lambda: [((), coordinator.late + coordinator.taken_back)]),
         ("broker_heap_bytes", partial(statistic, HEAP)),
         ("broker_dropped_messages", partial(statistic, DROPPED)),
     ):

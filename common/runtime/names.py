@@ -26,12 +26,14 @@ async def check_carried(
     """
     if "." not in lab + name:
         return
+    wanted, plain = topics.here(lab, name, name), topics.here(PLAIN, PLAIN, PLAIN)
     came: set[str] = set()
     arrived = asyncio.Event()
 
     def received(topic_text: str, body: bytes, retained: bool) -> None:
-        came.add(topic_text)
-        arrived.set()
+        if topic_text in (wanted, plain):
+            came.add(topic_text)
+            arrived.set()
 
     async def subscribe() -> None:
         connection.subscribe([topics.here(lab, name, "+"), topics.here(PLAIN, PLAIN, "+")], qos=0)
@@ -39,7 +41,6 @@ async def check_carried(
 
     async def ask() -> None:
         await connected.wait()
-        wanted, plain = topics.here(lab, name, name), topics.here(PLAIN, PLAIN, PLAIN)
         for _ in range(ASKS):
             for topic in (wanted, plain):  # in this order
                 connection.publish(topic, b"", qos=0)

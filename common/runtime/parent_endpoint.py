@@ -51,6 +51,7 @@ REMIND_FIRST_S: Final = 5.0  # before the first log line about missing children 
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
 LOOK_AGAIN_S: Final = 0.2
+WRITTEN_S: Final = 1e-4  # for each character of an event that children can change as they like
 REPEAT_END_S: Final = 2.0  # before the end of the run is sent again to children that have not sent their farewell
 
 
@@ -175,7 +176,7 @@ class ParentEndpoint(Endpoint):
         in_flight: Sequence[str] = ()
         try:
             closed = await self._closed
-            in_flight = self.session.coordinator.in_flight()
+            in_flight = () if dispatch.last else self.session.coordinator.in_flight()
         finally:  # after this the rows of both directions may be overwritten, but for those of children in flight
             self._on_progress = nothing
             retired = self.session.end_round(self.now(), in_flight=in_flight)
@@ -215,7 +216,7 @@ class ParentEndpoint(Endpoint):
                 remind_at, failed = max(remind_at, now + REMIND_S), found.failed
                 log.warning("%s waits for its children: %.2000s", self.identity.name, found.text)
             if found.missing != observed and now >= observe_at:
-                observed, observe_at = found.missing, now + LOOK_S
+                observed, observe_at = found.missing, now + max(LOOK_S, WRITTEN_S * len(found.text))
                 self._observe("waiting", {"for": found.text, "nodes": dict(observed)})
             self.session.ask_quiet(now)
             self.wake()

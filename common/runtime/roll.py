@@ -20,15 +20,20 @@ from common.experiment.schema import TransferSettings
 from common.host.examination import Finding
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
+from common.protocol.bounds import STRANGER
 from common.protocol.messages import Here, RollCall
 from common.runtime.asking import work_over
 from common.runtime.world import REAL, World, new_session, nothing
+from common.text import short
 
 ASK_S: Final = 0.5
 REST_S: Final = 0.4  # between two answers to one that asks
 ASKERS_MOST: Final = 4  # that are answered within REST_S
 RETRY_S: Final = 5.0
-NODES_KEPT: Final = 100_000
+SESSIONS_KEPT: Final = 4  # of each name: two nodes of one name are shown
+HELD_MOST: Final = 64_000_000  # bytes of all answers
+
+_PROTOCOL: Final = serialization.VERSION
 
 log = logging.getLogger("fedstrata.roll")
 
@@ -94,22 +99,24 @@ class RollEntry:
         self._connection.subscribe([topics.roll(self._lab, "+")], qos=0)
 
     def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
+        now = self._loop.time()
+        self._answered = {asker: at for asker, at in self._answered.items() if now < at + REST_S}
         try:
             topic = topics.parse(topic_text)
-            _, message = serialization.decode(body)
+            if not isinstance(topic, topics.RollTopic) or retained:
+                return
+            if topic.asker in self._answered or len(self._answered) >= ASKERS_MOST:
+                return  # one that asks again and again takes no answer from another one
+            *_, message = serialization.decode_shared(body, sender=STRANGER)
         except WireError:
             return
-        now = self._loop.time()
-        if not isinstance(topic, topics.RollTopic) or not isinstance(message, RollCall) or retained:
+        if not isinstance(message, RollCall):
             return
-        self._answered = {asker: at for asker, at in self._answered.items() if now < at + REST_S}
-        if topic.asker in self._answered or len(self._answered) >= ASKERS_MOST:
-            return  # one that asks again and again takes no answer from another one
         self._answered[topic.asker] = now
         has = self._resources()
         answer = Here(
             message.nonce, self._role, self._parent, self.run, version("fedstrata"), socket.gethostname(),
-            has.hardware, has.data, self._kit, self._wall(), has.findings,
+            short(has.hardware), short(has.data), self._kit, self._wall(), has.findings[: serialization.ITEMS],
         )  # fmt: skip
         where = topics.here(self._lab, topic.asker, self._name)
         self._connection.publish(where, serialization.encode(answer, self._session), qos=0)
@@ -117,11 +124,24 @@ class RollEntry:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A node's answer; `ahead_s`: seconds by which its clock is ahead of this machine's, within ASK_S."""
+    """A node's answer; `ahead_s`: seconds by which its clock is ahead of this machine's, within ASK_S.
+
+    `protocol`: the version that it uses. Of another one than this release's only role, parent, run and release are
+    known.
+    """
 
     node: str
     here: Here
     ahead_s: float
+    protocol: int = _PROTOCOL
+
+    @property
+    def other_release(self) -> str:
+        """Both releases, if it uses another version of the protocol, so that it cannot take part; else empty."""
+        if self.protocol == _PROTOCOL:
+            return ""
+        its, this = f"{self.here.release} (protocol {self.protocol})", f"{version('fedstrata')} (protocol {_PROTOCOL})"
+        return f"it is of release {its}, this is {this}: install one release everywhere"
 
 
 async def call_rolls(
@@ -138,13 +158,20 @@ async def call_rolls(
 
     With `expected`, return as soon as these have answered. Raises ConnectionFailed if no broker could be reached.
     """
-    found: dict[tuple[str, str], Answer] = {}
-    complete = asyncio.Event()
+    found: dict[str, dict[str, Answer]] = {}
+    lacking, complete = set(expected), asyncio.Event()
+    held = 0
 
-    def answered(session: str, answer: Answer) -> None:
-        if len(found) < NODES_KEPT:
-            found[answer.node, session] = answer
-        if expected and set(expected) <= {node for node, _ in found}:
+    def answered(session: str, answer: Answer, size: int) -> None:
+        nonlocal held
+        known = found.get(answer.node, {})
+        if session not in known:
+            held += size
+            if len(known) == SESSIONS_KEPT or held > HELD_MOST:
+                return
+        found.setdefault(answer.node, known)[session] = answer
+        lacking.discard(answer.node)
+        if expected and not lacking:
             complete.set()
 
     calls = [
@@ -164,7 +191,7 @@ async def call_rolls(
         raise failures[0]
     for failure in failures:
         log.warning("%s", failure)
-    return [answer for _, answer in sorted(found.items(), key=lambda item: item[0])]
+    return [answer for _, known in sorted(found.items()) for _, answer in sorted(known.items())]
 
 
 async def call_the_roll(
@@ -174,11 +201,12 @@ async def call_the_roll(
     name: str,
     wait_s: float,
     connect_timeout_s: float,
-    answered: Callable[[str, Answer], None],
+    answered: Callable[[str, Answer, int], None],
     complete: asyncio.Event,
     world: World = REAL,
 ) -> None:
-    """Ask on one broker for `wait_s`, or until it is complete; `answered` is called with each session's answers.
+    """Ask on one broker for `wait_s`, or until it is complete; `answered` is called with each session's answers, and
+    their bytes.
 
     Two nodes of one name are two sessions. Raises ConnectionFailed.
     """
@@ -188,12 +216,12 @@ async def call_the_roll(
     def received(topic_text: str, body: bytes, retained: bool) -> None:
         try:
             topic = topics.parse(topic_text)
-            session, message = serialization.decode(body)
+            protocol, session, message = serialization.decode_shared(body)
         except WireError:
             return
         if not isinstance(topic, topics.HereTopic) or not isinstance(message, Here) or message.nonce != nonce:
             return
-        answered(session, Answer(topic.node, message, message.clock_s - world.wall()))
+        answered(session, Answer(topic.node, message, message.clock_s - world.wall(), protocol), len(body))
 
     async def subscribe() -> None:
         connection.subscribe([topics.here(lab, name, "+")], qos=0)

@@ -26,7 +26,7 @@ class Dispatch:
     as it is, and is forwarded chunk by chunk; its codec is that of the children, or theirs is exact. `epochs`: at least
     those of the children that take part. `follows`: their tasks, as in the message Task; 0 for others. `carried`: the
     children whose tasks of earlier rounds go on, None if tasks end with their round (see `Coordinator.open`); the
-    models that were sent to them must not have changed.
+    models that were sent to them must not have changed. `last`: no round follows, so no task goes on.
     """
 
     global_round: int
@@ -36,6 +36,7 @@ class Dispatch:
     closing: Closing
     follows: Mapping[str, int] = field(default_factory=dict)
     carried: Collection[str] | None = None
+    last: bool = False
 
     @property
     def children(self) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from typing import TypeAlias
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.model.layout import Row
 from common.protocol.messages import Manifest, Phase, Result, Task
-from common.protocol.serialization import MAX_TEXT
 from common.runtime.arriving import Arriving
+from common.text import JSON_MOST
 
 log = logging.getLogger("fedstrata.work")
 
@@ -40,7 +40,7 @@ class WorkResult:
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the result announcement; `model` is the manifest of the row's blob."""
         plans = json.dumps(self.plans) if self.plans else ""
-        if len(plans) > MAX_TEXT:
+        if len(plans) > JSON_MOST:
             log.warning("the decisions of %d rules are not reported: %d characters", len(self.plans), len(plans))
             plans = ""
         return Result(

@@ -16,6 +16,7 @@ from common.net.bulk import Body
 from common.net.connection import BrokerConnection
 from common.net.limits import packet_limit
 from common.net.packets import FindPlace, Place
+from common.protocol.bounds import skip_large
 from common.protocol.session_events import ByteMeter
 
 Received = Callable[[str, bytes, bool], None]
@@ -75,7 +76,7 @@ class World(Protocol):
         received: Received,
         connected: Callable[[], Awaitable[None]],
         lost: Callable[[], None],
-        find_place: FindPlace = lambda topic, size: None,
+        find_place: FindPlace = skip_large,
         landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> Connection:

@@ -6,10 +6,15 @@ disk when memory is short, whereas heap memory must fit.
 
 The files are their user's alone: folders have mode 0700, files 0600, and symbolic links are not followed. Else another
 user, who can predict the names, could read models or have this user's files overwritten.
+
+A process holds a lock on the folder of its run, which the kernel releases if it is killed. When a process begins with a
+run, it removes what no process holds: runs that were not used for a week, and while all runs together take more than
+`SHARE` of the disk, the one that was not used for the longest time. The last one is kept: it may be resumed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
@@ -30,6 +35,7 @@ from common.errors import StorageFailed
 from common.host.files import private, private_folder
 
 KEPT_S: Final = 7 * 86_400.0
+SHARE: Final = 0.1  # of the disk
 RUN: Final = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")  # a run's id; the user may have other files in the folder
 
 log = logging.getLogger("fedstrata.spool")
@@ -68,16 +74,28 @@ class Rows:
         self._mapped.madvise(mmap.MADV_DONTNEED, start, length)
 
 
-class Spool:
-    """One node's files in one run; only memory if `folder` is None."""
+class _RunLock:
+    """A lock on the folder of a run, shared by all its nodes, which ends with this object or with the process."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.found = folder.lstat()
+        self._release = weakref.finalize(self, os.close, _locked(folder, fcntl.LOCK_SH))
+
+
+_LOCKS: Final = weakref.WeakValueDictionary[Path, _RunLock]()  # one for each run: a process may have many nodes
+
+
+class Spool:
+    """One node's files in one run; only memory if `folder` is None. `lock`: on the folder of the run."""
+
+    def __init__(self, folder: Path | None, lock: _RunLock | None = None) -> None:
         self._folder = folder
+        self._lock = lock
         self._temporary: Path | None = None
 
     @classmethod
     def open(cls, root: Path | None, *, run: str, node: str) -> Spool:
-        """Open a node's files, and remove those of runs that nobody used for a week; without a root, use memory.
+        """Open a node's files, and remove those of other runs as described above; without a root, use memory.
 
         Raises StorageFailed if `root` cannot be written, or is not this user's alone.
         """
@@ -85,17 +103,15 @@ class Spool:
             return cls(None)
         folder = root / run / node
         try:
-            for path in (root, root / run, folder):
-                private_folder(path)
-            os.utime(root / run)
-            for old in root.iterdir():
-                with suppress(FileNotFoundError):  # another node removes it, too
-                    if RUN.fullmatch(old.name) and old.lstat().st_mtime < time.time() - KEPT_S:
-                        shutil.rmtree(old, ignore_errors=True)
+            private_folder(root)
+            if (lock := _lock(folder)) is not _LOCKS.get(root / run):
+                _LOCKS[root / run] = lock
+                _remove_others(root, run)
+            private_folder(folder)
         except OSError as error:
             where, problem = error.filename or str(root), error.strerror or str(error)
             raise StorageFailed("--spool", where, problem, "Name a folder of your own that can be written.") from None
-        return cls(folder)
+        return cls(folder, lock)
 
     def rows(self, name: str, count: int, row_bytes: int, *, resident_bytes: float = 0.0) -> Rows:
         """Return rows for models, in a file of this name if there is a folder; `resident_bytes` may stay resident.
@@ -149,3 +165,66 @@ class Spool:
             shutil.rmtree(self._folder, ignore_errors=True)
             with suppress(OSError):  # other nodes of the run still have files
                 self._folder.parent.rmdir()
+        self._lock = None
+
+
+def _lock(folder: Path) -> _RunLock:
+    """Create a node's folder in that of its run, if there is none; return the lock on the latter. Raises OSError."""
+    run = folder.parent
+    while True:
+        private_folder(run)
+        with suppress(FileNotFoundError):  # the last node of another process has removed it: it was empty
+            lock = _LOCKS.get(run)
+            if lock is None or not os.path.samestat(run.lstat(), lock.found):
+                lock = _RunLock(run)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            if os.path.samestat(run.lstat(), lock.found):
+                return lock
+
+
+def _locked(folder: Path, kind: int) -> int:
+    """Return a descriptor of a folder that is locked, as far as the file system has locks. Raises OSError."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, kind)
+    except BlockingIOError:
+        os.close(file)
+        raise
+    except OSError:
+        if kind & fcntl.LOCK_NB:
+            os.close(file)
+            raise  # without locks nobody knows who uses it
+    return file
+
+
+def _remove_others(root: Path, run: str) -> None:
+    """Remove the files of other runs that no process uses, so that they are neither old nor many."""
+    others = [(*_use(path), path) for path in root.iterdir() if RUN.fullmatch(path.name) and path.name != run]
+    held, most, now = sum(size for _, size, _ in others), SHARE * shutil.disk_usage(root).total, time.time()
+    for left, (used_at, size, path) in zip(range(len(others))[::-1], sorted(others), strict=True):
+        if (used_at < now - KEPT_S or (held > most and left)) and _remove_unused(path):
+            held -= size
+
+
+def _use(folder: Path) -> tuple[float, int]:
+    """Return when a run's files were last written, and the bytes that they take."""
+    used_at = size = 0
+    with suppress(FileNotFoundError):  # it ends meanwhile
+        for path in (folder, *folder.rglob("*")):
+            found = path.lstat()
+            used_at, size = max(used_at, found.st_mtime_ns), size + 512 * found.st_blocks
+    return used_at / 1e9, size
+
+
+def _remove_unused(folder: Path) -> bool:
+    """Remove a run's folder and return True, unless a process uses it."""
+    try:
+        file = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(file)
+    return True

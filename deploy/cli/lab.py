@@ -60,15 +60,20 @@ def status(
         )
         away = {node: parent for node, parent in expected.items() if node not in {each.node for each in found}}
         rows: list[dict[str, Any]] = [{"node": each.node, "there": True} | asdict(each.here) for each in found]
-        for row in rows:
+        for row, each in zip(rows, found, strict=True):
             for inner in ("nonce", "clock_s", "findings"):
                 del row[inner]
+            if each.other_release:
+                row["protocol"] = each.protocol
         rows += [{"node": node, "there": False, "parent": parent} for node, parent in away.items()]
         if output == "json":
             for row in rows:
                 typer.echo(json_text(row))
         elif rows:
             typer.echo(_table(reached.name, rows).aligned(), nl=False)
+        for each in found:
+            if each.other_release:
+                logs.write_line(f"{each.node}: {each.other_release}")
         if not found:
             logs.write_line(
                 f"nobody of lab {reached.name} answered on broker {', '.join(map(str, brokers))} within {wait:g} s"
@@ -124,6 +129,8 @@ def _table(lab: str, rows: list[dict[str, Any]]) -> Table:
     names = ("node", "role", "parent", "run", "release", "host", "hardware", "data")
 
     def cell(row: dict[str, Any], name: str) -> str:
+        if name == "release" and "protocol" in row:
+            return f"{row['release']} (protocol {row['protocol']})"
         if name == "run":
             return (row["run"] or "waits") if row["there"] else "away"
         return row.get(name) or "-"

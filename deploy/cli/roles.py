@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +35,7 @@ from deploy.console.shipped import OptionalExperimentFile
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
+    from common.net.address import BrokerAddress
     from common.runtime.roll import Answer
     from deploy.kits.lab import LabAccess
 
@@ -137,8 +140,11 @@ def cloud(
         of_the_lab = tree.get("topology") == LAB
         chosen = None if of_the_lab else checked()
         await check_carried(where, CLOUD, lab=reached.name, connect_timeout_s=connect_timeout)
-        if not sole:
-            await claim(where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
+        alone = partial(claim, where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
+        async with nullcontext() if sole else alone():
+            await run_alone(reached, where, chosen)
+
+    async def run_alone(reached: LabAccess, where: BrokerAddress, chosen: Experiment | None) -> None:
         if chosen is None or reached.lab is not None:
             found, old = await _call_the_roll(reached, connect_timeout)
             if chosen is None:
@@ -334,7 +340,7 @@ def device(
 
 
 async def _call_the_roll(reached: LabAccess, connect_timeout_s: float) -> tuple[list[Answer], Mapping[str, str]]:
-    """Return the nodes that are there, and those whose kit is not that of the lab's file."""
+    """Return the nodes that are there, and why some cannot take part: of another release, or with another lab's kit."""
     from common.runtime.roll import call_rolls
     from deploy.kits.answers import stale
 
@@ -346,7 +352,8 @@ async def _call_the_roll(reached: LabAccess, connect_timeout_s: float) -> tuple[
         connect_timeout_s=connect_timeout_s,
         expected=reached.lab.parents if reached.lab is not None else (),
     )
-    return found, stale(found, reached.lab) if reached.lab is not None else {}
+    others = {each.node: each.other_release for each in found if each.other_release}
+    return found, others | dict(stale(found, reached.lab) if reached.lab is not None else {})
 
 
 def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]:
@@ -358,8 +365,13 @@ def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]
         for each in found
         if each.node not in old
     ]
+    for node, reason in old.items():
+        logs.write_line(f"{node} is left out: {reason}")
+    if old and not there:
+        problem, remedy = f"none of the {len(old)} nodes that are there can take part", "See the lines above."
+        raise InvalidExperiment("topology", "lab", problem, remedy)
     topology, left_out = topology_of(there)
-    for line in (*(f"{node} is left out: {reason}" for node, reason in old.items()), *left_out):
+    for line in left_out:
         logs.write_line(line)
     return topology
 

@@ -31,6 +31,9 @@ def faults(found: Sequence[Answer], lab: Lab | None) -> dict[str, list[str]]:
             wrong.append(f"its parent is {here.parent}, in the lab's file {lab.parents[each.node]}")
         if each.node in old:
             wrong.append(old[each.node])
+        if each.other_release:
+            wrong.append(each.other_release)
+            continue  # nothing else is known of it
         if here.release != version("fedstrata"):
             wrong.append(f"release {here.release}, here {version('fedstrata')}: install the same wheel")
         if abs(each.ahead_s) > CLOCKS_APART_S:

@@ -55,7 +55,7 @@ def record_seconds(
             )  # fmt: skip
             folder.add_round(record)
             folder.event("global_round", record.values())
-            folder.write_of_links(ledger)()
+            folder.write_of_ledger(ledger)()
             folder.sync()
             rule_states.write(folder.checkpoints, name, lambda path: {})
             checkpoint.save_model(folder.checkpoints / f"{name}.safetensors", layout=layout, row=row, facts={})

@@ -1,7 +1,8 @@
 """`python -m deploy.simulation`: run labs in virtual time.
 
 --seeds N [--from K]     N random labs with faults, each with its undisturbed twin, checked against invariants;
-                         every fifth lab loses one device for good, and from 500000 on devices leave and return
+                         every fifth lab loses one device for good; from 400000 on tiers are asynchronous, from 450000
+                         on their devices keep a model, and from 500000 on devices leave and return
 --seed K [--trace]       one of them
 --kill-each K --seed S   one small lab, with a kill after every K-th message, of each role in turn
 EXPERIMENT [--set ...]   an undisturbed lab; prints its outcome as JSON

@@ -15,6 +15,7 @@ from common.net.attempts import Attempts
 from common.net.bulk import Body
 from common.net.connection import LIVED_S
 from common.net.packets import FindPlace, Place
+from common.protocol.bounds import skip_large
 from common.runtime.world import Received, nothing
 from deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
 from deploy.simulation.network import SimulatedLink
@@ -40,7 +41,7 @@ class SimulatedConnection:
         received: Received,
         connected: Callable[[], Awaitable[None]],
         lost: Callable[[], None],
-        find_place: FindPlace = lambda topic, size: None,
+        find_place: FindPlace = skip_large,
         landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> None:
@@ -162,7 +163,7 @@ class SimulatedConnection:
             if answered is not None:
                 answered(packet.body)
             self._settle()
-        elif packet.qos == 0 and (place := self._find_place(packet.topic, len(packet.body))) is not None:
+        elif (place := self._place(packet)) is not None:
             if place.view is not None:
                 place.view[:] = packet.body
             self._landed(packet.topic, place)
@@ -170,6 +171,11 @@ class SimulatedConnection:
             self._deliver(packet)
         else:
             self._early.append(packet)  # aiomqtt queues them until `connected` has returned
+
+    def _place(self, packet: Packet) -> Place | None:
+        """Return the place of a message, as `PacketReader` chooses it."""
+        place = self._find_place(packet.topic, len(packet.body)) if packet.qos == 0 and packet.body else None
+        return None if place is not None and place.view is not None and packet.retain else place
 
     def detach_bodies(self) -> None:
         """Copy bodies that are not sent yet: the owner may overwrite their memory from now on."""

@@ -20,6 +20,7 @@ from deploy.simulation.hardware import Durations
 from deploy.simulation.method_draws import (
     BUFFERS_FROM,
     CLUSTERS_FROM,
+    MEMORIES_FROM,
     METHODS_FROM,
     STATES_FROM,
     with_buffers,
@@ -81,7 +82,8 @@ def draw_lab(seed: int) -> DrawnLab:
             if methods >= STATES_FROM:
                 tree = with_states(random.Random(f"{seed} states"), tree)
             if methods >= BUFFERS_FROM:
-                tree = with_buffers(random.Random(f"{seed} buffers {attempt}"), tree)
+                chance, memories = random.Random(f"{seed} buffers {attempt}"), methods >= MEMORIES_FROM
+                tree = with_buffers(chance, tree, memories=memories)
             elif methods >= CLUSTERS_FROM:
                 tree = with_clusters(random.Random(f"{seed} clusters"), tree)
             experiment = parse(tree)

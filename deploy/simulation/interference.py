@@ -61,14 +61,9 @@ def kind_of(message: Routed) -> str:
 def sender_of(topic: str) -> str:
     """Return the sender of a message, by its topic; "" for a topic that is not fedstrata's."""
     try:
-        parsed = topics.parse(topic)
+        return topics.sender_of(topics.parse(topic))
     except WireError:
         return ""
-    if isinstance(parsed, topics.InboxTopic):
-        return parsed.sender
-    if isinstance(parsed, topics.RollTopic):
-        return parsed.asker
-    return parsed.child if isinstance(parsed, topics.SeekTopic) else parsed.node
 
 
 class MuteFilter:

@@ -19,6 +19,7 @@ from deploy.simulation.monitor import LabRun
 from deploy.simulation.outcome import LabOutcome
 
 DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|StateLost|InvalidBelow|ConnectionFailed")
+MISTAKEN: Final = re.compile(r"InvalidExperiment: --parent")  # the end of a node with another node's configuration
 GONE_STATE: Final = re.compile(r"StateLost|RunFailed: .* gave up")
 STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # (base, per child)
@@ -39,7 +40,8 @@ def ends_as_documented(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
         return ""
     if not outcome.result.startswith("failed: "):
         return outcome.result
-    errors = {node: error for node, error in outcome.ended.items() if error}
+    wrong = {fault.node for fault in drawn.faults if fault.kind is FaultKind.WRONG}
+    errors = {n: error for n, error in outcome.ended.items() if error and not (n in wrong and MISTAKEN.match(error))}
     strange = {node: error for node, error in errors.items() if not DOCUMENTED.match(error)}
     if strange:
         return f"undocumented: {strange}"
@@ -111,6 +113,12 @@ def has_agreeing_ledgers(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     return plausible_accounts(drawn, faulty.evidence)
 
 
+def settles_all_results(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
+    """Check that each accepted result is in one closed round or taken back, and what devices keep follows from that."""
+    evidence = faulty.evidence
+    return "; ".join([f"accepted and lost at {found}" for found in evidence.unsettled] + evidence.misled)
+
+
 def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     """Check that restarts explain repeated trainings, and that no training is missing or superfluous."""
     evidence = faulty.evidence
@@ -162,6 +170,7 @@ def is_exact(drawn: DrawnLab, twin: LabRun) -> str:
         f"retained: {evidence.retained}" if evidence.retained and not (drawn.timed or slow) else "",
         stays_bounded(drawn, twin),
         exact_accounts(drawn, evidence),
+        settles_all_results(drawn, twin),
         _trainings(drawn, twin),
     )
     return "; ".join(filter(None, wrongs))
@@ -254,6 +263,7 @@ DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
         stays_bounded,
         leaves_clean_brokers,
         has_agreeing_ledgers,
+        settles_all_results,
         accounts_for_trainings,
         warns_of_no_bug,
     )

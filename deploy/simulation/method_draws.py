@@ -10,6 +10,7 @@ METHODS_FROM: Final = 100_000  # the first seed whose lab has them
 STATES_FROM: Final = 200_000  # the first seed whose devices keep a state, and may exchange extras
 CLUSTERS_FROM: Final = 300_000  # the first seed whose tiers may select by clusters
 BUFFERS_FROM: Final = 400_000  # the first seed whose tiers may be asynchronous
+MEMORIES_FROM: Final = 450_000  # the first seed whose devices keep a model in such tiers
 
 _RULES: Final[tuple[Mapping[str, Any], ...]] = (
     {"name": "fedavgm", "momentum": 0.5},
@@ -49,9 +50,11 @@ def with_clusters(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]
     return {**tree, **{key: _clustered(rng, tree[key]) for key in ("cloud", "institution") if key in tree}}
 
 
-def with_buffers(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a drawn lab of which a tier at least aggregates buffers of results; no device keeps a state."""
-    found = {**tree, "training": {key: value for key, value in tree["training"].items() if key != "objective"}}
+def with_buffers(rng: random.Random, tree: Mapping[str, Any], *, memories: bool) -> dict[str, Any]:
+    """Return a drawn lab of which a tier at least aggregates buffers; with `memories` its devices keep a model."""
+    objective = {"objective": {"name": "moon"}} if memories else {}
+    settings = {key: value for key, value in tree["training"].items() if key != "objective"}
+    found = {**tree, "training": settings | objective}
     if "tiers" in tree:
         chosen = rng.randrange(len(tree["tiers"]))
         tiers = [_buffered(rng, tier, i == chosen) for i, tier in enumerate(tree["tiers"])]

@@ -10,13 +10,16 @@ from typing import Any, Final, cast
 
 from common.accounting.counters import packet_bytes
 from common.accounting.traffic import Traffic
+from common.errors import WireError
 from common.experiment.topology import CLOUD
-from common.protocol import topics
+from common.protocol import serialization, topics
 from common.protocol.child_session import ChildSession
+from common.protocol.messages import Acknowledgement, Task
 from common.protocol.parent_session import ParentSession
 from common.protocol.session import Session
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.broker import Routed
+from deploy.simulation.connection import SimulatedConnection
 from deploy.simulation.interference import kind_of
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome
@@ -48,6 +51,8 @@ class Evidence:
     ledgers: each parent's byte ledger at the end, every link below it
     trained: how often each device completed each round    starts: processes of each node    late: late results
     before_join: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
+    unsettled: results that a parent has accepted, and neither used in one closed round nor taken back
+    misled: tasks that follow one whose result was refused, or taken back
     """
 
     sizes: Counter[str] = field(default_factory=Counter)
@@ -63,6 +68,8 @@ class Evidence:
     starts: Counter[str] = field(default_factory=Counter)
     before_join: Counter[tuple[str, str]] = field(default_factory=Counter)
     late: int = 0
+    unsettled: list[str] = field(default_factory=list)
+    misled: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class Monitor:
     def __init__(self) -> None:
         self.evidence = Evidence()
         self._joined: set[str] = set()
+        self._answers: dict[tuple[str, str, int, int], str] = {}  # by a parent's session, the child and its round
         self.lab: SimulatedLab
 
     def observe(self, event: str, facts: dict[str, object]) -> None:
@@ -100,6 +108,26 @@ class Monitor:
             if late or topic.node not in self._joined:
                 size = packet_bytes(message.topic, len(message.body), qos=message.qos)
                 self.evidence.before_join[topic.sender, topic.node] += size
+
+    def answered(self, message: Routed) -> None:
+        """Compare what each task follows with the last answer of its parent's session to that task's result."""
+        if kind_of(message) not in ("Task", "Acknowledgement"):
+            return
+        try:
+            topic, (session, content) = topics.parse(message.topic), serialization.decode(message.body)
+        except WireError:
+            return  # damaged on its way
+        if not isinstance(topic, topics.InboxTopic):
+            return
+        experiment = self.lab.agents.experiment
+        if isinstance(content, Acknowledgement):
+            place = session, topic.node, content.key.global_round, content.key.local_round
+            self._answers[place] = content.reason
+        elif isinstance(content, Task) and content.follows:
+            rounds = experiment.rounds_of(experiment.tree.depth(topic.sender))
+            place = session, topic.node, *divmod(content.follows - 1, rounds)
+            if reason := self._answers.get(place):
+                self.evidence.misled.append(f"{topic.node} follows its task {content.follows}: {reason}")
 
     async def sample(self) -> None:
         """Sample all sessions at growing intervals until cancelled."""
@@ -131,6 +159,18 @@ class Monitor:
         for node in lab.names:
             for endpoint in endpoints(lab, node):
                 self._count(node, endpoint.session)
+                self._settle(node, endpoint)
+
+    def _settle(self, node: str, endpoint: Endpoint) -> None:
+        if not isinstance(endpoint.session, ParentSession):
+            return
+        assert isinstance(endpoint.connection, SimulatedConnection)
+        coordinator, process = endpoint.session.coordinator, endpoint.connection.process
+        goes_on = process.alive or process.killed  # a process that has ended settles all
+        pending = len(coordinator.unsettled()) if goes_on else 0
+        lost = coordinator.accepted - coordinator.used - coordinator.taken_back - pending
+        if lost:
+            self.evidence.unsettled.append(f"{node}: {lost} of {coordinator.accepted}")
 
     def _count(self, node: str, session: Session) -> None:
         evidence = self.evidence

@@ -81,6 +81,7 @@ def run_lab(
 
     async def disturb(lab: SimulatedLab) -> None:
         monitor.lab = lab
+        lab.network.hooks.append(monitor.answered)
         if not faults:
             lab.network.hooks.append(monitor.routed)
         set_links(lab, drawn.unequal)

@@ -9,6 +9,7 @@ from typing import Final
 
 from common.net.address import BrokerAddress
 from common.net.packets import FindPlace, Place
+from common.protocol.bounds import skip_large
 from common.runtime.world import Connection, Received
 from deploy.simulation.broker import SimulatedBroker
 from deploy.simulation.connection import SimulatedConnection
@@ -45,7 +46,7 @@ class SimulatedWorld:
         received: Received,
         connected: Callable[[], Awaitable[None]],
         lost: Callable[[], None],
-        find_place: FindPlace = lambda topic, size: None,
+        find_place: FindPlace = skip_large,
         landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> Connection:

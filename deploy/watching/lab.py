@@ -38,6 +38,7 @@ from deploy.watching.meter import RateMeter
 from deploy.watching.node import Node, TierMeters
 
 GOODBYE_S: Final = 12.0  # a cloud that has finished leaves within this time
+EVENTS_KEPT: Final = 10_000
 GLOBAL_ROUNDS_KEPT: Final = 10
 SCORES_KEPT: Final = 40
 SILENT_S: Final = 15.0  # a working child sends a message every two seconds
@@ -110,7 +111,7 @@ class WatchedLab:
         self._alive_at = now
         self._finished_at: float | None = None
         self._ready_at: float | None = None
-        self._events: deque[Event] = deque()
+        self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)  # until they are shown, twice a second
         facts = {"run": run, "experiment": experiment.name, "global_rounds": experiment.rounds}
         self._emit("run", {**facts, "nodes": experiment.count_by_kind()})
 

@@ -228,7 +228,8 @@ class Node:
 
     def on_acknowledgement(self, message: Acknowledgement) -> bool:
         """Process its parent's acknowledgement of its result; return whether the result was refused just now."""
-        if message.key != self.key or self.step in (NodeStep.DONE, NodeStep.REFUSED):
+        over = (NodeStep.REFUSED,) if message.reason else (NodeStep.DONE, NodeStep.REFUSED)  # it may be taken back
+        if message.key != self.key or self.step in over:
             return False
         self._go(NodeStep.REFUSED if message.reason else NodeStep.DONE)
         return bool(message.reason)

@@ -3,8 +3,9 @@
 A lab of real processes on a real mosquitto, whose roles compute nothing. Meanwhile attackers publish what an access
 control list allows them: below their own names, and under these in others' inboxes and seeks. `device-0` attacks its
 institution, `institution-1` the cloud and its devices, each beside its honest process and with its session, and
-`mallory`, who is no node of the run, all of them. The run must end with the undisturbed final model, at most a factor 2
-slower for each global round, with memory within 20 % and every class of messages refused and counted by reason.
+`mallory`, who is no node of the run, all of them. Now and then a message has 100 MB. The run must end with the
+undisturbed final model, at most a factor 2 slower for each global round, with memory within 20 %, at its peak too, and
+every class of messages refused and counted by reason.
 """
 
 from __future__ import annotations
@@ -79,8 +80,11 @@ MALLORY: Final = "mallory"
 OTHER_SESSION: Final = "feedfeedfeedfeed"
 KEPT: Final = 200  # real messages, to be mutated and replayed
 BURST: Final = 50
+LOOK_S: Final = 0.2
 FIELDS_AT: Final = 19  # behind the header, the version and a session of 16 characters
 UNDISTURBED_ROUNDS: Final = 8  # before the attack begins
+LARGE_BYTES: Final = 100_000_000
+LARGE_EVERY: Final = 1000  # of the large messages; the others are as small as one that is too large can be
 FUTURE, EVER = Key(0, 10**6, 0), 2**63 - 1
 MUCH: Final = Traffic(*[EVER] * 12, TcpStats(*[EVER] * 11))
 EXPERIMENT: Final[dict[str, Any]] = {
@@ -129,6 +133,7 @@ class Attack:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._draw = random.Random(1)
+        self._larges = itertools.count()
         self.classes: dict[str, Callable[[str, str], Publication]] = {
             "mutated": self._mutated,
             "random": self._random,
@@ -141,6 +146,7 @@ class Attack:
             "sessions": self._session,
             "seekers": self._seeker,
             "chunks": self._chunk,
+            "large": self._large,
             "outsider": self._outsider,
         }
 
@@ -222,6 +228,14 @@ class Attack:
         number = self._draw.randrange(10**17)
         return topics.chunk(LAB, self._wire.run, member, topics.ALL, blob, 0, number), self._draw.randbytes(2000)
 
+    def _large(self, member: str, node: str) -> Publication:
+        """Publish a text that a node may not even escape, where the member may publish."""
+        letters = 20_000 if next(self._larges) % LARGE_EVERY else LARGE_BYTES
+        body = serialization.encode(Preparing(1, "\x1b" * letters), self._wire.sessions[member])
+        inbox, seek = topics.inbox(LAB, self._wire.run, node, member), topics.seek(LAB, PARENTS.get(node, node), member)
+        state, roll = topics.state(LAB, self._wire.run, member), topics.roll(LAB, member)
+        return self._draw.choice([inbox, inbox, inbox, seek, state, roll]), body
+
     def _outsider(self, member: str, node: str) -> Publication:
         """Publish as somebody who is no node of the run."""
         body = serialization.encode(WhoIsThere("n"), OTHER_SESSION)
@@ -237,13 +251,17 @@ class Attack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What an attacked run came to. `refused`: messages by role and reason; `rss`: bytes by role, before and after."""
+    """What an attacked run came to. `refused`: messages by role and reason.
+
+    `rss`: bytes by role, before and after; `peaks`: the most before the attack, and during it.
+    """
 
     ok: bool
     same: bool
     published: Mapping[str, int]
     refused: Mapping[str, Mapping[str, int]]
     rss: Mapping[str, tuple[int, int]]
+    peaks: Mapping[str, tuple[int, int]]
     round_s: tuple[float, float]
     seconds: float
 
@@ -258,9 +276,11 @@ class Findings:
         found += [] if self.same else ["the final model differs"]
         grown = {role: after / before for role, (before, after) in self.rss.items() if after > 1.2 * before}
         found += [f"memory of {role} grew by a factor {factor:.2f}" for role, factor in grown.items()]
+        grown = {role: after / before for role, (before, after) in self.peaks.items() if after > 1.2 * before}
+        found += [f"memory of {role} was {factor:.2f} times as large for a moment" for role, factor in grown.items()]
         factor = self.round_s[1] / self.round_s[0]
         found += [f"a global round took {factor:.2f} times as long"] if factor > 2 else []
-        lacking = {"malformed", "unknown session", "does not fit", "too many"} - self.reasons
+        lacking = {"malformed", "unknown session", "does not fit", "too many", "too large"} - self.reasons
         return found + [f"nothing was refused as {reason!r}" for reason in sorted(lacking)]
 
 
@@ -303,12 +323,12 @@ class HostileLab:
         events = [json.loads(line) for line in lines if line.endswith("}") and '"global_round"' in line]
         return [datetime.fromisoformat(e["time"]).timestamp() for e in events if e["event"] == "global_round"]
 
-    def rss(self) -> dict[str, int]:
-        """Return the resident bytes of each role."""
+    def rss(self, *, peak: bool = False) -> dict[str, int]:
+        """Return the resident bytes of each role, or the most so far."""
         found = {}
         for name, process in self._roles.items():
-            text = Path(f"/proc/{process.pid}/status").read_text()
-            found[name] = 1024 * int(text.partition("VmRSS:")[2].split()[0])
+            amount = Path(f"/proc/{process.pid}/status").read_text().partition("VmHWM:" if peak else "VmRSS:")[2]
+            found[name] = 1024 * int(amount.split()[0]) if amount else 0  # it has ended
         return found
 
     def scrape(self) -> None:
@@ -327,8 +347,12 @@ class HostileLab:
         """Whether the cloud runs."""
         return self._roles[CLOUD].poll() is None
 
-    def ends(self, timeout_s: float) -> dict[str, int]:
-        """Wait for the roles' ends and return their exit codes."""
+    def ends(self, timeout_s: float, look: Callable[[], None]) -> dict[str, int]:
+        """Wait for the roles' ends, with looks at them meanwhile, and return their exit codes."""
+        deadline = time.monotonic() + timeout_s
+        while self.running() and time.monotonic() < deadline:
+            look()
+            time.sleep(LOOK_S)
         return {name: process.wait(timeout_s) for name, process in self._roles.items()}
 
     def _stop(self) -> None:
@@ -361,8 +385,14 @@ def measure(home: Path, *, messages: int, rate: float, kinds: Sequence[str] = ()
             assert lab.running(), "the lab ended before the attack"
             time.sleep(0.1)
         spy.unsubscribe(f"fs1/{LAB}/+/+/inbox/+")
-        rss, began, scraped = lab.rss(), time.time(), 0.0
-        rss_after = rss
+        rss, peaks, began, scraped = lab.rss(), lab.rss(peak=True), time.time(), 0.0
+        rss_after, peaks_after = rss, dict(peaks)
+
+        def look() -> None:
+            found = lab.rss(peak=True)
+            peaks_after.update((role, max(peaks_after[role], found[role])) for role in peaks_after)
+            lab.scrape()
+
         for kind in itertools.islice(itertools.cycle(kinds or attack.classes), messages):
             topic, body = attack.next(kind)
             client.publish(topic, body, qos=0)
@@ -373,13 +403,13 @@ def measure(home: Path, *, messages: int, rate: float, kinds: Sequence[str] = ()
                 scraped = now
                 if not lab.running():
                     break
-                lab.scrape()
                 rss_after = lab.rss()
+                look()
             time.sleep(max(0.0, began + published.total() / rate - now))
         seconds = time.time() - began
         lab.scrape()
         ended = time.time()
-        codes = lab.ends(60.0 + rounds)
+        codes = lab.ends(60.0 + rounds, look)
         incomplete = [row for row in round_rows(lab.runs) if row["missing"] or row["refused"]]
         times = lab.rounds()
         usual = [b - a for a, b in pairwise(before_s)] + [b - a for a, b in pairwise(times) if a > ended + 1.0]
@@ -390,6 +420,7 @@ def measure(home: Path, *, messages: int, rate: float, kinds: Sequence[str] = ()
             published=published,
             refused=lab.refused,
             rss={role: (rss[role], rss_after[role]) for role in rss},
+            peaks={role: (peaks[role], peaks_after[role]) for role in rss},
             round_s=(statistics.median(usual), statistics.median(attacked or [seconds])),
             seconds=seconds,
         )
@@ -407,7 +438,8 @@ def main() -> None:
     print(f"published in {found.seconds:.0f} s: {dict(found.published)}")
     for role, counts in found.refused.items():
         before, after = found.rss[role]
-        print(f"{role}: memory {before / 1e6:.1f} -> {after / 1e6:.1f} MB; refused {counts}")
+        peak = found.peaks[role][1] / 1e6
+        print(f"{role}: memory {before / 1e6:.1f} -> {after / 1e6:.1f} MB, at most {peak:.1f} MB; refused {counts}")
     print(f"a global round: {found.round_s[0]:.3f} s undisturbed, {found.round_s[1]:.3f} s attacked")
     print(f"the same final model: {'yes' if found.same else 'NO'}")
     raise SystemExit("; ".join(found.problems()) or 0)
