@@ -157,7 +157,32 @@ def test_a_folder_with_several_links_is_read_once(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / "train" / "cat" / name).symlink_to(tmp_path / "album", target_is_directory=True)
     found = datasets.load(split(tmp_path))
-    assert reds(found.train_images) == [0, 1, 50, 51, 52] and "1 files and links are not read: cat/b." in found.notes[0]
+    assert reds(found.train_images) == [0, 1, 50, 51, 52] and "1 file or link is not read: cat/b." in found.notes[0]
+
+
+def test_nodes_that_list_a_folder_in_another_order_have_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_parts(tmp_path)
+    for place, name in enumerate(
+        ["cat/x/1.png", "cat/x-y/2.png", "cat/a/b/3.png", "dog/9.png", "dog/10.png", "cat/n.txt"]
+    ):
+        path = tmp_path / "train" / name
+        picture(path.with_suffix(".png"), (10 + place, 0, 0))
+        path.with_suffix(".png").rename(path)
+    (tmp_path / "train" / "cat" / "k").symlink_to("x")
+    (tmp_path / "train" / "cat" / "z").symlink_to("x")
+    listing, found = Path.iterdir, []
+    for key in (
+        lambda path: path.name,
+        lambda path: path.name[::-1],
+        lambda path: [-ord(letter) for letter in path.name],
+    ):
+        monkeypatch.setattr(Path, "iterdir", lambda path, key=key: iter(sorted(listing(path), key=key)))
+        datasets._load.cache_clear()
+        found.append(datasets.load(split(tmp_path)))
+    assert all(torch.equal(one.train_images, found[0].train_images) and one.notes == found[0].notes for one in found)
+    assert reds(found[0].train_images) == [0, 14, 13, 1, 12, 10, 11] and "3 files and links" in found[0].notes[0]
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_an_image_behind_a_link_makes_it_stale_and_its_notes_are_kept(
             datasets._load.cache_clear()
             found = datasets.load(data)
             assert found.train_images[:, 0, 0, 0].tolist() == [7, colour]
-            assert len(found.notes) == 1 and "1 files and links are not read: a/notes.txt." in found.notes[0]
+            assert len(found.notes) == 1 and "1 file or link is not read: a/notes.txt." in found.notes[0]
     assert len(list(place.glob("*.safetensors"))) == 2
 
 

@@ -192,6 +192,17 @@ def test_rows_that_are_left_out_are_counted_by_class_and_no_class_is_lost(tmp_pa
     ]
 
 
+def test_long_names_are_cut_in_messages(tmp_path: Path) -> None:
+    text = labelled(["x" * 100_000, "y"] * 4)
+    with pytest.raises(InvalidExperiment) as refused:
+        read(tmp_path, text, table(classes=["y"]))
+    assert "also has 'xxxxx" in str(refused.value) and len(str(refused.value)) < 600 + len(str(tmp_path))
+    lost = labelled(["x" * 100_000, "y"] * 4, lacking=dict.fromkeys(range(0, 8, 2), ""))
+    with pytest.raises(InvalidExperiment, match="leaves no row of class 'xxx") as refused:
+        read(tmp_path, lost, table(missing="drop"))
+    assert len(str(refused.value)) < 600 + len(str(tmp_path))
+
+
 def test_a_leading_zero_is_part_of_a_name(tmp_path: Path) -> None:
     found = read(tmp_path, labelled(["07", "7", "8", "7.0", "-01", "00", "0"] * 4), table())
     assert found.names == ["-01", "0", "00", "07", "7", "8"]

@@ -238,7 +238,8 @@ def _unlearned(data: Data, parts: Parts) -> list[str]:
     lines = []
     for lacking, having, one, other in ((train, test, "training", "test"), (test, train, "test", "training")):
         if found := np.flatnonzero((lacking == 0) & (having > 0)).tolist():
-            names = some([repr(parts.names[label]) if parts.names else label for label in found])
+            named = len(parts.names) == parts.classes
+            names = some([repr(parts.names[label]) if named else label for label in found])
             lines.append(f"{data.dataset}: no {one} sample has these classes of the {other} samples: {names}")
     return lines
 

@@ -119,8 +119,8 @@ def _read(
             problem = f"no image in {(folder / name).absolute()}" + (f", but {some(held)}" if held else "")
             raise InvalidExperiment("data.classes", name, problem, "Put its images there, or remove the class.")
     if skipped:
-        files = f"{len(skipped)} files and links are not read: {some(skipped)}"
-        notes.append(f"{folder}: {files}. Names of images end in {', '.join(SUFFIXES)}")
+        count = "1 file or link is" if len(skipped) == 1 else f"{len(skipped)} files and links are"
+        notes.append(f"{folder}: {count} not read: {some(skipped)}. Names of images end in {', '.join(SUFFIXES)}")
     if (size := len(named) * prod(shape)) > MOST_BYTES:
         problem = f"{len(named)} images of {list(shape)} take {size / 1e9:.0f} GB"
         raise InvalidExperiment("data.image_shape", list(shape), problem, "Use fewer or smaller images.")

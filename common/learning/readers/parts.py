@@ -16,6 +16,7 @@ Labels = npt.NDArray[np.int64]
 Targets = Labels | npt.NDArray[np.float32]
 
 MOST_BYTES = 16 << 30  # of samples in memory
+NAME_MOST = 200  # characters of a name in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class Parts:
 
 
 def some(names: Sequence[object], *, most: int = 3) -> str:
-    """Return the first few of many names, and the number of the others."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + rest
+    """Return the first few of many names, long ones cut, and the number of the others."""
+    shown = (text if len(text := str(name)) <= NAME_MOST else f"{text[:NAME_MOST]}..." for name in names[:most])
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def find(root: Path, candidates: Sequence[Sequence[Path]], *, fetch: str) -> list[Path]:

@@ -130,7 +130,7 @@ def _classes(data: Data, tables: Sequence[_Rows], path: Path) -> list[str]:
         return found
     listed = _listed(data)
     if unknown := [name for name in found if name not in listed]:
-        problem = f"{path} also has {', '.join(map(repr, unknown[:5]))} in column {column!r}"
+        problem = f"{path} also has {some([*map(repr, unknown)], most=5)} in column {column!r}"
         raise InvalidExperiment("data.classes", data.classes, problem, "List all classes, or correct the file.")
     return listed
 
@@ -237,7 +237,7 @@ def _notes(data: Data, tables: Sequence[_Rows], known: Sequence[str]) -> Iterato
         count, total = rows.dropped.total(), rows.dropped.total() + len(rows.x)
         lost = [name for name in rows.dropped if name and name not in kept]
         if count and not data.private and (lost or count == total):
-            which = f"class {some(list(map(repr, lost)))}" if lost else "any class"
+            which = f"class {some([*map(repr, lost)])}" if lost else "any class"
             problem = f"leaves no row of {which} in {rows.path}; the first missing value is in {rows.first}"
             raise InvalidExperiment("data.missing", data.missing, problem, FILL)
         if count:
