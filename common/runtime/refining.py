@@ -58,7 +58,7 @@ class RefinerProcess:
         try:
             facts, refined = asyncio.run_coroutine_threadsafe(self._refined(models), self._loop).result()
         except CancelledError:
-            raise RunFailed(f"{self._node}'s refinement was cancelled") from None
+            raise self._refusal() from None
         np.copyto(models.mean, refined)
         return facts
 
@@ -76,13 +76,16 @@ class RefinerProcess:
         """End the process."""
         self._process.close()
 
+    def _refusal(self) -> RunFailed:
+        return RunFailed(f"{self._node}'s refinement was cancelled")
+
     async def _begin(self, channel: SubprocessChannel) -> None:
         experiment = self._experiment.to_json()
         await channel.request(experiment=experiment, node=self._node, partition=self._partition)
 
     async def _refined(self, models: RoundModels) -> tuple[Record, Row]:
         if self._cancelled:
-            raise CancelledError
+            raise self._refusal()
         self._call = asyncio.current_task()
         return await self._process.do(partial(self._refine, models))
 
