@@ -26,6 +26,7 @@ CERTIFIED: Final = "fedstrata.certified"
 HANGS_S: Final = 30.0  # without a beat: a small board under load is late, too
 SCRAPE_MOST_S: Final = 60.0
 INTERVALS: Final = 3  # without a scrape: on a loaded host one comes late
+SERVER_NAME: Final = "metrics.fedstrata.invalid"  # in a lab's certificates: no broker's name, whose machine it may be
 # Of Prometheus' requests for the targets, and for metrics; a scrape's timeout is at most its interval.
 REFRESH: Final = "HTTP_X_PROMETHEUS_REFRESH_INTERVAL_SECONDS"
 TIMEOUT: Final = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"
@@ -102,7 +103,9 @@ def _seconds(text: str) -> float:
     return value if isfinite(value) and value > 0 else 0.0
 
 
-def serve(answer: Callable[[Any, Any], Iterable[bytes]], host: str, port: int, *, tls: ssl.SSLContext | None) -> int:
+def serve(
+    answer: Callable[[Any, Any], Iterable[bytes]], host: str, port: int, *, tls: Callable[[], ssl.SSLContext] | None
+) -> int:
     """Serve a WSGI application from a thread and return the port; port 0 selects a free one. Raises OSError."""
     server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
     server.tls = tls
@@ -112,9 +115,12 @@ def serve(answer: Callable[[Any, Any], Iterable[bytes]], host: str, port: int, *
 
 @dataclass(frozen=True, slots=True)
 class MetricsGuard:
-    """Who may read the metrics: clients with a certificate that `tls` accepts, or with `login`, name:password."""
+    """Who may read the metrics: clients with a certificate that `tls` accepts, or with `login`, name:password.
 
-    tls: ssl.SSLContext | None
+    `tls` returns the context of the next connection.
+    """
+
+    tls: Callable[[], ssl.SSLContext] | None
     login: str = field(default="", repr=False)
 
     def admits(self, environ: Mapping[str, Any]) -> bool:
@@ -127,14 +133,14 @@ class MetricsGuard:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    tls: ssl.SSLContext | None = None
+    tls: Callable[[], ssl.SSLContext] | None = None
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept; a client's handshake waits for its own thread."""
         connection, client = super().get_request()
         connection.settimeout(REQUEST_S)
         if self.tls is not None:
-            connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            connection = self.tls().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, client
 
     def handle_error(self, request: object, client_address: object) -> None:

@@ -193,7 +193,7 @@ devices = [{{ names = ["device-0..2"], machine = "pi" }}]
 def test_access_rules_are_examined_with_a_nodes_own_certificate(tmp_path: Path) -> None:
     authority = Authority.open(tmp_path / "north-authority", name="north")
     for name in ("broker", "operator", "device-0"):
-        authority.of(name, hosts=HERE)
+        authority.of(name, hosts=HERE if name == "broker" else ())
     issued = str(tmp_path / "north-authority" / "issued" / "broker")
     rules = tmp_path / "rules"
     rules.write_text(access.mosquitto(parse(dict(LAB)), "main"))

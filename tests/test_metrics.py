@@ -18,6 +18,7 @@ from common.metrics import FAMILIES, Metrics, node_labels
 from common.metrics_server import BEAT_S, HANGS_S, INTERVALS, SCRAPE_MOST_S, Heartbeat, Scrapes
 from common.net.address import BrokerAddress
 from deploy.cli.serving import serve_metrics
+from deploy.console.login import Login
 from deploy.simulation.loop import VirtualLoop
 
 NODE = node_labels("institution", "institution-0", parent="region-0")
@@ -173,7 +174,7 @@ def test_a_loop_beats_as_long_as_it_runs() -> None:
 
 def test_a_role_serves_its_health() -> None:
     async def ask() -> tuple[int, str]:
-        metrics, _ = serve_metrics("127.0.0.1:0", broker=BrokerAddress("127.0.0.1"), insecure=False)
+        metrics, _ = serve_metrics("127.0.0.1:0", broker=BrokerAddress("127.0.0.1"), login=Login(), insecure=False)
         return await asyncio.to_thread(health, metrics)
 
     assert asyncio.run(ask()) == (200, "ok\n")

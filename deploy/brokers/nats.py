@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
-from common.errors import ConnectionFailed
+from common.errors import ConnectionFailed, InvalidExperiment
 from deploy.brokers.guard import Guard
 
 _BCRYPT: Final = re.compile(r"\$2[abxy]\$\d\d\$[./A-Za-z0-9]{53}", re.ASCII)
@@ -54,6 +54,9 @@ def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str
         tls = {"cert_file": guard.tls.certificate, "key_file": guard.tls.key, "timeout": 60}
         if guard.tls.authority is not None:
             tls |= {"ca_file": guard.tls.authority, "verify_and_map": True}
+        if guard.tls.revoked is not None:
+            problem = "the embedded broker cannot check a list of revoked certificates"
+            raise InvalidExperiment("--tls-crl", guard.tls.revoked, problem, "Use --kind mosquitto.")
         mqtt["tls"] = tls
     if guard.rules is not None:
         settings["authorization"] = json.loads(_read(guard.rules, "access rules"))
