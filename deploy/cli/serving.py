@@ -64,7 +64,8 @@ def serve_metrics(
     from common.host.machine import export_machine
     from common.metrics import Metrics
     from common.net.address import is_loopback
-    from common.runtime.targets import HTTPS, reachable
+    from common.protocol.targets import HTTPS
+    from common.runtime.targets import reachable
 
     host, port = check_metrics(address)
     registry = Metrics()
