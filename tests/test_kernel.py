@@ -302,7 +302,7 @@ def carried(endpoint: Endpoint) -> tuple[int, int]:
 def nobody_asks_for_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the connection that asks the broker for its packet limit: no meter counts it."""
 
-    async def unlimited(address: BrokerAddress) -> None:
+    async def unlimited(address: BrokerAddress, *, topic: str, most: int) -> None:
         pass
 
     monkeypatch.setattr("common.runtime.world.packet_limit", unlimited)

@@ -28,7 +28,7 @@ from common.metrics_server import SERVER_NAME
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.connection import BrokerConnection
-from common.net.limits import packet_limit
+from common.net.limits import reported_limits
 from common.net.tls import Tls
 from common.protocol.messages import Target
 from common.runtime.targets import discovery
@@ -134,8 +134,8 @@ def test_a_certificate_of_the_authority_connects_and_large_bodies_arrive(
     tls = Tls(ca, *written(home, "device-0", authority.issue("device-0")))
     body = os.urandom(9_000_000)
     assert connect(served.port, tls, body=body) == body
-    limit = asyncio.run(packet_limit(BrokerAddress("127.0.0.1", served.port, tls=tls)))
-    assert (limit is not None) == (served.kind == "mosquitto"), "asked by TLS, too"
+    limit = asyncio.run(reported_limits(BrokerAddress("127.0.0.1", served.port, tls=tls)))
+    assert (limit.packet_bytes is not None) == (served.kind == "mosquitto"), "asked by TLS, too"
 
 
 def test_what_is_refused_and_with_which_line(
@@ -404,7 +404,7 @@ def test_a_revoked_client_is_refused_by_metrics_while_it_runs(revoking: Revoking
     port = int(asyncio.run(serve()).rpartition(":")[2])
     assert scraped(port, first.client_context()) == 200
     revoking.revoke("operator")
-    with pytest.raises(OSError, match="certificate revoked"):
+    with pytest.raises(OSError, match=r"certificate revoked|EOF|reset"):  # the server may close before we read why
         scraped(port, first.client_context())
     assert scraped(port, revoking.of("operator").client_context()) == scraped(port, other.client_context()) == 200
 

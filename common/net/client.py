@@ -58,7 +58,7 @@ class MqttClient(aiomqtt.Client):
     """An asynchronous context, connected inside it. It serves one connection; call `close` after that.
 
     `find_place`, `landed` and `received` are PacketReader's, called as the socket is read; `will` is a topic and a
-    retained payload.
+    payload, `retains`: the broker retains it.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class MqttClient(aiomqtt.Client):
         client_id: str,
         keepalive_s: int,
         will: tuple[str, bytes] | None,
+        retains: bool,
         find_place: FindPlace,
         landed: Callable[[str, Place], None],
         received: Received,
@@ -79,7 +80,7 @@ class MqttClient(aiomqtt.Client):
             username=address.username,
             password=address.password,
             identifier=client_id,
-            will=aiomqtt.Will(will[0], will[1], qos=1, retain=True) if will else None,
+            will=aiomqtt.Will(will[0], will[1], qos=1, retain=retains) if will else None,
             clean_session=True,
             keepalive=keepalive_s,
             socket_options=SOCKET_OPTIONS,

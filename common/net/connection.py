@@ -16,9 +16,10 @@ from common.accounting.tcp import WireMeter
 from common.errors import InvalidExperiment
 from common.net.address import BrokerAddress
 from common.net.attempts import Attempts
-from common.net.bulk import Body, BulkClient
+from common.net.bulk import CLOSED, Body, BulkClient
 from common.net.client import MqttClient, MqttError
 from common.net.failures import FailureLog
+from common.net.limits import reported_limits
 from common.net.packets import FindPlace, Place, Received
 
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
@@ -83,6 +84,7 @@ class BrokerConnection:
         self._lost = lost
         self._find_place, self._landed = find_place, landed
         self._will = will
+        self._retains = True
         self._client: MqttClient | None = None
         self._tls: ssl.SSLContext | None = None
         self._calls: set[asyncio.Task[None]] = set()
@@ -128,6 +130,8 @@ class BrokerConnection:
                 if sent is not None:
                     self._lost()
                 reason = client.reason(error)
+                if sent is None and self._will is not None and self._retains and reason.startswith(CLOSED):
+                    await self._find_out_whether_it_retains()
                 text = f"{reason} {sent.describe(now)}" if sent is not None else reason
                 failed, pause_s = attempts.address, attempts.failed(text, worked=self._worked, now=now)
                 if line := self._failures.failed(f"{failed} {reason} {sent and sent.packet}", text, now):
@@ -148,6 +152,7 @@ class BrokerConnection:
             else:
                 inner.publish(topic, body)
         elif self._client is not None:
+            retain = retain and self._retains
             self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf))
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
@@ -229,6 +234,17 @@ class BrokerConnection:
             finally:
                 client.close()
 
+    async def _find_out_whether_it_retains(self) -> None:
+        """Connect without a retained will from now on if the broker reports that it retains nothing.
+
+        Such a broker closes the connection of a client that wants it to, without a reason.
+        """
+        self._retains = (await reported_limits(self.attempts.address)).retains
+        if not self._retains:
+            log.warning(
+                "broker %s retains no messages: who comes late asks, which takes up to 2 s", self.attempts.address
+            )
+
     def _new_client(self) -> MqttClient:
         address = self.attempts.address
         if address.tls is not None:
@@ -242,6 +258,7 @@ class BrokerConnection:
             client_id=f"{self._client_id}-{self.attempts.place}",
             keepalive_s=self._keepalive_s,
             will=self._will,
+            retains=self._retains,
             find_place=self._find_place,
             landed=self._landed,
             received=self._receive,
