@@ -9,12 +9,13 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 from paho.mqtt.reasoncodes import ReasonCode
 
 from common.accounting.tcp import WireMeter
 from common.errors import InvalidExperiment
-from common.net.address import BrokerAddress
+from common.net.address import BrokerAddress, HostPort
 from common.net.attempts import Attempts
 from common.net.bulk import CLOSED, Body, BulkClient
 from common.net.client import MqttClient, MqttError
@@ -23,8 +24,11 @@ from common.net.limits import reported_limits
 from common.net.packets import FindPlace, Place, Received
 
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
+ANSWER_S: Final = 2.0  # without any answer, before the first attempt is reported
 LIVED_S: Final = 5.0  # a connection that lasts this long has worked
 REFUSED: Final = 0x80  # of a SUBACK
+
+_FAILURES: Final = WeakValueDictionary[tuple[HostPort, ...], FailureLog]()  # of the brokers of this process
 
 log = logging.getLogger("fedstrata.connection")
 
@@ -91,7 +95,7 @@ class BrokerConnection:
         self._optional: set[asyncio.Task[None]] = set()
         self._unbegun: set[Coroutine[Any, Any, Any]] = set()
         self._leaving: set[Callable[[], None]] = set()
-        self._failures = FailureLog()
+        self._failures = _FAILURES.setdefault(address.hosts, FailureLog())
         self._last_sent: _Sent | None = None
         self._unacknowledged = 0
         self._worked = False
@@ -133,11 +137,11 @@ class BrokerConnection:
                 if sent is None and self._will is not None and self._retains and reason.startswith(CLOSED):
                     await self._find_out_whether_it_retains()
                 text = f"{reason} {sent.describe(now)}" if sent is not None else reason
-                failed, pause_s = attempts.address, attempts.failed(text, worked=self._worked, now=now)
+                failed, final = attempts.address, sent is None and client.is_final(error)
+                pause_s = attempts.failed(text, worked=self._worked, now=now, final=final)
                 if line := self._failures.failed(f"{failed} {reason} {sent and sent.packet}", text, now):
-                    several = attempts.address != failed
-                    level = logging.WARNING if sent is not None or attempts.endless or several else logging.INFO
-                    log.log(level, "broker %s: %s; trying %s", failed, line, attempts.address if several else "again")
+                    following = attempts.address if attempts.address != failed else "again"
+                    log.warning("broker %s: %s; trying %s", failed, line, following)
             self.meter.detach()
             self.reconnects += 1
             await asyncio.sleep(pause_s)
@@ -213,6 +217,7 @@ class BrokerConnection:
         leaked.
         """
         entering = asyncio.create_task(client.__aenter__(), name="connect")
+        slow = asyncio.get_running_loop().call_later(ANSWER_S, self._no_answer_yet)
         try:
             await asyncio.shield(entering)
         except asyncio.CancelledError:
@@ -224,6 +229,8 @@ class BrokerConnection:
         except MqttError:
             client.close()
             raise
+        finally:
+            slow.cancel()
         try:
             yield
         finally:
@@ -244,6 +251,10 @@ class BrokerConnection:
             log.warning(
                 "broker %s retains no messages: who comes late asks, which takes up to 2 s", self.attempts.address
             )
+
+    def _no_answer_yet(self) -> None:
+        if self.reconnects == 0:
+            log.warning("broker %s: no answer yet", self.attempts.address)
 
     def _new_client(self) -> MqttClient:
         address = self.attempts.address

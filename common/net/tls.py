@@ -30,6 +30,8 @@ _REASONS: Final = {  # OpenSSL's names of the alerts and faults that users meet
     "RECORD_LAYER_FAILURE": "no TLS on this port. Use the broker's TLS port, or omit the --tls options.",
     "UNEXPECTED_EOF_WHILE_READING": "closed during the TLS handshake. Is this the broker's TLS port?",
 }
+_PASSING: Final = frozenset({"SSLV3_ALERT_CERTIFICATE_EXPIRED", "UNEXPECTED_EOF_WHILE_READING"})  # may be a clock's
+_NOT_YET_VALID: Final = frozenset({9, 11})  # OpenSSL's codes: a certificate, a list; the clock may not be set yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,13 @@ def reason_of(error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and error.reason:
         return _REASONS.get(error.reason, f"TLS: {error.reason.lower().replace('_', ' ')}")
     return str(error)
+
+
+def is_final(error: OSError) -> bool:
+    """Return whether another attempt with the same certificates would fail, too."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_code not in _NOT_YET_VALID
+    return getattr(error, "reason", None) in _REASONS.keys() - _PASSING
 
 
 def _unusable(option: str, path: str, error: OSError, wanted: str) -> InvalidExperiment:
