@@ -28,7 +28,7 @@ from common.protocol.identity import Identity
 from common.protocol.limits import limits_below
 from common.protocol.messages import Announcement, NodeState
 from common.protocol.pending import Budget
-from common.protocol.targets import ADDRESS
+from common.protocol.targets import ADDRESS, HTTPS
 from common.protocol.timeline import GLOBAL_PHASES
 from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.children import Observe
@@ -124,7 +124,9 @@ class CloudAgent:
         self._metrics.run_is(LABELS, "running")
 
         def targets(asked: str) -> list[ScrapeTarget]:
-            here = asked if ADDRESS.fullmatch(asked) else self._metrics_address  # the address that Prometheus used
+            own = self._metrics_address
+            used = HTTPS + asked if own.startswith(HTTPS) else asked  # the address that Prometheus used
+            here = used if ADDRESS.fullmatch(used) else own
             return discovery(down.session.targets.addresses(), tree, cloud=here, run=identity.run)
 
         self._metrics.serve_targets(targets)

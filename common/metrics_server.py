@@ -1,4 +1,7 @@
-"""The HTTP server of a role's metrics: who may read them, and when they were read.
+"""The HTTP server of a role's metrics: who may read them, when they were read, and what strangers cannot exhaust.
+
+Its connections, the bytes of a request and the time of one are bounded, so that whoever reaches the port takes neither
+the descriptors of the role nor a scrape's turn.
 
 A role that ends waits for Prometheus to read its last values. How often Prometheus asks is known from its requests:
 the time between two, and what it states in a header of each.
@@ -7,25 +10,35 @@ the time between two, and what it states in a header of each.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import ssl
+import sys
 import time
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hmac import compare_digest
+from io import BytesIO
 from math import isfinite
 from socketserver import ThreadingMixIn
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Final
+from wsgiref.handlers import SimpleHandler
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 BEAT_S: Final = 1.0
-REQUEST_S: Final = 30.0  # for a client to send its request, and to take each part of the reply
+REQUEST_S: Final = 30.0  # from the connection to the end of the reply, the TLS handshake included
+HEAD_MOST: Final = 16_384  # bytes of a request
+CONNECTIONS_MOST: Final = 32
+REST_S: Final = 0.2  # of a process without descriptors, before it accepts again
 CERTIFIED: Final = "fedstrata.certified"
 HANGS_S: Final = 30.0  # without a beat: a small board under load is late, too
 SCRAPE_MOST_S: Final = 60.0
 INTERVALS: Final = 3  # without a scrape: on a loaded host one comes late
+SERVER_NAME: Final = "metrics.fedstrata.invalid"  # in a lab's certificates: no broker's name, whose machine it may be
 # Of Prometheus' requests for the targets, and for metrics; a scrape's timeout is at most its interval.
 REFRESH: Final = "HTTP_X_PROMETHEUS_REFRESH_INTERVAL_SECONDS"
 TIMEOUT: Final = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"
@@ -102,7 +115,9 @@ def _seconds(text: str) -> float:
     return value if isfinite(value) and value > 0 else 0.0
 
 
-def serve(answer: Callable[[Any, Any], Iterable[bytes]], host: str, port: int, *, tls: ssl.SSLContext | None) -> int:
+def serve(
+    answer: Callable[[Any, Any], Iterable[bytes]], host: str, port: int, *, tls: Callable[[], ssl.SSLContext] | None
+) -> int:
     """Serve a WSGI application from a thread and return the port; port 0 selects a free one. Raises OSError."""
     server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
     server.tls = tls
@@ -112,9 +127,12 @@ def serve(answer: Callable[[Any, Any], Iterable[bytes]], host: str, port: int, *
 
 @dataclass(frozen=True, slots=True)
 class MetricsGuard:
-    """Who may read the metrics: clients with a certificate that `tls` accepts, or with `login`, name:password."""
+    """Who may read the metrics: clients with a certificate that `tls` accepts, or with `login`, name:password.
 
-    tls: ssl.SSLContext | None
+    `tls` returns the context of the next connection.
+    """
+
+    tls: Callable[[], ssl.SSLContext] | None
     login: str = field(default="", repr=False)
 
     def admits(self, environ: Mapping[str, Any]) -> bool:
@@ -126,16 +144,59 @@ class MetricsGuard:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """A server with a thread for each of at most CONNECTIONS_MOST connections.
+
+    A further one takes the place of the oldest of the host that has the most, so that no host takes another's.
+    """
+
     daemon_threads = True
-    tls: ssl.SSLContext | None = None
+    request_queue_size = 128
+    tls: Callable[[], ssl.SSLContext] | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[socket.socket, tuple[str, float]] = {}  # host and beginning of each, the oldest first
+        self._lock = Lock()
+        super().__init__(*arguments)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept; a client's handshake waits for its own thread."""
-        connection, client = super().get_request()
+        try:
+            connection, client = super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # the socket stays readable: do not try without a pause
+                time.sleep(REST_S)
+            raise
         connection.settimeout(REQUEST_S)
         if self.tls is not None:
-            connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            connection = self.tls().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            if len(self._open) >= CONNECTIONS_MOST:
+                (host, _), *_ = Counter(host for host, _ in self._open.values()).most_common(1)
+                self._end(next(each for each, (of, _) in self._open.items() if of == host))
+            self._open[connection] = client[0], time.monotonic()
         return connection, client
+
+    def service_actions(self) -> None:
+        """End the connections whose time is over."""
+        with self._lock:
+            for each in [each for each, (_, begun) in self._open.items() if begun + REQUEST_S < time.monotonic()]:
+                self._end(each)
+
+    def _end(self, connection: socket.socket) -> None:
+        """End a connection, which its own thread closes then."""
+        del self._open[connection]
+        with suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of TLS may not be called by another thread
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection; by TLS so that the client knows that the reply is complete."""
+        with self._lock:
+            self._open.pop(request, None)
+        if isinstance(request, ssl.SSLSocket):
+            request.settimeout(0)
+            with suppress(OSError, ValueError):
+                request.unwrap()  # sends that it ends, and does not wait for the client's
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Log nothing: a client that speaks no HTTP or TLS, or goes away."""
@@ -145,7 +206,29 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
+class _Reply(SimpleHandler):
+    def log_exception(self, exc_info: Any) -> None:
+        """Log what is wrong here, and nothing of a client that goes away."""
+        if not isinstance(exc_info[1], OSError):
+            super().log_exception(exc_info)
+
+
 class _Silent(WSGIRequestHandler):
+    def handle(self) -> None:
+        """Answer one request, once all of it has come."""
+        head = b""
+        while b"\r\n\r\n" not in head:
+            if len(head) > HEAD_MOST or not (part := self.connection.recv(HEAD_MOST)):
+                return
+            head += part
+        self.rfile.close()
+        self.rfile = BytesIO(head)
+        self.raw_requestline = self.rfile.readline()
+        if self.parse_request():
+            server: Any = self.server
+            out: Any = self.wfile
+            _Reply(self.rfile, out, sys.stderr, self.get_environ()).run(server.get_app())
+
     def get_environ(self) -> dict[str, Any]:
         certified = isinstance(self.connection, ssl.SSLSocket) and bool(self.connection.getpeercert())
         return {**super().get_environ(), CERTIFIED: certified}

@@ -125,6 +125,19 @@ def test_the_attempts_end_with_a_whole_turn_after_the_time_limit_unless_one_has_
         fail(attempts, now=9.0)
 
 
+def test_what_fails_for_good_at_all_addresses_ends_at_once_unless_a_connection_has_worked() -> None:
+    attempts = attempts_at(THREE, give_up=100.0)
+    finals = (True, False, True, True, True)  # the second is not there yet
+    for final in finals:
+        attempts.failed("no", worked=False, now=0.0, final=final)
+    with pytest.raises(ConnectionFailed, match=r"a:1883: no; b:1883: no; c:1883: no. Are the login and its files"):
+        attempts.failed("no", worked=False, now=0.0, final=True)
+    attempts.begin(give_up=100.0)
+    attempts.failed("no", worked=True, now=0.0, final=True)
+    for _ in range(9):
+        attempts.failed("no", worked=False, now=0.0, final=True)
+
+
 # Nodes
 
 

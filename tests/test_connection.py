@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ import pytest
 from common.errors import ConnectionFailed
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
+from common.host.processes import free_port
 from common.net import connection
 from common.net.address import BrokerAddress
 from common.net.attempts import pause_s
@@ -25,11 +27,14 @@ from common.net.bulk import Body
 from common.net.client import MqttClient
 from common.net.connection import BrokerConnection
 from common.net.failures import KINDS_MOST, FailureLog
+from common.net.tls import is_final
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
 from deploy.brokers import broker
+from deploy.brokers.broker import Kind
+from deploy.brokers.guard import Guard
 
 PATIENCE_S = 30.0
 
@@ -403,6 +408,61 @@ def test_kinds_of_failures_are_bounded() -> None:
     assert len(failures._kinds) == KINDS_MOST
 
 
+# What is reported at once, and what ends at once
+
+
+def outcome_of(address: BrokerAddress, caplog: pytest.LogCaptureFixture) -> str:
+    """Connect, with a thousand seconds of patience; return the error, or the first line that is logged."""
+
+    async def run() -> str:
+        running = asyncio.create_task(connection_to(address).run(connect_timeout_s=1000.0))
+        await until(lambda: running.done() or bool(logged(caplog)))
+        running.cancel()
+        await asyncio.wait((running,))
+        if not running.cancelled():
+            return str(running.exception())
+        return logged(caplog)[0]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
+def test_a_wrong_password_ends_at_once(kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        broker.choose(kind)
+    except ConnectionFailed as error:
+        pytest.skip(str(error))
+    with broker.start(directory=tmp_path, kind=kind, guard=Guard(login=("me", "secret"))) as served:
+        where = BrokerAddress(served.host, served.port, "me", "wrong")
+        line = f"broker {where}: the broker refuses the login: Not authorized. Are the login and its files right?"
+        assert outcome_of(where, caplog) == line
+        both = replace(where, others=(("127.0.0.1", free_port()),))
+        assert "; trying 127.0.0.1:" in outcome_of(both, caplog), "somebody may come there"
+
+
+def test_what_may_come_yet_is_reported_at_once_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    nobody = BrokerAddress("127.0.0.1", free_port())
+    assert outcome_of(nobody, caplog) == f"broker {nobody}: [Errno 111] Connection refused; trying again"
+    caplog.clear()
+    unknown = outcome_of(BrokerAddress("no-such-host.invalid"), caplog)
+    assert unknown.startswith("broker no-such-host.invalid:1883: [Errno -") and unknown.endswith("; trying again")
+    caplog.clear()
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.net.connection.ANSWER_S", 0.01)
+        where = BrokerAddress(*silent.getsockname())
+        assert outcome_of(where, caplog) == f"broker {where}: no answer yet"
+
+
+@pytest.mark.parametrize(
+    ("code", "final"), [(18, True), (19, True), (20, True), (23, True), (10, True), (9, False), (11, False)]
+)
+def test_a_certificate_that_is_not_yet_valid_may_wait_for_the_clock(code: int, final: bool) -> None:
+    error = ssl.SSLCertVerificationError()
+    error.verify_code = code
+    assert is_final(error) is final
+    assert not is_final(ssl.SSLEOFError()) and not is_final(ConnectionRefusedError())
+
+
 # A broker that refuses its statistics
 
 
@@ -437,8 +497,8 @@ def test_a_broker_that_gives_no_statistics_is_usable(answer: Answer) -> None:
     async def run() -> None:
         async with FakeBroker(answering_statistics(answer)) as fake, parent_at(fake.address) as connection:
             await until(lambda: fake.subscriptions(b"$SYS"))
-            subscriptions = [b"$SYS" in body for _, kind, body in fake.packets if kind == SUBSCRIBE]
-            assert subscriptions == [False, True]
+            own = [(kind, body) for number, kind, body in fake.packets if number == 0]  # others ask for its limits
+            assert [b"$SYS" in body for kind, body in own if kind == SUBSCRIBE] == [False, True]
             assert connection.up and connection.reconnects == 0
 
     assert scenario(run()) == []

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from common.errors import DuplicateName
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
 from common.protocol.pending import SEEKERS_MOST
@@ -223,3 +224,52 @@ async def test_a_child_of_a_run_that_ended_while_it_was_away_ends_with_it(site: 
     await living(site, parent, work=until_the_child_is_away())
     site.link("device-0").change(cut=False)
     await serving_child
+
+
+# Another process of the name
+
+
+@virtual
+async def test_a_second_node_of_a_name_ends_while_there_is_no_run(site: SimulatedSite) -> None:
+    first = seeking(site)
+    await asyncio.sleep(10)
+    second, other = seeking(site), seeking(site, "device-1")
+    with pytest.raises(DuplicateName, match=r"device-0 already waits for a run on broker broker.*, on host .* --name"):
+        await second
+    assert not first.done() and not other.done()
+    first.cancel()
+    await asyncio.wait((first,))
+    third = seeking(site)
+    await asyncio.sleep(100)
+    assert not third.done(), "the name is free again"
+    for task in (third, other):
+        task.cancel()
+
+
+@virtual
+async def test_of_two_nodes_of_a_name_that_come_together_one_stays(site: SimulatedSite) -> None:
+    both = [seeking(site) for _ in range(2)]
+    done, left = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.sleep(100)
+    assert [type(task.exception()) for task in done] == [DuplicateName]
+    assert not any(task.done() for task in left) and len(left) == 1
+    left.pop().cancel()
+
+
+@virtual
+async def test_a_node_that_has_its_name_ends_by_no_answer_about_it(site: SimulatedSite) -> None:
+    found, sent = seeking(site), site.routed
+    await until(lambda: any(each.topic == topics.here(LAB, "device-0", "device-0") for each in sent))
+    (nonce,) = {
+        message.nonce
+        for each in sent
+        if each.topic == topics.here(LAB, "device-0", "device-0")
+        and isinstance(message := serialization.decode(each.body)[1], WhoIsThere)
+    }
+    await asyncio.sleep(10)
+    late = serialization.encode(Alive(nonce, Presence(NodeState.INIT, "")), "another")
+    site.inject(topics.here(LAB, "device-0", "device-0"), late)
+    site.inject(topics.here(LAB, "device-0", "device-0"), b"\xff")
+    await asyncio.sleep(10)
+    assert not found.done()
+    found.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import stat
@@ -22,7 +23,7 @@ from common.errors import InvalidExperiment, StorageFailed
 from common.experiment.aggregation import FedAvg
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.host.files import replacing
+from common.host.files import replacing, writing
 from common.learning import stored
 from common.model.layout import ModelLayout, Section
 from common.storage.spool import Spool
@@ -205,6 +206,13 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(StorageFailed, match="cable"):
         write()
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_process_without_descriptors_is_sent_to_no_disk(tmp_path: Path, number: int) -> None:
+    remedy = r"Too many open files.*\. Let this process have more .* ulimit -n"
+    with pytest.raises(StorageFailed, match=remedy), writing(tmp_path / "file"):
+        raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import select
+import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 import weakref
 from collections import Counter
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Final
 
 import pytest
 
+from common import metrics_server
 from common.host import machine
 from common.host.nvidia import Gpu, Gpus
 from common.metrics import FAMILIES, Metrics, node_labels
-from common.metrics_server import BEAT_S, HANGS_S, INTERVALS, SCRAPE_MOST_S, Heartbeat, Scrapes
+from common.metrics_server import (
+    BEAT_S,
+    CONNECTIONS_MOST,
+    HANGS_S,
+    HEAD_MOST,
+    INTERVALS,
+    SCRAPE_MOST_S,
+    SERVER_NAME,
+    Heartbeat,
+    Scrapes,
+)
 from common.net.address import BrokerAddress
+from common.net.tls import Tls
 from deploy.cli.serving import serve_metrics
+from deploy.console.login import Login
+from deploy.kits.authority import Authority
 from deploy.simulation.loop import VirtualLoop
 
 NODE = node_labels("institution", "institution-0", parent="region-0")
@@ -173,10 +194,103 @@ def test_a_loop_beats_as_long_as_it_runs() -> None:
 
 def test_a_role_serves_its_health() -> None:
     async def ask() -> tuple[int, str]:
-        metrics, _ = serve_metrics("127.0.0.1:0", broker=BrokerAddress("127.0.0.1"), insecure=False)
+        metrics, _ = serve_metrics("127.0.0.1:0", broker=BrokerAddress("127.0.0.1"), login=Login(), insecure=False)
         return await asyncio.to_thread(health, metrics)
 
     assert asyncio.run(ask()) == (200, "ok\n")
+
+
+# Strangers
+
+ALERT: Final = b"\x15"  # of TLS: what came was no handshake
+ROLE: Final = """
+import resource, sys
+from common.metrics import Metrics
+from common.net.tls import OPTIONAL, RenewedContext, Tls
+from common.metrics_server import MetricsGuard
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+files = sys.argv[1:]
+guard = MetricsGuard(RenewedContext(Tls(*files), clients=OPTIONAL), "me:secret") if files else None
+print(Metrics().serve("127.0.0.1", 0, guard), flush=True)
+for line in sys.stdin:
+    opened = [open("/dev/null") for _ in range(40)]
+    print(len(opened), flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["http", "tls without a handshake"])
+def test_idle_connections_take_neither_the_descriptors_of_a_role_nor_a_scrapes_turn(way: str, tmp_path: Path) -> None:
+    files: list[str] = []
+    if way != "http":
+        authority = Authority.open(tmp_path, name="north")
+        authority.of("metrics", hosts=[SERVER_NAME])
+        files = [str(tmp_path / path) for path in ("ca.crt", "issued/metrics.crt", "issued/metrics.key")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    role = subprocess.Popen(
+        [sys.executable, "-c", ROLE, *files], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with role, ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        stack.callback(role.kill)
+        assert role.stdout is not None and role.stdin is not None
+        port = int(role.stdout.readline())
+
+        def scraped() -> int:
+            client = socket.create_connection(("127.0.0.1", port), timeout=10)
+            if files:
+                client = Tls(files[0]).client_context().wrap_socket(client, server_hostname=SERVER_NAME)
+            with client:
+                client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+                return int(client.recv(4096).split()[1])
+
+        idle: list[socket.socket] = []
+        for number in range(1200):
+            idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)))
+            idle[-1].sendall(b"GET /metrics HTTP/1.0\r\nX: " if not files else b"\x16\x03\x01")
+            if number % 100 == 0:
+                assert scraped() == 503, "the role has no event loop, and replies"
+        for client in idle:
+            with suppress(OSError):
+                client.sendall(b"y" * 1000)  # those that are left go on
+        assert scraped() == 503
+        print(file=role.stdin, flush=True)
+        assert role.stdout.readline() == "40\n", "the role opens the files that it needs"
+        for client in idle[: -2 * CONNECTIONS_MOST]:
+            with suppress(ConnectionResetError):
+                assert client.recv(1) in (b"", ALERT), "closed"
+        for client in idle:
+            client.close()
+        assert scraped() == 503
+
+
+@pytest.mark.parametrize("pace", ["drop by drop", "too much"])
+def test_a_request_has_an_end(pace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "REQUEST_S", 1.0 if pace == "drop by drop" else 1000.0)
+    with socket.create_connection(("127.0.0.1", Metrics().serve("127.0.0.1", 0)), timeout=30) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\nX: ")
+        if pace == "drop by drop":
+            sent = 0
+            while not select.select([client], [], [], 0.01)[0]:  # until it ends
+                client.sendall(b"y")
+                sent += 1
+            assert 1 < sent < HEAD_MOST
+        else:
+            with suppress(OSError):
+                client.sendall(b"y" * (HEAD_MOST + 1))
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+
+
+def test_a_host_with_many_connections_takes_no_other_hosts() -> None:
+    port = Metrics().serve("127.0.0.1", 0)
+    with ExitStack() as stack:
+        scraper = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10, ("127.0.0.2", 0)))
+        scraper.sendall(b"GET /healthz HTTP/1.0\r\n")
+        for _ in range(3 * CONNECTIONS_MOST):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        scraper.sendall(b"\r\n")
+        assert scraper.recv(4096).split()[1] == b"503"
 
 
 def test_patience_is_three_intervals_as_long_as_somebody_comes() -> None:

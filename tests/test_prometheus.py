@@ -23,7 +23,12 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 from common.host.energy import rails_watts
 from common.host.processes import free_port
 from common.metrics import FAMILIES
+from common.metrics_server import SERVER_NAME
 from deploy.brokers import broker
+from deploy.kits.lab import KEPT_TLS, load
+from deploy.kits.lab import Lab as KitLab
+from deploy.kits.provision import LAB_FILE, provision
+from deploy.kits.units import STATE, TLS, environment, services
 from docs.tools.dashboards import DASHBOARDS, PrometheusAnnotation, dashboard
 from docs.tools.dashboards.panel import Panel
 from tests.helpers.commands import DEMO, PATIENCE_S, command, sets, table
@@ -34,6 +39,7 @@ from tests.helpers.monitoring import (
     SHIPPED,
     Prometheus,
     Row,
+    configure,
     needs_prometheus,
     start,
     start_prometheus,
@@ -271,6 +277,71 @@ def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> No
             labels["alertname"] for labels, _ in prometheus.query('count_over_time(ALERTS{alertstate="firing"}[1h])')
         }
         assert not fired - {"RunFinished", "HostHot", "HostMemoryLow", "DiskLow"}, "a healthy run"
+
+
+def kit_of(folder: Path) -> tuple[KitLab, Path]:
+    """Return a lab of one machine, this one, and its kit."""
+    wheel, file = folder / "fedstrata-0-py3-none-any.whl", folder / "rack.toml"
+    wheel.touch()
+    file.write_text(f"""
+name = "rack"
+broker = "main"
+machines = {{ here = {{ address = "127.0.0.1", cloud = true, metrics = true }} }}
+brokers = {{ main = {{ machine = "here", port = {free_port()} }} }}
+institutions = {{ institution-0 = {{ machine = "here" }} }}
+devices = [{{ names = ["device-0..1"], machine = "here", parent = "institution-0" }}]
+""")
+    found = load(file)
+    (kit,) = provision(found, file, wheel=wheel, out=folder / "kits")
+    return found, kit
+
+
+@needs_prometheus
+def test_a_lab_of_kits_with_certificates_is_found_whole(tmp_path: Path) -> None:
+    """From the kits' own commands, by the nodes' presence and the cloud's list of targets, to Prometheus."""
+    if broker.choose() != "mosquitto":
+        pytest.skip("mosquitto is not installed")
+    lab, kit = kit_of(tmp_path)
+    port, cloud = free_port(), free_port()
+    with ExitStack() as stack:
+        held = stack.enter_context((tmp_path / "held").open("w"))
+        fcntl.flock(held, fcntl.LOCK_EX)
+        here = {TLS: str(kit / KEPT_TLS), STATE: str(tmp_path)}
+
+        def placed(text: str) -> str:
+            return re.sub("|".join(here), lambda match: here[match[0]], text)
+
+        env = os.environ | {name: placed(value) for name, value in environment(lab, "here").items()}
+        env |= {"NULL_LAB_HOLD": f"1:{held.name}"}
+        served, *nodes = [
+            start(stack, *command(*map(placed, each.command), null=True), env=env) for each in services(lab, "here")
+        ]
+        words = ["--lab", kit / LAB_FILE, "--runs", tmp_path / "runs", "--metrics", f"0.0.0.0:{cloud}"]
+        pairs = ("topology.institutions=1", "topology.devices=2", "rounds=1")
+        nodes.append(start(stack, *command("cloud", DEMO, *words, *sets(*pairs), null=True)))
+        prometheus = Prometheus(start_prometheus(stack, tmp_path, port=port, cloud=cloud, tls=kit / KEPT_TLS))
+        until(prometheus.answers, served, *nodes)
+        everybody = {("cloud", "", "cloud"), ("institution", "cloud", HOME), ("device", HOME, "")}
+        until(lambda: prometheus.healthy() == everybody, served, *nodes)
+        held.close()
+        for process in nodes:
+            _, errors = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, errors.decode()
+
+
+@needs_prometheus
+def test_what_is_shipped_for_tls_differs_by_tls_alone(tmp_path: Path) -> None:
+    _, kit = kit_of(tmp_path)
+    path = configure(tmp_path, cloud=9464, tls=kit / KEPT_TLS)
+    done = subprocess.run(["promtool", "check", "config", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shipped, plain = (yaml.safe_load((SHIPPED / name).read_text()) for name in ("prometheus-tls.yml", "prometheus.yml"))
+    (job,) = shipped["scrape_configs"]
+    (asked,) = job["http_sd_configs"]
+    tls = job.pop("tls_config")
+    assert tls == asked.pop("tls_config") and tls["server_name"] == SERVER_NAME
+    asked["url"] = asked["url"].replace("https", "http")
+    assert shipped == plain
 
 
 @needs_prometheus

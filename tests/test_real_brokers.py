@@ -14,6 +14,7 @@ import pytest
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
+from common.runtime.endpoint import PACKET_ROOM
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess, Kind
 from tests.helpers.nodes import (
@@ -122,6 +123,42 @@ def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_ar
             assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
 
     real(run())
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"message_size_limit": 300_000}, "drops packets of 1001024 bytes and does not report it"),
+        ({"retain_available": "false"}, "retains no messages: who comes late asks"),
+    ],
+)
+def test_a_broker_that_carries_less_is_named_and_serves(
+    settings: dict[str, str | int],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if broker.choose() != "mosquitto":
+        pytest.skip("mosquitto is not installed")
+    monkeypatch.setattr(broker, "_MOSQUITTO", {})  # it would report its limit of packets
+
+    async def run(site: RealSite) -> None:
+        layout = layout_of(2_500_000)
+        parent, child = parent_of(site, ["device-0"], layout=layout), child_of(site, "device-0")
+        async with together(living(site, parent), serving(site, child, layout, 0)):
+            row = drawn(layout, 1)
+            for endpoint in (parent, child):  # rounds begin once the children have joined
+                await endpoint.introduced(timeout_s=PATIENCE_S)
+            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
+            chunk = 250_256 - PACKET_ROOM if "message_size_limit" in settings else TransferSettings().chunk_bytes
+            assert parent.session.offers.chunk_most == child.session.offers.chunk_most == chunk
+            reconnects = 0 if "message_size_limit" in settings else 1
+            assert parent.connection.reconnects == child.connection.reconnects == reconnects
+
+    with broker.start(directory=tmp_path, kind="mosquitto", settings=settings) as served:
+        real(run(RealSite(BrokerAddress(served.host, served.port))))
+    assert [record.levelname for record in caplog.records if line in record.getMessage()] == ["WARNING"] * 2
 
 
 def test_a_child_whose_socket_is_shut_in_mid_upload_goes_on_where_it_was(site: RealSite) -> None:

@@ -76,6 +76,21 @@ def test_devices_below_the_cloud_are_targets() -> None:
     assert answer[1] == {"targets": ["h0:1"], "labels": labels}
 
 
+def test_who_is_reached_by_tls_is_a_target_of_that_scheme() -> None:
+    targets = watching(TREE)
+    addresses = ("https://10.0.0.7:1", "https://[fd00::7]:1", "10.0.0.8:1")
+    below = zip(("d0", "d1", "d2"), addresses, strict=True)
+    targets.receive("i0", presence(NodeState.READY, "https://gpu-0.example:9464", *below), now=0.0)
+    answer = discovery(targets.addresses(), TREE, cloud="https://10.0.0.1:9464", run="r-1")
+    assert {each["targets"][0]: each["labels"].get("__scheme__") for each in answer} == {
+        "10.0.0.1:9464": "https",
+        "gpu-0.example:9464": "https",
+        "10.0.0.7:1": "https",
+        "[fd00::7]:1": "https",
+        "10.0.0.8:1": None,
+    }
+
+
 @pytest.mark.parametrize("state", NodeState)
 def test_who_is_gone_is_no_target_and_devices_wait_for_an_institution_that_is_away(state: NodeState) -> None:
     targets = watching(TREE)
@@ -96,7 +111,8 @@ def test_nobody_reports_on_others_and_what_is_no_address_is_left_out() -> None:
     lies = (
         ("d3", "h1:1"),
         ("cloud", "h1:2"),
-        ("d0", "http://h1"),
+        ("d0", "http://h1:1"),
+        ("d0", "https://h1"),
         ("d1", "h1:1/x"),
         ("d2", "h" * 300 + ":1"),
         ("d0", ""),

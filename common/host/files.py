@@ -15,6 +15,7 @@ from common.errors import StorageFailed
 PARTIAL: Final = ".partial"
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 _READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -73,6 +74,8 @@ def failure(error: OSError, path: Path) -> StorageFailed:
         remedy = "Make room on that disk."
     elif error.errno in _READ_ONLY:
         remedy = "Make that folder writable."
+    elif error.errno in _DESCRIPTORS:
+        remedy = "Let this process have more open files and connections: ulimit -n, or LimitNOFILE of its service."
     return StorageFailed("file", str(path), error.strerror or str(error), remedy)
 
 

@@ -12,6 +12,7 @@ from common.net.address import BrokerAddress
 
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
+HINT: Final = "Is it running there, and are the login and --broker right?"
 
 
 def pause_s(attempt: int, draw: Callable[[float, float], float] = random.uniform) -> float:
@@ -38,6 +39,7 @@ class Attempts:
         self._pauses = 0  # since a connection has worked
         self._give_up = math.inf
         self._reasons: dict[BrokerAddress, str] = {}
+        self._final: dict[BrokerAddress, bool] = {}
 
     @property
     def address(self) -> BrokerAddress:
@@ -58,23 +60,25 @@ class Attempts:
         """Begin to connect; the attempts end at `give_up` if no connection has worked, but try each address once."""
         self._give_up, self._failed, self._pauses = give_up, 0, 0
 
-    def failed(self, reason: str, *, worked: bool, now: float) -> float:
+    def failed(self, reason: str, *, worked: bool, now: float, final: bool = False) -> float:
         """Note the end of a connection or attempt; return the pause before the next attempt, in seconds.
 
-        Raises ConnectionFailed with all reasons.
+        `final`: another attempt at this address would fail, too. Raises ConnectionFailed with all reasons, at once if
+        no connection has worked and all addresses fail for good.
         """
         if worked:
             self._give_up, self._pauses = math.inf, 0
             self._reasons.clear()
-        self._reasons[self.address] = reason
+            self._final.clear()
+        self._reasons[self.address], self._final[self.address] = reason, final
         self._place = (self._place + 1) % len(self._each)
         self._failed += 1
         if self._failed < len(self._each):
             return 0.0
-        if now >= self._give_up:
-            raise ConnectionFailed(
-                f"broker {self.reasons()}. Is it running there, and are the login and --broker right?"
-            )
+        hopeless = not self.endless and all(self._final.values())
+        if now >= self._give_up or hopeless:
+            hint = "Are the login and its files right?" if hopeless else HINT
+            raise ConnectionFailed(f"broker {self.reasons().rstrip('.')}. {hint}")
         pause = min(pause_s(self._pauses, self._draw), max(0.0, self._give_up - now))
         self._failed, self._pauses = 0, self._pauses + 1
         return pause

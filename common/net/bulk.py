@@ -26,7 +26,7 @@ from paho.mqtt import __version__ as PAHO_VERSION
 from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
 
 from common.net.packets import PUBLISH_QOS0, FindPlace, NotMqtt, PacketReader, Place, Received
-from common.net.tls import reason_of
+from common.net.tls import is_final, reason_of
 
 _STAMPS: Final = {"2.1.0": "_last_msg_in", "2.2.0": "_last_bytes_received"}  # the keep-alive's timestamp, by version
 CLOSED: Final = "closed by the broker"
@@ -78,10 +78,11 @@ class _SentInfo:
 class BulkClient(mqtt.Client):
     """paho's client with a faster path for large payloads; `adopt` converts a stock client.
 
-    `ended`: why the connection ended, if the reason was seen here.
+    `ended`: why the connection ended, if the reason was seen here; `final`: another attempt would fail, too.
     """
 
     ended: str
+    final: bool
     _reader: PacketReader
     _taken: MQTTErrorCode
 
@@ -92,7 +93,7 @@ class BulkClient(mqtt.Client):
         """Convert a stock client that is not yet connected; for the callbacks see PacketReader."""
         client.__class__ = cls
         assert isinstance(client, cls)
-        client.ended = ""
+        client.ended, client.final = "", False
         client._taken = MQTTErrorCode.MQTT_ERR_SUCCESS
         client._reader = PacketReader(find_place=find_place, landed=landed, received=received, take=client._take)
         return client
@@ -128,7 +129,7 @@ class BulkClient(mqtt.Client):
             except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 break
             except OSError as error:
-                self.ended = _why(error)
+                self._end(error)
                 count = 0
             if count == 0:
                 self.ended = self.ended or CLOSED
@@ -176,8 +177,12 @@ class BulkClient(mqtt.Client):
         except BlockingIOError:
             raise
         except OSError as error:
-            self.ended = _why(error)
+            self._end(error)
             raise
+
+    def _end(self, error: OSError) -> None:
+        closed = isinstance(error, ConnectionResetError | BrokenPipeError | ssl.SSLEOFError)
+        self.ended, self.final = CLOSED if closed else reason_of(error), is_final(error)
 
     def _send_parts(self, parts: tuple[memoryview, ...]) -> int:
         sock: Any = self._sock
@@ -190,10 +195,6 @@ class BulkClient(mqtt.Client):
             self._call_socket_register_write()
             raise
         return sent
-
-
-def _why(error: OSError) -> str:
-    return CLOSED if isinstance(error, ConnectionResetError | BrokenPipeError | ssl.SSLEOFError) else reason_of(error)
 
 
 @functools.cache

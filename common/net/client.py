@@ -29,11 +29,13 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import aiomqtt
 from aiomqtt import MqttError
+from aiomqtt.exceptions import MqttConnectError
 from paho.mqtt.client import MQTT_ERR_SUCCESS
+from paho.mqtt.reasoncodes import ReasonCode
 
 from common.net.bulk import CLOSED, BulkClient, usable
 from common.net.packets import FindPlace, Place, Received
-from common.net.tls import reason_of
+from common.net.tls import is_final, reason_of
 
 if TYPE_CHECKING:
     import ssl
@@ -47,6 +49,7 @@ __all__ = ["MqttClient", "MqttError"]
 PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent sends to all its children at once
 LOOKS: Final = 6  # within a keep-alive, whether a ping is due; a broker waits for 1.5 keep-alives
 CLOSE_S: Final = 1.0  # for the broker to close the connection after DISCONNECT
+REFUSED_LOGIN: Final = frozenset({0x86, 0x87})  # bad user name or password, not authorized; of MQTT 3.1.1 too
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
 _log = logging.getLogger("fedstrata.mqtt")
@@ -58,7 +61,7 @@ class MqttClient(aiomqtt.Client):
     """An asynchronous context, connected inside it. It serves one connection; call `close` after that.
 
     `find_place`, `landed` and `received` are PacketReader's, called as the socket is read; `will` is a topic and a
-    retained payload.
+    payload, `retains`: the broker retains it.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class MqttClient(aiomqtt.Client):
         client_id: str,
         keepalive_s: int,
         will: tuple[str, bytes] | None,
+        retains: bool,
         find_place: FindPlace,
         landed: Callable[[str, Place], None],
         received: Received,
@@ -79,7 +83,7 @@ class MqttClient(aiomqtt.Client):
             username=address.username,
             password=address.password,
             identifier=client_id,
-            will=aiomqtt.Will(will[0], will[1], qos=1, retain=True) if will else None,
+            will=aiomqtt.Will(will[0], will[1], qos=1, retain=retains) if will else None,
             clean_session=True,
             keepalive=keepalive_s,
             socket_options=SOCKET_OPTIONS,
@@ -129,10 +133,23 @@ class MqttClient(aiomqtt.Client):
         ended = self._client.ended if isinstance(self._client, BulkClient) else ""
         if ended and not self._disconnected.done():
             return f"{ended} before CONNACK" if ended == CLOSED else ended
-        cause = error.__cause__ or error.__context__ or error  # aiomqtt hides that of a failed connect
-        lost = isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error"  # paho's only hint
-        text = reason_of(cause) if isinstance(cause, OSError) else str(cause)
-        return ended or ("connection lost" if lost else text)
+        cause = _cause(error)
+        if isinstance(cause, MqttConnectError):
+            text = f"the broker refuses the login: {cause.rc}"
+        elif isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error":  # paho's only hint
+            text = "connection lost"
+        else:
+            text = reason_of(cause) if isinstance(cause, OSError) else str(cause)
+        return ended or text
+
+    def is_final(self, error: MqttError) -> bool:
+        """Return whether another attempt would fail, too: the login, or a certificate, is refused."""
+        if isinstance(self._client, BulkClient) and self._client.final:
+            return True
+        cause = _cause(error)
+        if isinstance(cause, MqttConnectError):
+            return isinstance(cause.rc, ReasonCode) and cause.rc.value in REFUSED_LOGIN
+        return isinstance(cause, OSError) and is_final(cause)
 
     def _on_message(self, client: object, userdata: object, message: mqtt.MQTTMessage) -> None:
         self._take(message.topic, bytes(message.payload), message.retain)
@@ -178,6 +195,11 @@ class MqttClient(aiomqtt.Client):
         except Exception as error:  # noqa: BLE001 - as in aiomqtt: after any error the connection is lost
             if not self._disconnected.done():
                 self._disconnected.set_exception(error)
+
+
+def _cause(error: MqttError) -> BaseException:
+    """Return the cause of an error, which aiomqtt hides if the connection could not be made."""
+    return error.__cause__ or error.__context__ or error
 
 
 async def _read_to_the_end(sock: socket.socket) -> None:

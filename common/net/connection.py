@@ -9,22 +9,27 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 from paho.mqtt.reasoncodes import ReasonCode
 
 from common.accounting.tcp import WireMeter
 from common.errors import InvalidExperiment
-from common.net.address import BrokerAddress
+from common.net.address import BrokerAddress, HostPort
 from common.net.attempts import Attempts
-from common.net.bulk import Body, BulkClient
+from common.net.bulk import CLOSED, Body, BulkClient
 from common.net.client import MqttClient, MqttError
 from common.net.failures import FailureLog
+from common.net.limits import reported_limits
 from common.net.packets import FindPlace, Place, Received
 from common.protocol.bounds import skip_large
 
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
+ANSWER_S: Final = 2.0  # without any answer, before the first attempt is reported
 LIVED_S: Final = 5.0  # a connection that lasts this long has worked
 REFUSED: Final = 0x80  # of a SUBACK
+
+_FAILURES: Final = WeakValueDictionary[tuple[HostPort, ...], FailureLog]()  # of the brokers of this process
 
 log = logging.getLogger("fedstrata.connection")
 
@@ -84,13 +89,14 @@ class BrokerConnection:
         self._lost = lost
         self._find_place, self._landed = find_place, landed
         self._will = will
+        self._retains = True
         self._client: MqttClient | None = None
         self._tls: ssl.SSLContext | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._optional: set[asyncio.Task[None]] = set()
         self._unbegun: set[Coroutine[Any, Any, Any]] = set()
         self._leaving: set[Callable[[], None]] = set()
-        self._failures = FailureLog()
+        self._failures = _FAILURES.setdefault(address.hosts, FailureLog())
         self._last_sent: _Sent | None = None
         self._unacknowledged = 0
         self._worked = False
@@ -129,12 +135,14 @@ class BrokerConnection:
                 if sent is not None:
                     self._lost()
                 reason = client.reason(error)
+                if sent is None and self._will is not None and self._retains and reason.startswith(CLOSED):
+                    await self._find_out_whether_it_retains()
                 text = f"{reason} {sent.describe(now)}" if sent is not None else reason
-                failed, pause_s = attempts.address, attempts.failed(text, worked=self._worked, now=now)
+                failed, final = attempts.address, sent is None and client.is_final(error)
+                pause_s = attempts.failed(text, worked=self._worked, now=now, final=final)
                 if line := self._failures.failed(f"{failed} {reason} {sent and sent.packet}", text, now):
-                    several = attempts.address != failed
-                    level = logging.WARNING if sent is not None or attempts.endless or several else logging.INFO
-                    log.log(level, "broker %s: %s; trying %s", failed, line, attempts.address if several else "again")
+                    following = attempts.address if attempts.address != failed else "again"
+                    log.warning("broker %s: %s; trying %s", failed, line, following)
             self.meter.detach()
             self.reconnects += 1
             await asyncio.sleep(pause_s)
@@ -149,6 +157,7 @@ class BrokerConnection:
             else:
                 inner.publish(topic, body)
         elif self._client is not None:
+            retain = retain and self._retains
             self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf))
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
@@ -209,6 +218,7 @@ class BrokerConnection:
         leaked.
         """
         entering = asyncio.create_task(client.__aenter__(), name="connect")
+        slow = asyncio.get_running_loop().call_later(ANSWER_S, self._no_answer_yet)
         try:
             await asyncio.shield(entering)
         except asyncio.CancelledError:
@@ -220,6 +230,8 @@ class BrokerConnection:
         except MqttError:
             client.close()
             raise
+        finally:
+            slow.cancel()
         try:
             yield
         finally:
@@ -229,6 +241,21 @@ class BrokerConnection:
                 log.debug("broker %s: disconnecting: %s", self.attempts.address, error)
             finally:
                 client.close()
+
+    async def _find_out_whether_it_retains(self) -> None:
+        """Connect without a retained will from now on if the broker reports that it retains nothing.
+
+        Such a broker closes the connection of a client that wants it to, without a reason.
+        """
+        self._retains = (await reported_limits(self.attempts.address)).retains
+        if not self._retains:
+            log.warning(
+                "broker %s retains no messages: who comes late asks, which takes up to 2 s", self.attempts.address
+            )
+
+    def _no_answer_yet(self) -> None:
+        if self.reconnects == 0:
+            log.warning("broker %s: no answer yet", self.attempts.address)
 
     def _new_client(self) -> MqttClient:
         address = self.attempts.address
@@ -243,6 +270,7 @@ class BrokerConnection:
             client_id=f"{self._client_id}-{self.attempts.place}",
             keepalive_s=self._keepalive_s,
             will=self._will,
+            retains=self._retains,
             find_place=self._find_place,
             landed=self._landed,
             received=self._receive,

@@ -1,7 +1,8 @@
 """A connection's failures as few log lines. No clock, no logger.
 
-A broker that drops a client immediately causes some hundred equal failures an hour. A failure is reported when its kind
-is new, and then at most once a minute, with the number of equal ones.
+A broker that drops a client immediately causes some hundred equal failures an hour, and one that is away as many as a
+process has devices. A failure is reported when its kind is new, and then at most once a minute, with the number of
+equal ones.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from common.errors import InvalidExperiment
@@ -22,21 +23,28 @@ _REASONS: Final = {  # OpenSSL's names of the alerts and faults that users meet
     "SSLV3_ALERT_BAD_CERTIFICATE": f"the broker refuses our certificate. {_CERTIFICATE}",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has expired, or is not yet valid. Renew it, check the clock.",
     "SSLV3_ALERT_CERTIFICATE_REVOKED": f"our certificate is revoked. {_CERTIFICATE}",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": f"the broker refuses our certificate, which is no client's. {_CERTIFICATE}",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": f"the broker refuses our certificate. {_CERTIFICATE}",
     "TLSV1_ALERT_DECRYPT_ERROR": f"the broker refuses our certificate. {_CERTIFICATE}",
     "WRONG_VERSION_NUMBER": "no TLS on this port. Use the broker's TLS port, or omit the --tls options.",
     "RECORD_LAYER_FAILURE": "no TLS on this port. Use the broker's TLS port, or omit the --tls options.",
     "UNEXPECTED_EOF_WHILE_READING": "closed during the TLS handshake. Is this the broker's TLS port?",
 }
+_PASSING: Final = frozenset({"SSLV3_ALERT_CERTIFICATE_EXPIRED", "UNEXPECTED_EOF_WHILE_READING"})  # may be a clock's
+_NOT_YET_VALID: Final = frozenset({9, 11})  # OpenSSL's codes: a certificate, a list; the clock may not be set yet
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Paths of PEM files: the authority that signs the other side (default: the system's), and our certificate."""
+    """Paths of PEM files: the authority that signs the other side (default: the system's), and our certificate.
+
+    `revoked`: the authority's list of revoked certificates, which are refused.
+    """
 
     authority: str | None = None
     certificate: str | None = None
     key: str | None = None
+    revoked: str | None = None
 
     def client_context(self) -> ssl.SSLContext:
         """Return a context that checks the server's certificate and host name. Raises InvalidExperiment.
@@ -63,22 +71,31 @@ class Tls:
         self._load(context)
         return context
 
+    def stamp(self) -> tuple[int, ...] | None:
+        """Return when each file was written, which changes with them; None while one is missing."""
+        paths = (self.authority, self.certificate, self.key, self.revoked)
+        try:
+            return tuple(os.stat(path).st_mtime_ns for path in paths if path is not None)
+        except OSError:
+            return None
+
     def ends_at(self) -> float | None:
-        """Return when our certificate ends, Unix seconds; None without one. Raises InvalidExperiment.
+        """Return when our certificate of a client ends, Unix seconds; None without one. Raises InvalidExperiment.
 
         The standard library decodes the certificates of others only, after a handshake: so this is one with ourselves.
         """
         if self.certificate is None:
             return None
-        ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._load(ours)
-        theirs.check_hostname = False
+        ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        ours.check_hostname, ours.verify_mode = False, ssl.CERT_NONE
+        for context in (ours, theirs):
+            replace(self, authority=None, revoked=None)._load(context)
+        theirs.verify_mode = ssl.CERT_REQUIRED
         theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         theirs.load_verify_locations(self.certificate)
         to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-        server = ours.wrap_bio(to_server, to_client, server_side=True)
-        client = theirs.wrap_bio(to_client, to_server)
+        server = theirs.wrap_bio(to_server, to_client, server_side=True)
+        client = ours.wrap_bio(to_client, to_server)
         try:
             for _ in range(HANDSHAKE_TURNS):
                 for side in (client, server):
@@ -86,7 +103,7 @@ class Tls:
                         side.do_handshake()
         except ssl.SSLCertVerificationError:
             return 0.0  # it has ended, or has not begun
-        found = client.getpeercert() or {}
+        found = server.getpeercert() or {}
         return ssl.cert_time_to_seconds(str(found["notAfter"]))
 
     def _load(self, context: ssl.SSLContext) -> None:
@@ -101,6 +118,35 @@ class Tls:
             except OSError as error:
                 named = f"{self.certificate} {self.key or ''}".strip()
                 raise _unusable("--tls-cert, --tls-key", named, error, "a certificate and its own key") from None
+        if self.revoked is not None:
+            self._refuse_revoked(context, self.revoked)
+
+    def _refuse_revoked(self, context: ssl.SSLContext, path: str) -> None:
+        before = context.cert_store_stats()
+        try:
+            context.load_verify_locations(path)
+        except OSError as error:
+            raise _unusable("--tls-crl", path, error, "the authority's list of revoked certificates") from None
+        if context.cert_store_stats() != before | {"crl": before["crl"] + 1}:  # a certificate would be trusted
+            problem = "not a list of revoked certificates alone"
+            raise InvalidExperiment("--tls-crl", path, problem, "Name the list of the authority of --tls-ca.")
+        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+
+
+class RenewedContext:
+    """A server's context, made anew when its files have changed. Raises InvalidExperiment at first."""
+
+    def __init__(self, tls: Tls, *, clients: ssl.VerifyMode) -> None:
+        self._tls, self._clients = tls, clients
+        self._stamp, self._context = tls.stamp(), tls.server_context(clients=clients)
+
+    def __call__(self) -> ssl.SSLContext:
+        """Return the context of the files as they are, the one before while they are being replaced."""
+        if (stamp := self._tls.stamp()) not in (self._stamp, None):
+            with suppress(InvalidExperiment):
+                self._context = self._tls.server_context(clients=self._clients)
+                self._stamp = stamp
+        return self._context
 
 
 class _ClosedOnFailure(ssl.SSLSocket):
@@ -121,6 +167,13 @@ def reason_of(error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and error.reason:
         return _REASONS.get(error.reason, f"TLS: {error.reason.lower().replace('_', ' ')}")
     return str(error)
+
+
+def is_final(error: OSError) -> bool:
+    """Return whether another attempt with the same certificates would fail, too."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_code not in _NOT_YET_VALID
+    return getattr(error, "reason", None) in _REASONS.keys() - _PASSING
 
 
 def _unusable(option: str, path: str, error: OSError, wanted: str) -> InvalidExperiment:

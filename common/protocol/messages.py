@@ -97,7 +97,7 @@ class Failure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of a living node's /metrics, host:port."""
+    """Address of a living node's /metrics, host:port, after https:// where it is reached by TLS."""
 
     name: NameText
     metrics: ShortText

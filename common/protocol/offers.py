@@ -30,6 +30,11 @@ class Offers:
         self.chunk_most = int(min(self._transfer.chunk_bytes, packet_most))
         self._inline_most = int(min(self._transfer.inline_bytes, packet_most))
 
+    def largest(self) -> int:
+        """Return the most bytes of a chunk, or of a model inside its announcement, on the links of all receivers."""
+        chunks = (chunk_bytes_for(way.rate, self._transfer.chunk_bytes) for way in self._ways.to.values())
+        return max(self._transfer.inline_bytes, *chunks)
+
     def cut(self, receivers: Sequence[str]) -> tuple[int, str]:
         """Return the chunk size and the salt of a blob for receivers with equal links."""
         way = self._ways.to[receivers[0]]

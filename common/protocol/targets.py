@@ -17,7 +17,8 @@ STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
 AWAITED: Final = (NodeState.LOST, NodeState.DISCONNECTED)
 REPORT_S: Final = 1.0  # without a change, before a report: devices that join together are in one message
 REPORT_MOST_S: Final = 10.0  # after the first change; each report goes to all children, as part of the presence
-ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}):[0-9]{1,5}")
+HTTPS: Final = "https://"  # before the address of a server that others reach by TLS only
+ADDRESS: Final = re.compile(r"(https://)?(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}):[0-9]{1,5}")
 
 
 class Targets:

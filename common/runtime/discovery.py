@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Final
 
 from common.errors import (
@@ -25,7 +27,7 @@ from common.errors import (
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
-from common.protocol.messages import Alive, Announcement, WhoIsThere
+from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
 from common.runtime.names import check_carried
 from common.runtime.roll import Resources, RollEntry
 from common.runtime.world import REAL, World, new_session, nothing
@@ -36,6 +38,7 @@ IDLE_ASK_MOST_S: Final = 15.0  # between two runs: the presence of a parent that
 RETRY_S: Final = 5.0
 COMPLAIN_S: Final = 10.0
 COMPLAIN_MOST_S: Final = 600.0
+SETTLED_S: Final = 2.0  # without an answer of another process of its name, a node has the name
 SETTLE_S: Final = 0.05  # a presence and the experiment arrive together
 OTHERS_KEPT: Final = 100
 
@@ -74,7 +77,8 @@ async def discover(
 
     If the parent does not reply soon, a warning names the other nodes, because the parent's name may be mistyped. The
     warning is repeated at increasing intervals. `left`: the run that this node has left, in which it does not take part
-    again before its parent restarts; after a run nobody is warned. Raises ConnectionFailed.
+    again before its parent restarts; after a run nobody is warned. Raises ConnectionFailed, and DuplicateName if
+    another process of this name looks for a run on this broker.
     """
     seeker = _Seeker(address, name, parent, lab=lab, world=world, left=left)
     return await seeker.seek(connect_timeout_s=connect_timeout_s)
@@ -103,7 +107,6 @@ async def join(
     the names, DuplicateName, and what `take_part` raises if nothing follows.
     """
     await check_carried(address, name, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
-    activity.info("%s: connected to broker %s, waiting for a run of %s in lab %s", name, address, parent, lab)
     seek = partial(discover, address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
     if not stay:
         await _play(await seek(), name, take_part, None, usable)
@@ -161,7 +164,11 @@ async def _play(
 
 
 class _Seeker:
-    """One node that looks for its parent's run."""
+    """One node that looks for its parent's run.
+
+    Another process of its name does so, too, if it answers on the topic that this name alone uses. The one that came
+    first answers; of two that come together, the one with the smaller nonce.
+    """
 
     def __init__(
         self, address: BrokerAddress, name: str, parent: str, *, lab: str, world: World, left: Found | None
@@ -172,6 +179,9 @@ class _Seeker:
         self._found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         self._others: set[str] = set()
         self._complained = False
+        self._first_at = -inf if left is not None else inf  # of the connection
+        self._answered_at = -inf
+        self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Event()
         self._connection = world.connection(
             address,
@@ -217,15 +227,43 @@ class _Seeker:
             self._changed.set()  # the parent joins or leaves: ask at once
         elif isinstance(topic, topics.InboxTopic) and isinstance(message, Alive):
             self._answered(topic.run, session, message)
+        elif isinstance(topic, topics.HereTopic) and session != self._nonce and not retained:
+            self._namesake(message)
 
     def _answered(self, run: str, session: str, answer: Alive) -> None:
         left = self._left is not None and (self._left.run, self._left.parent_session) == (run, session)
         if answer.nonce == self._nonce and answer.announcement is not None and not left and not self._found.done():
             self._found.set_result(Found(run, session, answer.announcement))
 
+    def _namesake(self, message: Message | None) -> None:
+        """Handle a message of another process of this name."""
+        now = self._clock()
+        settled = now > self._first_at + SETTLED_S
+        if isinstance(message, WhoIsThere) and (settled or self._nonce < message.nonce):
+            if now > self._answered_at + ASK_S:
+                self._answered_at = now
+                here = Presence(NodeState.INIT, "", reason=socket.gethostname())
+                self._to_namesakes(Alive(message.nonce, here))
+        elif isinstance(message, Alive) and message.nonce == self._nonce and not settled and not self._found.done():
+            self._found.set_exception(
+                DuplicateName(
+                    f"{self._name} already waits for a run on broker {self._connection.address}, on host "
+                    f"{message.presence.reason}. Give this one another --name, or end the other."
+                )
+            )
+
+    def _to_namesakes(self, message: Message) -> None:
+        topic = topics.here(self._lab, self._name, self._name)
+        self._connection.publish(topic, serialization.encode(message, self._nonce), qos=0)
+
     async def _connected(self) -> None:
-        lab, parent = self._lab, self._parent
-        self._connection.subscribe([topics.inbox(lab, "+", self._name, parent), topics.state(lab, "+", parent)], qos=0)
+        lab, name, parent = self._lab, self._name, self._parent
+        if self._first_at == inf:
+            self._first_at = self._clock()
+            address = self._connection.address
+            activity.info("%s: connected to broker %s, waiting for a run of %s in lab %s", name, address, parent, lab)
+        mine = [topics.inbox(lab, "+", name, parent), topics.here(lab, name, name)]
+        self._connection.subscribe([*mine, topics.state(lab, "+", parent)], qos=0)
         self._changed.set()
 
     async def _ask(self) -> None:
@@ -233,6 +271,8 @@ class _Seeker:
         question = serialization.encode(WhoIsThere(self._nonce), self._nonce)
         while True:
             self._connection.publish(topics.seek(self._lab, self._parent, self._name), question, qos=0)
+            if self._clock() <= self._first_at + SETTLED_S:
+                self._to_namesakes(WhoIsThere(self._nonce))
             self._changed.clear()
             try:
                 async with asyncio.timeout(pause_s):

@@ -186,7 +186,9 @@ class Endpoint(ABC):
     async def _connected(self) -> None:
         address = self.connection.attempts.address
         if address not in self._packet_most:
-            limit = await self._world.packet_limit(address)
+            own, largest = self.identity, self.session.offers.largest() + PACKET_ROOM
+            topic = topics.chunk(own.lab, own.run, own.name, own.name, own.session, 0, 0)
+            limit = await self._world.packet_limit(address, topic=topic, most=largest)
             most = self._packet_most[address] = inf if limit is None else limit - PACKET_ROOM
             if most < MIN_RATED_CHUNK:
                 raise ConnectionFailed(
@@ -263,6 +265,11 @@ class Endpoint(ABC):
     def _perform(self, output: Output) -> None:
         connection = self.connection
         if isinstance(output, Publish):
+            if len(output.body) > min(self._packet_most.values(), default=inf):
+                raise ConnectionFailed(
+                    f"broker {connection.address} does not take {len(output.body)} bytes on {output.topic}, which "
+                    "cannot be cut. Raise its limit of packets."
+                )
             connection.publish(output.topic, output.body, qos=int(output.retain), retain=output.retain)
         elif isinstance(output, PublishChunk):
             body = Body(output.chunk.data)

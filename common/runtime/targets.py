@@ -12,8 +12,8 @@ from common.experiment.topology import CLOUD
 from common.metrics import NODE, NodeLabels, node_labels
 from common.net.address import BrokerAddress
 from common.protocol.messages import Target
+from common.protocol.targets import HTTPS
 
-HTTPS: Final = "https://"  # before the address of a server that others reach by TLS only
 EVERYWHERE: Final = ("", "0.0.0.0", "::")
 
 

@@ -82,8 +82,11 @@ class World(Protocol):
     ) -> Connection:
         """Return a connection, which `run` opens; for the callbacks see `common.net.connection.BrokerConnection`."""
 
-    async def packet_limit(self, address: BrokerAddress) -> int | None:
-        """Return the largest packet that a broker accepts at a single address, bytes; None if unlimited or unknown."""
+    async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> int | None:
+        """Return the largest packet that a broker accepts at a single address, bytes; None if unlimited or unknown.
+
+        A broker that reports none is tried with packets of up to `most` bytes to ourselves, on a topic of our own.
+        """
 
     def token(self, nbytes: int) -> str:
         """Return random bytes as hexadecimal digits."""
@@ -100,9 +103,9 @@ class RealWorld:
 
     connection = staticmethod(BrokerConnection)
 
-    async def packet_limit(self, address: BrokerAddress) -> int | None:
+    async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> int | None:
         """Ask the broker over a separate connection."""
-        return await packet_limit(address)
+        return await packet_limit(address, topic=topic, most=most)
 
     def token(self, nbytes: int) -> str:
         """Return random bytes as hexadecimal digits."""

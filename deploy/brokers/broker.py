@@ -31,6 +31,7 @@ Kind = Literal["mosquitto", "embedded"]
 
 _READY_S = 10.0
 _POLL_S = 0.02
+_RENEW_S = 5.0  # between two looks at the files of certificates
 _SBIN = (Path("/usr/sbin/mosquitto"), Path("/usr/local/sbin/mosquitto"))  # on root's PATH only
 _CONNECT = bytes.fromhex("10 0c 0004 4d515454 04 02 000a 0000")  # MQTT 3.1.1, clean session, no client id
 _DISCONNECT = bytes.fromhex("e000")
@@ -151,13 +152,22 @@ def run_foreground(
 
 
 def _watch(broker: BrokerProcess, guard: Guard) -> int:
-    """Return the exit code of a broker that ends; report to systemd meanwhile that it answers."""
-    allowed_s = watchdog_s()
+    """Return the exit code of a broker that ends.
+
+    Meanwhile report to systemd that it answers, and let mosquitto read its certificates and the list of revoked ones
+    again when they have changed and are complete.
+    """
+    allowed_s, tls = watchdog_s(), guard.tls if broker.kind == "mosquitto" else None
+    read = seen = tls and tls.stamp()
     while True:
         try:
-            return broker.process.wait(None if allowed_s is None else allowed_s / 3)
+            return broker.process.wait(_RENEW_S if allowed_s is None else min(_RENEW_S, allowed_s / 3))
         except subprocess.TimeoutExpired:
-            if _answers(broker.host, broker.port, guard):
+            before, seen = seen, tls and tls.stamp()
+            if seen == before and seen not in (read, None):
+                read = seen
+                broker.process.send_signal(signal.SIGHUP)
+            if allowed_s is not None and _answers(broker.host, broker.port, guard):
                 notify("WATCHDOG=1")
 
 

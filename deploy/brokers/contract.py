@@ -6,21 +6,23 @@ apply to them as to nodes. What is retained is cleared again.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Iterator
 from statistics import median
 from typing import Final
 
+from common.errors import ConnectionFailed
 from common.experiment.schema import TransferSettings
 from common.host.examination import Finding
 from common.net.address import BrokerAddress
+from common.net.limits import LEAST_BYTES, largest_packet, reported_limits
+from common.net.plain_client import PATIENCE_S, PlainClient, connected, pump
 from common.protocol import topics
 from common.runtime.broker_statistics import HEAP
-from deploy.brokers.plain_client import PATIENCE_S, PlainClient, connected, pump
 
 HEADERS: Final = 1000  # more than those of any chunk's packet
-LEAST_PACKET: Final = 33_792  # a chunk of 32 kB
 TOPIC_MOST: Final = 290
 SLOW_MESSAGES: Final = 32
 PAUSE_S: Final = 2.0
@@ -132,26 +134,27 @@ def _passes(both: tuple[PlainClient, PlainClient], topic: str, filter_: str) -> 
 
 
 def _packets(address: BrokerAddress, topic: str) -> Finding:
-    """Find the largest of some packets that passes, each between its own clients: one too large ends a connection."""
-    item = f"packets of {LEAST_PACKET} bytes"
-    usual = TransferSettings().chunk_bytes + HEADERS
-    for size in (usual, 262_144, 65_536, LEAST_PACKET):
-        with connected(address) as first, connected(address) as second:
-            if second.subscribe([topic]):
-                first.publish(topic, bytes(size - len(topic) - 7))
-                if pump((first, second), lambda: topic in second.topics(), 2 * PATIENCE_S):
-                    adapt = "chunks adapt if the broker reports its limit by MQTT 5; else set transfer.chunk_bytes"
-                    note = "" if size == usual else f"{size} bytes pass, {usual} do not: {adapt}"
-                    return Finding(item, True, True, note)
-    return Finding(item, True, False, "raise the broker's limit of packets")
+    """Find the largest packet that passes, and whether the broker reports that limit."""
+    usual, reported = TransferSettings().chunk_bytes + HEADERS, asyncio.run(reported_limits(address)).packet_bytes
+    most = min(usual, reported or usual)
+    found = most if most < LEAST_BYTES else largest_packet(address, topic, most)
+    note = ""
+    if found is None:
+        note = f"{most} bytes could not be tried on this link"
+    elif found < LEAST_BYTES:
+        note = "raise the broker's limit of packets"
+    elif found < usual:
+        how = "as it reports" if found == most else "and it does not report that (mosquitto: message_size_limit)"
+        note = f"the broker takes {found} bytes, not {usual}, {how}: chunks are smaller; raise its limit"
+    return Finding(f"packets of {LEAST_BYTES} bytes", True, found is None or found >= LEAST_BYTES, note)
 
 
 def _retained(address: BrokerAddress, both: tuple[PlainClient, PlainClient], topic: str) -> Iterator[Finding]:
-    first, second = both
+    _, second = both
     above, _, last = topic.rpartition("/")
     every = f"{above.rpartition('/')[0]}/+/{last}"
     second.subscribe([topic])
-    first.publish(topic, b"state", retain=True)
+    _keep(address, topic, b"state")
     pump(both, lambda: topic in second.topics())
     for what, filter_ in (("at its topic", topic), ("at a wildcard", every)):
         with connected(address) as late:
@@ -159,7 +162,7 @@ def _retained(address: BrokerAddress, both: tuple[PlainClient, PlainClient], top
             there = pump((*both, late), lambda: topic in late.topics(retained=True))
         yield _useful(f"retained messages, {what}", there, "who comes late asks, which takes up to 2 s")
     count = len(second.messages)
-    first.publish(topic, b"", retain=True)
+    _keep(address, topic, b"")
     seen = pump(both, lambda: (topic, 0) in [(name, size) for name, size, _ in second.messages[count:]])
     with connected(address) as late:
         late.subscribe([topic])
@@ -167,12 +170,21 @@ def _retained(address: BrokerAddress, both: tuple[PlainClient, PlainClient], top
     yield _useful("an empty message clears it", seen and gone, "the store keeps what dead runs leave")
 
 
+def _keep(address: BrokerAddress, topic: str, body: bytes) -> None:
+    """Publish a message to be retained, by a client of its own: a broker that retains none may disconnect it."""
+    with connected(address) as client:
+        client.publish(topic, body, retain=True)
+
+
 def _will(address: BrokerAddress, watcher: PlainClient, topic: str) -> Finding:
     watcher.subscribe([topic])
-    mortal = PlainClient(address, will=topic)
+    try:
+        mortal = PlainClient(address, will=topic)
+    except ConnectionFailed:
+        mortal = PlainClient(address, will=topic, retain=False)  # as nodes do
     mortal.die()
     seen = pump((watcher,), lambda: topic in watcher.topics())
-    watcher.publish(topic, b"", retain=True)
+    _keep(address, topic, b"")
     return _useful("the will of a lost client", seen, "a dead node is noticed after transfer.idle_s only")
 
 

@@ -25,16 +25,15 @@ class Guard:
     """The files that guard a broker.
 
     passwords: written by mosquitto_passwd (for the embedded broker by `htpasswd -B`); an empty one refuses all clients
-    tls: the broker's certificate and key; with an authority, clients need a certificate of it, whose common name is
-        their login
-    rules: the access rules, in the broker's own form    revoked: PEM list of revoked certificates (mosquitto)
+    tls: the broker's certificate and key; with an authority, clients need a certificate of it that is not revoked,
+        whose common name is their login
+    rules: the access rules, in the broker's own form
     login: the one name and password in place of `passwords`
     """
 
     passwords: Path | None = None
     tls: Tls | None = None
     rules: Path | None = None
-    revoked: Path | None = None
     login: tuple[str, str] | None = field(default=None, repr=False)
 
     @property
@@ -65,8 +64,7 @@ class Guard:
             lines += [f"certfile {self.tls.certificate}", f"keyfile {self.tls.key}"]
             if self.tls.authority is not None:
                 lines += [f"cafile {self.tls.authority}", "require_certificate true", "use_identity_as_username true"]
-        if self.revoked is not None:
-            lines.append(f"crlfile {self.revoked}")
+                lines += [f"crlfile {self.tls.revoked}"] if self.tls.revoked is not None else []
         return lines
 
     def in_folder(self, folder: Path) -> Guard:

@@ -10,9 +10,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
-from common.errors import ConnectionFailed
+from common.errors import ConnectionFailed, InvalidExperiment
 from deploy.brokers.guard import Guard
 
+ANYBODY: Final = "anybody"
 _BCRYPT: Final = re.compile(r"\$2[abxy]\$\d\d\$[./A-Za-z0-9]{53}", re.ASCII)
 
 
@@ -28,8 +29,9 @@ def server() -> Path | None:
 def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str:
     """Return the configuration of a broker that begins without retained messages; its store goes into `directory`.
 
-    It drops nothing for a slow client, and disconnects it when 2 GB wait for it or its keep-alive has elapsed. Raises
-    ConnectionFailed if the password file cannot be read, or has lines other than `name:bcrypt hash`.
+    It drops nothing for a slow client, and disconnects it when 2 GB wait for it or its keep-alive has elapsed. NATS
+    cannot be without a port for its own protocol: where MQTT needs a login, nobody may use it. Raises ConnectionFailed
+    if a file of users cannot be read or is another broker's, InvalidExperiment for a list of revoked certificates.
     """
     mqtt: dict[str, object] = {
         "host": host,
@@ -39,7 +41,7 @@ def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str
     }
     settings: dict[str, object] = {
         "server_name": "fedstrata",
-        "listen": "127.0.0.1:-1",  # for clients of NATS's own protocol, of which there are none: any free port
+        "listen": "127.0.0.1:-1",  # any free port
         "max_payload": 64 << 20,  # the most that NATS allows
         "max_pending": 2 << 30,
         "write_deadline": "24h",
@@ -53,22 +55,38 @@ def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str
     if guard.tls is not None:
         tls = {"cert_file": guard.tls.certificate, "key_file": guard.tls.key, "timeout": 60}
         if guard.tls.authority is not None:
-            tls |= {"ca_file": guard.tls.authority, "verify_and_map": True}
+            tls |= {"ca_file": guard.tls.authority, "verify": True, "verify_and_map": guard.rules is not None}
+        if guard.tls.revoked is not None:
+            problem = "the embedded broker cannot check a list of revoked certificates"
+            raise InvalidExperiment("--tls-crl", guard.tls.revoked, problem, "Use --kind mosquitto.")
         mqtt["tls"] = tls
+    users: list[dict[str, object]] = []
     if guard.rules is not None:
-        settings["authorization"] = json.loads(_read(guard.rules, "access rules"))
+        users = _ruled(guard.rules)
     elif guard.login is not None:
-        name, password = guard.login
-        settings["authorization"] = {"users": [{"user": name, "password": password}]}
+        users = [{"user": guard.login[0], "password": guard.login[1]}]
     elif guard.passwords is not None:
-        settings["authorization"] = {"users": _users(guard.passwords)}
+        users = _users(guard.passwords)
+    elif not guard.open:  # everybody with a certificate
+        users = [{"user": ANYBODY, "password": secrets.token_hex(16)}]
+        mqtt["no_auth_user"] = ANYBODY
+    if users:
+        settings["authorization"] = {"users": [{**user, "allowed_connection_types": ["MQTT"]} for user in users]}
     return json.dumps(settings, ensure_ascii=False, indent=2)
 
 
-def _users(passwords: Path) -> list[dict[str, str]]:
+def _ruled(rules: Path) -> list[dict[str, object]]:
+    """Return the users of a file of access rules."""
+    try:
+        return list(json.loads(_read(rules, "access rules"))["users"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConnectionFailed(f"access rules {rules}: not those of NATS that `provision` writes: {error!r}") from None
+
+
+def _users(passwords: Path) -> list[dict[str, object]]:
     """Return the users of a file. Without any, NATS would accept all clients: so one that nobody knows is added."""
     lines = _read(passwords, "password file").split()
-    users = [{"user": secrets.token_hex(16), "password": secrets.token_hex(16)}]
+    users: list[dict[str, object]] = [{"user": secrets.token_hex(16), "password": secrets.token_hex(16)}]
     for line in lines:
         name, _, hashed = line.partition(":")
         if not name or _BCRYPT.fullmatch(hashed) is None:

@@ -11,8 +11,8 @@ from typing import Final, TypeAlias, cast
 from common.errors import ConnectionFailed
 from common.host.examination import Finding
 from common.net.address import BrokerAddress
+from common.net.plain_client import CONNECT_S, connected
 from common.net.tls import SOON_S, Tls, reason_of
-from deploy.brokers.plain_client import CONNECT_S, connected
 
 DAY_S: Final = 86_400
 STEPS: Final = ("name", "TCP", "TLS", "login")

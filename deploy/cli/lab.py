@@ -100,7 +100,9 @@ def provision(
     ] = None,
     revoke: Annotated[
         list[str] | None,
-        typer.Option(help="First revoke the certificate of this node; it gets a new one.", show_default=False),
+        typer.Option(
+            help="First revoke all certificates of this node, or broker-NAME; it gets a new one.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Write a kit for each machine of a lab: its services as systemd units, fedstrata's wheel, and an installer.
@@ -116,13 +118,15 @@ def provision(
         found = load(lab)
         require("cryptography")
         chosen = find_wheel(wheel)
-        revoke_certificates(found, lab, revoke or (), authority=authority)
+        then = revoke_certificates(found, lab, revoke, authority=authority) if revoke else ""
         kits = provision(found, lab, wheel=chosen, out=out, authority=authority)
         for kit in kits:
             typer.echo(str(kit))
         logs.write_line(
             f"{len(kits)} kits; each has a README. All at once: ansible-playbook -i {out}/hosts.ini {out}/{PLAYBOOK}"
         )
+        if then:
+            logs.write_line(then)
 
 
 def _table(lab: str, rows: list[dict[str, Any]]) -> Table:

@@ -194,7 +194,9 @@ def broker(
     tls_ca: Annotated[
         str | None, typer.Option(help="PEM file of the authority of which clients need a certificate.")
     ] = None,
-    revoked: Annotated[Path | None, typer.Option(help="PEM file of revoked certificates, for mosquitto.")] = None,
+    tls_crl: Annotated[
+        str | None, typer.Option(help="PEM file of the certificates that this authority has revoked, for mosquitto.")
+    ] = None,
     rules: Annotated[
         Path | None,
         typer.Option(help="Access rules in the broker's own form, as `provision` writes them."),
@@ -212,11 +214,11 @@ def broker(
     from deploy.brokers.guard import Guard, check_readable
 
     with reporting():
-        own = tls.Tls(tls_ca, tls_cert, tls_key) if tls_cert else None
+        own = tls.Tls(tls_ca, tls_cert, tls_key, tls_crl) if tls_cert else None
         if own is not None:
             own.server_context(clients=tls.REQUIRED)  # names files that cannot be used
-        guard = Guard(password_file, own, rules, revoked)
-        for option, path in (("--password-file", password_file), ("--rules", rules), ("--revoked", revoked)):
+        guard = Guard(password_file, own, rules)
+        for option, path in (("--password-file", password_file), ("--rules", rules)):
             if path is not None:
                 check_readable(option, path)
         guard.check_reach(host, insecure=insecure)

@@ -153,7 +153,9 @@ def cloud(
             for node in (each for each in chosen.tree.nodes if each in old):
                 raise InvalidExperiment("node", node, old[node], "Or leave it out of the experiment.")
         folders = {"runs": runs, "spool": spool_folder(spool)}
-        registry, address = serve_metrics(metrics, broker=where, insecure=insecure, folders=folders)
+        registry, address = serve_metrics(
+            metrics, broker=where, login=reached.login, insecure=insecure, folders=folders
+        )
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         shown = show(folder.experiment, json_lines=output == "json", broker=str(where))
         with kept_once_begun(folder), shown as observe:
@@ -213,7 +215,7 @@ def institution(
         upward = login.address(broker, node=name)
         warn_of_end(upward)
         folders = {"spool": spool_folder(spool)}
-        registry, address = serve_metrics(metrics, broker=upward, insecure=insecure, folders=folders)
+        registry, address = serve_metrics(metrics, broker=upward, login=login, insecure=insecure, folders=folders)
         agent = InstitutionAgent(
             name,
             parent=parent,
@@ -311,7 +313,7 @@ def device(
         first = places[name[0]]
         warn_of_end(first)
         folders = {"spool": spool_folder("auto" if spool == "none" else spool)}  # with what a method keeps
-        registry, address = serve_metrics(metrics, broker=first, insecure=insecure, folders=folders)
+        registry, address = serve_metrics(metrics, broker=first, login=login, insecure=insecure, folders=folders)
         count, stays = None if slots == "auto" else int(slots), _stays(once)
         async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
             agents = {

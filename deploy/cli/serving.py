@@ -12,6 +12,7 @@ import typer
 
 from common.errors import InvalidExperiment
 from deploy.console import logs
+from deploy.console.login import METRICS_NAME, Login
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
@@ -46,23 +47,29 @@ def check_metrics(address: str) -> tuple[str, int]:
 
 
 def serve_metrics(
-    address: str, *, broker: BrokerAddress, insecure: bool, folders: Mapping[str, Path | None] | None = None
+    address: str,
+    *,
+    broker: BrokerAddress,
+    login: Login,
+    insecure: bool,
+    folders: Mapping[str, Path | None] | None = None,
 ) -> tuple[Metrics, str]:
     """Serve /metrics and /healthz at an address, host:port; return the registry, and the address to publish.
 
-    Beyond this machine by TLS with the certificate for the broker, to clients with a certificate of its authority or
-    the login in the file FEDSTRATA_METRICS_LOGIN_FILE. The health is that of the running event loop. For a wildcard
-    host the published address is the local one that reaches the broker. `folders`: those whose disk usage is served, by
-    what they hold; None: there is none. Raises InvalidExperiment.
+    Beyond this machine by TLS with the certificate that `login` has for METRICS_NAME, to clients with a certificate of
+    its authority or the login in the file FEDSTRATA_METRICS_LOGIN_FILE. The health is that of the running event loop.
+    For a wildcard host the published address is the local one that reaches the broker. `folders`: those whose disk
+    usage is served, by what they hold; None: there is none. Raises InvalidExperiment.
     """
     from common.host.machine import export_machine
     from common.metrics import Metrics
     from common.net.address import is_loopback
-    from common.runtime.targets import HTTPS, reachable
+    from common.protocol.targets import HTTPS
+    from common.runtime.targets import reachable
 
     host, port = check_metrics(address)
     registry = Metrics()
-    guard = None if is_loopback(host) else _guard(address, broker, insecure=insecure)
+    guard = None if is_loopback(host) else _guard(address, login, insecure=insecure)
     export_machine(registry, folders={name: path for name, path in (folders or {}).items() if path is not None})
     try:
         found = registry.serve(host, port, guard)
@@ -75,20 +82,20 @@ def serve_metrics(
     return registry, f"{scheme}{reachable(host, broker)}:{found}"
 
 
-def _guard(address: str, broker: BrokerAddress, *, insecure: bool) -> MetricsGuard | None:
+def _guard(address: str, own: Login, *, insecure: bool) -> MetricsGuard | None:
     """Return the guard of an address that others reach; None if everybody may read, as --insecure allows."""
     from common.metrics_server import MetricsGuard
-    from common.net.tls import OPTIONAL
+    from common.net.tls import OPTIONAL, RenewedContext
 
-    own = broker.tls
-    context = own.server_context(clients=OPTIONAL) if own is not None and own.certificate is not None else None
+    tls = own.tls_of(METRICS_NAME) if own.tls_cert else None
+    context = RenewedContext(tls, clients=OPTIONAL) if tls is not None else None
     login = ""
     if path := os.environ.get(LOGIN_FILE):
         try:
             login = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidExperiment(LOGIN_FILE, path, str(error), "Name a file with name:password.") from None
-    if context is not None and (login or (own is not None and own.authority is not None)):
+    if context is not None and (login or own.tls_ca):
         return MetricsGuard(context, login)
     problem = "reachable by others, without login or without TLS"
     if not insecure:

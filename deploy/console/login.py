@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from common.net.tls import Tls
 
 OPERATOR: Final = "operator"  # the name of commands that are no node: watch, lab status, doctor
+METRICS_NAME: Final = "metrics"  # the name of the certificate with which all roles of a machine serve /metrics
 NODE: Final = "{name}"  # in a path or a login: the node's name
 
 Username: TypeAlias = Annotated[
@@ -57,6 +58,14 @@ Certificate: TypeAlias = Annotated[
 Key: TypeAlias = Annotated[
     str | None, typer.Option("--tls-key", help="PEM file of the certificate's key.", envvar="FEDSTRATA_TLS_KEY")
 ]
+Revoked: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-crl",
+        help="PEM file of the certificates that this authority has revoked; needs --tls-ca.",
+        envvar="FEDSTRATA_TLS_CRL",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,7 @@ class Login:
     tls_ca: Authority = None
     tls_cert: Certificate = None
     tls_key: Key = None
+    tls_crl: Revoked = None
 
     def address(self, text: str, *, node: str, option: str = "--broker") -> BrokerAddress:
         """Return the broker at host[:port], or at several such addresses, with a node's login and certificate.
@@ -92,14 +102,16 @@ class Login:
 
     def tls_of(self, node: str) -> Tls | None:
         """Return the TLS files of a node, after reading them once; None without TLS. Raises InvalidExperiment."""
-        if not (self.tls or self.tls_ca or self.tls_cert):
+        if not (self.tls or self.tls_ca or self.tls_cert or self.tls_crl):
             return None
         from common.net.tls import Tls
 
         own, key = (path and path.replace(NODE, node) for path in (self.tls_cert, self.tls_key))
         if key and not own:
             raise InvalidExperiment("--tls-key", key, "a key without its certificate", "Give --tls-cert, too.")
-        found = Tls(self.tls_ca, own, key)
+        if self.tls_crl and not self.tls_ca:
+            raise InvalidExperiment("--tls-crl", self.tls_crl, "a list without its authority", "Give --tls-ca, too.")
+        found = Tls(self.tls_ca, own, key, self.tls_crl)
         found.client_context()
         return found
 

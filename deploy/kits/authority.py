@@ -1,12 +1,14 @@
-"""The certificate authority of a lab: certificates for its nodes and brokers, renewal and revocation.
+"""The certificate authority of a lab: certificates for its nodes and servers, renewal and revocation.
 
-The authority's key stays in its folder, on the machine where `fedstrata provision` runs. Keys are elliptic (P-256),
-which a Raspberry Pi signs with in a millisecond.
+A certificate is a node's, for its connections to brokers and /metrics, or a server's, for the hosts at which it is
+reached. Their extended key usages differ, so that no node passes as a broker. The authority's key stays in its folder,
+on the machine where `fedstrata provision` runs. Keys are elliptic (P-256), which a Raspberry Pi signs with in a
+millisecond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -20,12 +22,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from common.errors import InvalidExperiment
 from common.host.files import write_private
+from deploy.kits.lab import AUTHORITY, REVOKED
 
 AUTHORITY_DAYS: Final = 3650
 CERTIFICATE_DAYS: Final = 397
 RENEWED_DAYS: Final = 60  # a certificate with fewer days left is issued again
 BACKDATED: Final = timedelta(hours=1)  # the clocks of a lab's machines differ
-CERTIFICATE, KEY, REVOKED = "ca.crt", "ca.key", "ca.crl"
+KEY: Final = "ca.key"
+ALL: Final = ".all"  # of the file with all certificates that a name has had
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +52,19 @@ class Authority:
     def open(cls, folder: Path, *, name: str, now: datetime | None = None) -> Self:
         """Return the authority of a folder; a new one if the folder has none. Raises InvalidExperiment."""
         try:
-            if not (folder / CERTIFICATE).exists():
+            if not (folder / AUTHORITY).exists():
                 cls._create(folder, name, now or datetime.now(UTC))
             key = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
-            certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+            certificate = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
+            x509.load_pem_x509_crl((folder / REVOKED).read_bytes())
         except OSError as error:
-            remedy = "Name a folder that you can write, or the one of this lab's authority."
-            raise InvalidExperiment("--authority", str(folder), error.strerror or str(error), remedy) from None
+            problem = f"{Path(str(error.filename)).name}: {error.strerror}"
+            remedy = "Name a folder that you can write, or the one of this lab's authority, with all its files."
+            raise InvalidExperiment("--authority", str(folder), problem, remedy) from None
         except (ValueError, TypeError) as error:
             raise InvalidExperiment("--authority", str(folder), f"not an authority: {error}", "Use another.") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            problem = f"{KEY} is not the key of {CERTIFICATE}"
+            problem = f"{KEY} is not the key of {AUTHORITY}"
             raise InvalidExperiment("--authority", str(folder), problem, "Restore both files.")
         return cls(folder, certificate, key)
 
@@ -70,68 +76,74 @@ class Authority:
     def issue(
         self, name: str, *, hosts: Iterable[str] = (), days: int = CERTIFICATE_DAYS, now: datetime | None = None
     ) -> Issued:
-        """Return a new certificate of a node or broker, its common name `name`, valid for host names and addresses."""
+        """Return a new certificate with the common name `name`: of a server at these hosts; without any, of a node."""
         begin = now or datetime.now(UTC)
         key = ec.generate_private_key(ec.SECP256R1())
-        others = [_host(each) for each in dict.fromkeys((name, *hosts))]  # NATS takes the first that is a user
-        usage = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+        names, usage = _valid_for(name, hosts)
         built = (
             _builder(name, self._certificate.subject, key, begin, days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName(others), critical=False)
-            .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
+            .add_extension(names, critical=False)
+            .add_extension(usage, critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         return Issued(built.public_bytes(serialization.Encoding.PEM), _pem(key))
 
     def of(self, name: str, *, hosts: Iterable[str] = (), now: datetime | None = None) -> Issued:
-        """Return the kept certificate of a name; a new one if there is none, or it ends soon, or its hosts changed."""
-        now = now or datetime.now(UTC)
-        kept = self.folder / "issued" / f"{name}.crt", self.folder / "issued" / f"{name}.key"
-        hosts = list(hosts)
-        if all(path.exists() for path in kept):
-            found = x509.load_pem_x509_certificate(kept[0].read_bytes())
-            names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        """Return the kept certificate of a name; a new one if there is none, it ends soon, or it is for other hosts."""
+        now, wanted = now or datetime.now(UTC), _valid_for(name, hosts := list(hosts))
+        certificate, key, every = (self._kept(name, kind) for kind in (".crt", ".key", ALL))
+        if certificate.exists() and key.exists():
+            found = x509.load_pem_x509_certificate(certificate.read_bytes())
+            has = tuple(found.extensions.get_extension_for_class(type(each)).value for each in wanted)
             valid = found.not_valid_after_utc - now > timedelta(days=RENEWED_DAYS)
-            same = set(names) == {_host(each) for each in (*hosts, name)}
-            if valid and same and not self._is_revoked(found):
-                return Issued(kept[0].read_bytes(), kept[1].read_bytes())
+            if valid and has == wanted and found.serial_number not in self._revoked():
+                return Issued(certificate.read_bytes(), key.read_bytes())
         issued = self.issue(name, hosts=hosts, now=now)
-        kept[0].parent.mkdir(mode=0o700, exist_ok=True)
-        write_private(kept[0], issued.certificate)
-        write_private(kept[1], issued.key)
+        certificate.parent.mkdir(mode=0o700, exist_ok=True)
+        before = every.read_bytes() if every.exists() else b""
+        write_private(every, before + issued.certificate)  # first: what is given away can be revoked
+        write_private(certificate, issued.certificate)
+        write_private(key, issued.key)
         return issued
 
-    def revoke(self, name: str, *, now: datetime | None = None) -> None:
-        """Revoke the kept certificate of a name: `revoked` names it from now on. Raises InvalidExperiment."""
-        path = self.folder / "issued" / f"{name}.crt"
-        if not path.exists():
-            raise InvalidExperiment("--revoke", name, "no certificate of this name was issued", "Name a node.")
-        serial = x509.load_pem_x509_certificate(path.read_bytes()).serial_number
-        write_private(self.folder / REVOKED, self._list([*self._revoked(), serial], now or datetime.now(UTC)))
+    def revoke(self, names: Iterable[str], *, now: datetime | None = None) -> None:
+        """Revoke all certificates that these names have ever had. Raises InvalidExperiment."""
+        serials: dict[int, datetime] = {}
+        for name in names:
+            if not (path := self._kept(name, ALL)).exists():
+                raise InvalidExperiment("--revoke", name, "no certificate of this name was issued", "Name a node.")
+            found = x509.load_pem_x509_certificates(path.read_bytes())
+            serials |= {each.serial_number: now or datetime.now(UTC) for each in found}
+        self._write_list(serials | self._revoked())
 
-    def revoked(self, *, now: datetime | None = None) -> bytes:
-        """Return the list of the revoked certificates, as PEM, signed anew: brokers refuse a list that has ended."""
-        return self._list(self._revoked(), now or datetime.now(UTC))
+    @property
+    def revoked(self) -> bytes:
+        """The list of the revoked certificates, as PEM."""
+        return (self.folder / REVOKED).read_bytes()
 
-    def _is_revoked(self, certificate: x509.Certificate) -> bool:
-        return certificate.serial_number in self._revoked()
+    def _kept(self, name: str, kind: str) -> Path:
+        return self.folder / "issued" / f"{name}{kind}"
 
-    def _revoked(self) -> list[int]:
-        path = self.folder / REVOKED
-        if not path.exists():
-            return []
-        return [each.serial_number for each in x509.load_pem_x509_crl(path.read_bytes())]
+    def _revoked(self) -> dict[int, datetime]:
+        """Return the serial numbers of the revoked certificates, each with its date."""
+        return {each.serial_number: each.revocation_date_utc for each in x509.load_pem_x509_crl(self.revoked)}
 
-    def _list(self, serials: Iterable[int], now: datetime) -> bytes:
-        begin = now - BACKDATED
+    def _write_list(self, serials: Mapping[int, datetime]) -> None:
+        """Write the list. It is valid as long as the authority, since OpenSSL refuses everybody by one that is not.
+
+        A machine whose clock is late would find a list of today not yet valid, and nobody renews one in time.
+        """
         built = x509.CertificateRevocationListBuilder().issuer_name(self._certificate.subject)
-        built = built.last_update(begin).next_update(now + timedelta(days=AUTHORITY_DAYS))
-        for serial in dict.fromkeys(serials):
-            one = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(begin)
+        built = built.last_update(self._certificate.not_valid_before_utc)
+        built = built.next_update(self._certificate.not_valid_after_utc)
+        built = built.add_extension(x509.CRLNumber(len(serials)), critical=False)
+        for serial, date in serials.items():
+            one = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(date)
             built = built.add_revoked_certificate(one.build())
-        return built.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        signed = built.sign(self._key, hashes.SHA256())
+        write_private(self.folder / REVOKED, signed.public_bytes(serialization.Encoding.PEM))
 
     @classmethod
     def _create(cls, folder: Path, name: str, now: datetime) -> None:
@@ -150,7 +162,8 @@ class Authority:
             .sign(key, hashes.SHA256())
         )
         write_private(folder / KEY, _pem(key))
-        write_private(folder / CERTIFICATE, built.public_bytes(serialization.Encoding.PEM))
+        cls(folder, built, key)._write_list({})
+        write_private(folder / AUTHORITY, built.public_bytes(serialization.Encoding.PEM))
 
 
 def _builder(
@@ -165,6 +178,12 @@ def _builder(
         .not_valid_before(now - BACKDATED)
         .not_valid_after(now + timedelta(days=days))
     )
+
+
+def _valid_for(name: str, hosts: Iterable[str]) -> tuple[x509.SubjectAlternativeName, x509.ExtendedKeyUsage]:
+    names = [_host(each) for each in sorted(set(hosts))]
+    usage = ExtendedKeyUsageOID.SERVER_AUTH if names else ExtendedKeyUsageOID.CLIENT_AUTH
+    return x509.SubjectAlternativeName(names or [x509.DNSName(name)]), x509.ExtendedKeyUsage([usage])
 
 
 def _host(text: str) -> x509.GeneralName:

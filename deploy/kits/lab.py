@@ -19,13 +19,14 @@ from common.experiment.messages import explain
 from common.experiment.tables import AcceleratorName, Count, Name, Positive, SettingsTable, form, named, proposal
 from common.experiment.topology import CLOUD, RESERVED
 from common.net import address, tls
-from common.net.address import BrokerAddress, host_port, parse_host, parse_hosts
-from deploy.console.login import NODE, OPERATOR, Login
+from common.net.address import BrokerAddress, host_port, parse_hosts
+from deploy.console.login import METRICS_NAME, NODE, OPERATOR, Login
 
 RANGE: Final = re.compile(r"(.*?)(\d+)\.\.(\d+)")  # device-0..9
 NODES_MOST: Final = 100_000
 HERE: Final = "localhost"
 KEPT_TLS: Final = "tls"  # folder beside the lab's file on its machines
+AUTHORITY, REVOKED = "ca.crt", "ca.crl"  # files there, and in the authority's folder
 
 Address = Annotated[str, form(r"^[A-Za-z0-9:][A-Za-z0-9_.:%-]*$", "a host name or an IP address")]
 AbsolutePath = Annotated[str, form(r"^(/[^/\s\"'\\%$]+)+$", "a folder from / on, without spaces, quotes, % and $")]
@@ -148,11 +149,6 @@ class Lab(SettingsTable):
             parents = [self.parents[node], *([node] if node in self.institutions else [])]
         return [self.address(place) for place in dict.fromkeys(map(self.meeting_place, parents))]
 
-    def _hosts(self, *, besides: str) -> set[str]:
-        """Return the hosts of all machines but one, and of all brokers that exist already."""
-        found = {each.address for name, each in self.machines.items() if name != besides}
-        return found | {parse_host(text)[0] for each in self.brokers.values() for text in each.addresses or ()}
-
     def check(self) -> Self:
         """Check what types alone cannot check. Raises InvalidExperiment."""
         _known("broker", self.broker, self.brokers)
@@ -182,16 +178,12 @@ class Lab(SettingsTable):
 
     def _check_nodes(self) -> None:
         names = [*self.institutions, *(name for group in self.devices for name in expand(group.names))]
-        files = {"ca", *(f"broker-{each}" for each in self.brokers)}  # of certificates
+        files = {"ca", METRICS_NAME, *(f"broker-{each}" for each in self.brokers)}  # of certificates
         for name, count in Counter(names).items():
             if name in {*RESERVED, OPERATOR, *files}:
                 raise InvalidExperiment("name", name, "a reserved name", "Give the node another name.")
             if count > 1:
                 raise InvalidExperiment("name", name, f"{count} nodes have this name", "Give each its own.")
-        for machine in self.machines:
-            for name in sorted(self._hosts(besides=machine) & set(self.nodes_of(machine))):
-                problem = f"the address of another machine or broker, as which a node on {machine} would pass"
-                raise InvalidExperiment("name", name, problem, "Give the node another name.")
         for name, parent in self.parents.items():
             _known(f"the parent of {name}", parent, [CLOUD, *self.institutions])
             above, seen = parent, {name}
@@ -238,9 +230,10 @@ def authority_of(lab: Lab, source: Path) -> Path:
 def _kept_login(folder: Path, lab: Lab) -> Login:
     """Return the login by the certificates beside a lab's file: of an installed kit, else of the authority itself."""
     for authority, issued in ((folder / KEPT_TLS, ""), (authority_of(lab, folder / "lab.toml"), "issued")):
-        if (authority / "ca.crt").exists():
+        if (authority / AUTHORITY).exists():
             own = str(authority / issued / NODE)
-            return Login(tls_ca=str(authority / "ca.crt"), tls_cert=f"{own}.crt", tls_key=f"{own}.key")
+            ca, crl = (str(authority / file) for file in (AUTHORITY, REVOKED))
+            return Login(tls_ca=ca, tls_cert=f"{own}.crt", tls_key=f"{own}.key", tls_crl=crl)
     remedy = f"Install a kit, run `fedstrata provision`, or set tls = false in {lab.name}'s file."
     raise InvalidExperiment("--lab", str(folder), "there are no certificates beside the lab's file", remedy)
 

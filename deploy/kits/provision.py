@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from common.errors import InvalidExperiment
 from common.host.files import write_private
+from common.metrics_server import SERVER_NAME
+from deploy.console.login import METRICS_NAME
 from deploy.kits import access, units
-from deploy.kits.lab import HERE, KEPT_TLS, Lab, authority_of
+from deploy.kits.lab import AUTHORITY, HERE, KEPT_TLS, REVOKED, Lab, authority_of
 
 if TYPE_CHECKING:
     from deploy.kits.authority import Authority
@@ -69,10 +71,24 @@ def provision(lab: Lab, source: Path, *, wheel: Path, out: Path, authority: Path
     return kits
 
 
-def revoke_certificates(lab: Lab, source: Path, names: Iterable[str], *, authority: Path | None = None) -> None:
-    """Revoke the certificates of these nodes. Raises InvalidExperiment."""
-    for name in names:
-        _authority(lab, authority or authority_of(lab, source)).revoke(name)
+def revoke_certificates(lab: Lab, source: Path, names: Sequence[str], *, authority: Path | None = None) -> str:
+    """Revoke all certificates that nodes and brokers have had; return what to do then. Raises InvalidExperiment."""
+    if not lab.tls:
+        raise InvalidExperiment("--revoke", names[0], "this lab has no certificates: tls = false", "Omit it.")
+    folder = authority or authority_of(lab, source)
+    _authority(lab, folder).revoke(names)
+    brokers = {f"broker-{name}" for name in lab.brokers}
+    refusing = [
+        name
+        for name, machine in lab.machines.items()
+        if lab.brokers_of(name) or machine.metrics or machine.cloud or (brokers & set(names) and lab.nodes_of(name))
+    ]
+    renewed = [name for name in lab.machines if not set(names).isdisjoint(_issued_to(lab, name))]
+    text = f"revoked: {', '.join(names)}. Install these kits again: {', '.join(dict.fromkeys([*refusing, *renewed]))}. "
+    text += f"The old certificates are accepted until then by {', '.join(refusing)}"
+    if there := [name for name, each in lab.brokers.items() if each.addresses is not None]:
+        text += f". Give {folder / REVOKED} to broker {', '.join(there)}"
+    return text
 
 
 def login(lab: Lab, machine: str) -> str:
@@ -115,17 +131,23 @@ def _authority(lab: Lab, folder: Path) -> Authority:
 
 
 def _write_certificates(lab: Lab, machine: str, authority: Authority, folder: Path) -> None:
-    """Write the certificates of a machine's nodes and brokers, and the brokers' access rules."""
-    hosts = [lab.machines[machine].address, HERE, "127.0.0.1"]
-    issued = {f"broker-{name}": authority.of(f"broker-{name}", hosts=hosts) for name in lab.brokers_of(machine)}
-    issued |= {name: authority.of(name, hosts=hosts[:1]) for name in lab.nodes_of(machine)}
+    """Write the certificates of a machine's nodes and servers, and the brokers' access rules."""
+    issued = {name: authority.of(name, hosts=hosts) for name, hosts in _issued_to(lab, machine).items()}
     private = {f"{name}.crt": each.certificate for name, each in issued.items()}
     private |= {f"{name}.key": each.key for name, each in issued.items()}
     private |= {f"broker-{name}.acl": access.mosquitto(lab, name).encode() for name in lab.brokers_of(machine)}
-    private |= {"ca.crt": authority.certificate, "ca.crl": authority.revoked()}
+    private |= {AUTHORITY: authority.certificate, REVOKED: authority.revoked}
     folder.mkdir(mode=0o700)
     for name, content in private.items():
         write_private(folder / name, content)
+
+
+def _issued_to(lab: Lab, machine: str) -> dict[str, list[str]]:
+    """Return the names of a machine's certificates, each with the hosts of its server; a node has none."""
+    own = lab.machines[machine]
+    found: dict[str, list[str]] = {name: [] for name in lab.nodes_of(machine)}
+    found |= {f"broker-{name}": [own.address, HERE, "127.0.0.1"] for name in lab.brokers_of(machine)}
+    return found | ({METRICS_NAME: [SERVER_NAME]} if own.metrics or own.cloud else {})
 
 
 def _readme(lab: Lab, machine: str, found: list[units.Service]) -> str:

@@ -126,6 +126,7 @@ def environment(lab: Lab, machine: str) -> dict[str, str]:
             "FEDSTRATA_TLS_CA": f"{TLS}/ca.crt",
             "FEDSTRATA_TLS_CERT": f"{TLS}/{NODE}.crt",
             "FEDSTRATA_TLS_KEY": f"{TLS}/{NODE}.key",
+            "FEDSTRATA_TLS_CRL": f"{TLS}/ca.crl",
         }
     return found
 
@@ -135,7 +136,7 @@ def _guard(lab: Lab, broker: str) -> tuple[str, ...]:
         return ("--insecure",)
     own = f"{TLS}/broker-{broker}"
     files = ("--tls-cert", f"{own}.crt", "--tls-key", f"{own}.key", "--rules", f"{own}.acl")
-    return ("--kind", "mosquitto", *files, "--tls-ca", f"{TLS}/ca.crt", "--revoked", f"{TLS}/ca.crl")
+    return ("--kind", "mosquitto", *files, "--tls-ca", f"{TLS}/ca.crt", "--tls-crl", f"{TLS}/ca.crl")
 
 
 def unit(lab: Lab, machine: str, service: Service) -> str:

@@ -70,7 +70,7 @@ class SimulatedWorld:
     def _reach(self, address: BrokerAddress) -> tuple[SimulatedBroker, SimulatedLink]:
         return self._network.brokers[address.host], self._network.link(self._name, address.host)
 
-    async def packet_limit(self, address: BrokerAddress) -> int | None:
+    async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> int | None:
         """Return the broker's packet limit in bytes, or None."""
         return self._network.brokers[address.host].packet_limit
 

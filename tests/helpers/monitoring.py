@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 
+from deploy.kits.units import TLS
 from tests.helpers.commands import PATIENCE_S
 
 ROOT: Final = Path(__file__).parents[2]
@@ -80,12 +81,16 @@ def until(what: Callable[[], Any], *others: subprocess.Popen[bytes]) -> Any:
     return value
 
 
-def configure(folder: Path, *, cloud: int, alertmanager: int | None = None) -> Path:
-    """Write what is shipped, for a cloud and an Alertmanager at other ports and with shorter intervals."""
+def configure(folder: Path, *, cloud: int, alertmanager: int | None = None, tls: Path | None = None) -> Path:
+    """Write what is shipped, for a cloud and an Alertmanager at other ports and with shorter intervals.
+
+    With a folder of certificates, what is shipped for TLS.
+    """
     for file in ("rules.yml", "alerts.yml"):
         shutil.copy(SHIPPED / file, folder / file)
     config = folder / "prometheus.yml"
-    text = (SHIPPED / "prometheus.yml").read_text()
+    text = (SHIPPED / ("prometheus-tls.yml" if tls else "prometheus.yml")).read_text()
+    text = text.replace(TLS, str(tls))
     text = text.replace("127.0.0.1:9464", f"127.0.0.1:{cloud}").replace(": 5s", f": {INTERVAL_S}s")
     config.write_text(text.replace("127.0.0.1:9093", f"127.0.0.1:{alertmanager}" if alertmanager else ""))
     return config
@@ -98,9 +103,17 @@ def start(stack: ExitStack, *words: str | Path, env: Mapping[str, str] | None = 
     return process
 
 
-def start_prometheus(stack: ExitStack, folder: Path, *, port: int, cloud: int, alertmanager: int | None = None) -> int:
+def start_prometheus(
+    stack: ExitStack,
+    folder: Path,
+    *,
+    port: int,
+    cloud: int,
+    alertmanager: int | None = None,
+    tls: Path | None = None,
+) -> int:
     start(
-        stack, "prometheus", f"--config.file={configure(folder, cloud=cloud, alertmanager=alertmanager)}",
+        stack, "prometheus", f"--config.file={configure(folder, cloud=cloud, alertmanager=alertmanager, tls=tls)}",
         f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
     )  # fmt: skip
     return port

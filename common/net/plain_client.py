@@ -26,7 +26,7 @@ REFUSED: Final = 0x80
 class PlainClient:
     """A connected client that keeps the messages it receives."""
 
-    def __init__(self, address: BrokerAddress, *, will: str | None = None) -> None:
+    def __init__(self, address: BrokerAddress, *, will: str | None = None, retain: bool = True) -> None:
         self.messages: list[tuple[str, int, bool]] = []
         self._replies: list[Any] = []
         self._granted: dict[int, Sequence[Any]] = {}
@@ -39,7 +39,7 @@ class PlainClient:
         address.identify(self._mqtt)
         self._mqtt.connect_timeout = CONNECT_S
         if will is not None:
-            self._mqtt.will_set(will, b"lost", qos=1, retain=True)
+            self._mqtt.will_set(will, b"lost", qos=1, retain=retain)
         self._mqtt.on_connect = lambda _client, _data, _flags, reason, _properties: self._replies.append(reason)
         self._mqtt.on_message = lambda _client, _data, message: self.messages.append(
             (message.topic, len(message.payload), message.retain)
@@ -50,8 +50,12 @@ class PlainClient:
         except OSError as error:
             raise ConnectionFailed(f"broker {address}: {reason_of(error)}. Is it running there?") from None
         if not pump((self,), lambda: bool(self._replies), CONNECT_S):
-            raise ConnectionFailed(f"broker {address}: no CONNACK within {CONNECT_S:g} s")
+            ended = not self.turn()
+            hang_up(self._mqtt)
+            problem = "closed before CONNACK" if ended else f"no CONNACK within {CONNECT_S:g} s"
+            raise ConnectionFailed(f"broker {address}: {problem}. Are the login and its files right?")
         if self._replies[0].is_failure:
+            hang_up(self._mqtt)
             raise ConnectionFailed(f"broker {address}: {self._replies[0]}. Are the login and --broker right?")
 
     def turn(self) -> bool:
@@ -82,6 +86,7 @@ class PlainClient:
         """Disconnect."""
         self._mqtt.disconnect()
         self._mqtt.loop(TURN_S)
+        hang_up(self._mqtt)
 
 
 @contextmanager
@@ -91,6 +96,16 @@ def connected(address: BrokerAddress) -> Iterator[PlainClient]:
         yield client
     finally:
         client.leave()
+
+
+def hang_up(client: mqtt.Client) -> None:
+    """Close the socket of a client, which paho does only when the broker has closed it.
+
+    Its other sockets are closed with the last reference to it, so its callbacks must hold none.
+    """
+    client.on_connect = client.on_message = client.on_subscribe = None
+    if isinstance(sock := client.socket(), socket.socket):
+        sock.close()
 
 
 def pump(clients: Sequence[PlainClient], done: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
