@@ -1,9 +1,9 @@
 """`make bench-soak`: minutes of random kills of all roles and the broker, in a lab whose nodes stay from run to run.
 
-A device, its institution, the cloud and the broker are killed, ended or stopped at random moments, and started again at
-once, the cloud with `--resume`. The other institution and its devices live through all of it. Each run must leave the
-model of an undisturbed one, bit for bit; printed are the runs, the signals, and the memory and open files of those that
-lived, over time.
+A device, its institution, the cloud, its evaluator and the broker are killed, ended or stopped at random moments, and
+started again at once, the cloud with `--resume`. The other institution and its devices live through all of it. Each run
+must leave the model of an undisturbed one, bit for bit; printed are the runs, the signals, and the memory and open
+files of those that lived, over time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.table import Table
 
 from common.experiment.reading import parse, to_toml
 
+EVALUATOR: Final = "evaluator"
 WITNESSES: Final = ("institution-1", "others")
 ROUNDS: Final = 10
 PAUSE_S: Final = (0.2, 4.0)  # between two signals
@@ -57,8 +58,8 @@ class StayingLab(Lab):
                 self.processes[CLOUD].wait(draw.uniform(*PAUSE_S))
                 break
             except subprocess.TimeoutExpired:
-                victim, number = draw.choice(VICTIMS), draw.choice(SIGNALS)
-                if victim == CLOUD and not self.begun():
+                victim, number = draw.choice((*VICTIMS, EVALUATOR)), draw.choice(SIGNALS)
+                if victim in (CLOUD, EVALUATOR) and not self.begun():
                     continue
                 signals[f"{number.name} {victim}"] += 1
                 self.signal(victim, number)
@@ -70,14 +71,22 @@ class StayingLab(Lab):
 
     def begun(self) -> bool:
         """Return whether the run has ended a global round, so that it can be resumed."""
-        return self.runs.exists() and len(list(self.runs.iterdir())) > self.done and bool(self.rounds())
+        started = self.runs.exists() and len(list(self.runs.iterdir())) > self.done
+        return started and (self.folder / "events.jsonl").exists() and bool(self.rounds())
 
     def signal(self, victim: str, number: signal.Signals) -> None:
+        process: psutil.Process | subprocess.Popen[bytes] | None = self.processes.get(victim)
+        if victim == EVALUATOR:
+            below = psutil.Process(self.processes[CLOUD].pid).children(recursive=True)
+            process = next((each for each in below if "cloud.evaluator_process" in each.cmdline()), None)
+        if process is None:
+            return  # between two evaluators
         if number is signal.SIGSTOP:
-            process = self.processes[victim]
             process.send_signal(number)
             time.sleep(STOPPED_S)
             process.send_signal(signal.SIGCONT)
+        elif victim == EVALUATOR:
+            process.send_signal(number)
         else:
             super().signal(victim, number)
 
