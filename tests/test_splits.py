@@ -109,7 +109,8 @@ def test_the_evaluator_process_passes_the_notes_on_the_data(tmp_path: Path, monk
     lab, sent = experiment(dataset="mnist", root=str(tmp_path)), list[Record]()
     requests: list[Record] = [{"experiment": lab.to_json(), "folder": str(tmp_path)}]
     memory = SimpleNamespace(rows=lambda count, row_bytes: np.zeros((count, row_bytes), np.uint8))
-    channel = SimpleNamespace(receive=requests.pop, send=lambda **record: sent.append(record), memory=memory)
+    ends = {"receive": requests.pop, "send": lambda **record: sent.append(record), "memory": memory}
+    channel = SimpleNamespace(**ends, busy=nullcontext, moved=lambda: None)
     monkeypatch.setattr(evaluator_process, "AgentChannel", lambda: channel)
     with pytest.raises(IndexError):  # no further request
         evaluator_process.main()
