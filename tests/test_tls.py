@@ -572,4 +572,7 @@ def test_a_broker_that_others_reach_needs_logins_and_tls(tmp_path: Path) -> None
         guard.check_reach("0.0.0.0", insecure=True)
         guard.check_reach("::1", insecure=False)
     Guard(passwords=tmp_path / "passwords", tls=open_tls).check_reach("0.0.0.0", insecure=False)
+    for words, needed in (("--tls-ca x", "--tls-cert"), ("--tls-cert x --tls-crl y", "--tls-ca")):
+        refused = invoke("broker", *words.split())
+        assert refused.exit_code == 4 and f"of no use without {needed}. Give {needed}, too." in refused.output
     assert invoke("broker", "--host", "0.0.0.0").exit_code == 4

@@ -247,11 +247,12 @@ class BrokerConnection:
 
         Such a broker closes the connection of a client that wants it to, without a reason.
         """
-        self._retains = (await reported_limits(self.attempts.address)).retains
-        if not self._retains:
-            log.warning(
-                "broker %s retains no messages: who comes late asks, which takes up to 2 s", self.attempts.address
-            )
+        address = self.attempts.address
+        self._retains = (await reported_limits(address)).retains
+        text = "it retains no messages: who comes late asks, which takes up to 2 s"
+        now = asyncio.get_running_loop().time()
+        if not self._retains and (line := self._failures.failed(f"{address} {text}", text, now)):
+            log.warning("broker %s: %s", address, line)
 
     def _no_answer_yet(self) -> None:
         if self.reconnects == 0:

@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import paho.mqtt.client as mqtt
@@ -56,12 +57,17 @@ async def packet_limit(address: BrokerAddress, *, topic: str, most: int) -> int 
         return None
     if found is None or found >= most:
         return None
+    _warn(str(address), most)
+    return found
+
+
+@cache  # once a process, which may have many devices
+def _warn(broker: str, size: int) -> None:
     log.warning(
         "broker %s drops packets of %d bytes and does not report it: models are sent in smaller ones. Raise its limit "
         "(mosquitto: message_size_limit).",
-        address, most,
+        broker, size,
     )  # fmt: skip
-    return found
 
 
 def largest_packet(address: BrokerAddress, topic: str, most: int) -> int | None:

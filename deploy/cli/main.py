@@ -20,6 +20,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
+from common.errors import InvalidExperiment
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli import data, inspection, lab, links, roles
 from deploy.cli.check import check
@@ -214,6 +215,13 @@ def broker(
     from deploy.brokers.guard import Guard, check_readable
 
     with reporting():
+        for option, value, needed, given in (
+            ("--tls-key", tls_key, "--tls-cert", tls_cert),
+            ("--tls-ca", tls_ca, "--tls-cert", tls_cert),
+            ("--tls-crl", tls_crl, "--tls-ca", tls_ca),
+        ):
+            if value and not given:
+                raise InvalidExperiment(option, value, f"of no use without {needed}", f"Give {needed}, too.")
         own = tls.Tls(tls_ca, tls_cert, tls_key, tls_crl) if tls_cert else None
         if own is not None:
             own.server_context(clients=tls.REQUIRED)  # names files that cannot be used

@@ -30,8 +30,8 @@ def main() -> None:
         column.justify = "right"
     with tempfile.TemporaryDirectory() as name:
         authority = Authority.open(Path(name), name="bench")
-        for each in ("broker", "node"):
-            authority.of(each, hosts=["127.0.0.1"])
+        authority.of("broker", hosts=["127.0.0.1"])
+        authority.of("node")
         broker, node = (
             Tls(f"{name}/ca.crt", f"{name}/issued/{n}.crt", f"{name}/issued/{n}.key") for n in ("broker", "node")
         )
