@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,10 +30,12 @@ from common.protocol.coordinator import Coordinator
 from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task
 from common.protocol.participant import Acknowledged, Participant, ParticipantState
 from common.protocol.round_state import TAKEN_BACK, Assignment, Closed, ResultAnnounced, Stalled
+from common.runtime.round import Dispatch
 from deploy.local.direct import run_in_process
 from deploy.local.replay import replayed
 from deploy.runs.run import Run
 from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.seeds import run_seed
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
 from tests.helpers.examples import examples
 from tests.session_lab import manifest_of
@@ -379,6 +381,21 @@ def test_a_lab_goes_on_after_a_node_was_killed(node: str) -> None:
     tree = {**LAB, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}}
     outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, scenario=kill).run()
     assert outcome.ok, outcome.result
+
+
+def test_a_lab_that_loses_accepted_results_violates_an_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any lab of this seed did, before results were taken back."""
+
+    def end(self: Coordinator, *, but: Collection[str] = ()) -> None:
+        self._open = False
+        for name, child in self._children.items():
+            child.carried = child.carried and name in but
+
+    assert run_seed(400_003).violations == ()
+    monkeypatch.setattr(Coordinator, "end", end)
+    monkeypatch.setattr(Dispatch, "last", property(lambda self: False, lambda self, value: None))
+    ((name, wrong),) = run_seed(400_003).violations
+    assert name == "undisturbed lab is exact" and "accepted and lost at institution-0: 4 of" in wrong
 
 
 TINY: Final[dict[str, Any]] = {

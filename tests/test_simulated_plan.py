@@ -153,7 +153,8 @@ def test_a_round_has_these_packets(monkeypatch: pytest.MonkeyPatch) -> None:
         run(small, rounds=rounds, one_host=True, work_s=work_s)
         found.append((counted[True], counted[False], calls))
     each = [(after - before) / 10 for before, after in zip(*found, strict=True)]
-    assert each == [4 * simulated.AGENT_PACKETS, 4 * simulated.BROKER_PACKETS, simulated.WORK_CALLS]
+    assert each[:2] == [4 * simulated.AGENT_PACKETS, 4 * simulated.BROKER_PACKETS]
+    assert each[2] == pytest.approx(simulated.WORK_CALLS, abs=0.2)  # links.csv is written every few seconds
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import fields, replace
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -22,7 +24,7 @@ from common.experiment.tiers import TIERS_MOST
 from common.host.examination import Finding
 from common.model.codecs import CODECS, codec_of
 from common.protocol import messages, serialization, topics
-from common.protocol.bounds import NOISE_CHUNKS_MOST, SMALL_BYTES, SenderBounds
+from common.protocol.bounds import NOISE_CHUNKS_MOST, SMALL_BYTES, STRANGER, SenderBounds
 from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
 from common.text import JSON_MOST, escaped
 from tests.helpers.examples import examples
@@ -102,7 +104,10 @@ def pack(tree: Any) -> bytes:
 
 
 def survives(data: bytes) -> messages.Message | None:
-    """Return the record, or None where it was refused as it should be."""
+    """Return the record, or None where it was refused as it should be; also by those who allow a sender nothing."""
+    for decode in (partial(serialization.decode, sender=STRANGER), serialization.decode_shared):
+        with suppress(WireError):
+            decode(data)
     try:
         session, message = serialization.decode(data)
     except WireError:

@@ -25,12 +25,12 @@ class PresentNode:
     host: str = ""
 
 
-def topology_of(nodes: Sequence[PresentNode]) -> tuple[dict[str, Any], list[str]]:
+def topology_of(nodes: Sequence[PresentNode], *, unfit: int = 0) -> tuple[dict[str, Any], list[str]]:
     """Return the `topology` table of the nodes that are there, and one line for each node that has no place in it.
 
     All institutions with a device and all devices whose parent is there take part. Names are in the order of their
-    numbers, device-2 before device-10. Raises DuplicateName; InvalidExperiment if no device could take part, or if
-    the lab has no form of one or two tiers.
+    numbers, device-2 before device-10. `unfit`: how many others are there and cannot take part, as was reported. Raises
+    DuplicateName; InvalidExperiment if no device could take part, or if the lab has no form of one or two tiers.
     """
     for name, count in Counter(n.name for n in nodes).items():
         if count > 1:
@@ -59,7 +59,8 @@ def topology_of(nodes: Sequence[PresentNode]) -> tuple[dict[str, Any], list[str]
     if direct:
         return {"institutions": 0, "devices": direct}, left_out
     if not members:
-        raise InvalidExperiment("topology", LAB, "no device is there that could take part", "Start devices first.")
+        remedy = f"Fix the {unfit} nodes that are left out, as above." if unfit else "Start devices first."
+        raise InvalidExperiment("topology", LAB, "no device is there that could take part", remedy)
     taking_part = [n.name for n in devices if n.parent in members]
     return {"institutions": list(members), "devices": taking_part, "members": members}, left_out
 

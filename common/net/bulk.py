@@ -5,7 +5,8 @@ paho's client with replaced socket operations: a chunk is sent by scatter-gather
 directly in its destination. Everything else (connecting, acknowledgements, keep-alives) remains paho's.
 
 It uses private names of paho, so it is only enabled for known versions and after a self-test (`usable`). Otherwise the
-stock client is used, which is slower. FEDSTRATA_MQTT=stock selects the stock client.
+stock client is used, which is slower, and which reads messages of any size into memory before they can be refused.
+FEDSTRATA_MQTT=stock selects the stock client.
 """
 
 from __future__ import annotations

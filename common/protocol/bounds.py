@@ -120,5 +120,5 @@ def skip_large(topic_text: str, size: int) -> Skipped | None:
     try:
         most = bytes_on(topics.parse(topic_text))
     except WireError:
-        most = SMALL_BYTES
+        most = MESSAGE_MOST
     return SKIPPED if size > most else None

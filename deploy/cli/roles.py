@@ -369,10 +369,7 @@ def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]
     ]
     for node, reason in old.items():
         logs.write_line(f"{node} is left out: {reason}")
-    if old and not there:
-        problem, remedy = f"none of the {len(old)} nodes that are there can take part", "See the lines above."
-        raise InvalidExperiment("topology", "lab", problem, remedy)
-    topology, left_out = topology_of(there)
+    topology, left_out = topology_of(there, unfit=len(old))
     for line in left_out:
         logs.write_line(line)
     return topology
