@@ -88,13 +88,17 @@ def test_folders_have_no_split_and_nothing_to_compare(tmp_path: Path) -> None:
     check_alike(lab.data, "device-0", partition="", clouds="")
 
 
+def fake_channel(sent: list[Record], **ends: Any) -> SimpleNamespace:
+    """Return the process's end of a channel without an agent."""
+    return SimpleNamespace(send=lambda **record: sent.append(record), busy=nullcontext, moved=lambda: None, **ends)
+
+
 def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab, sent = experiment(partition="dirichlet", min_samples=10_000), list[Record]()
     request = {"experiment": lab.to_json(), "folder": str(tmp_path)}
-    ends = {"receive": lambda: request, "send": lambda **record: sent.append(record)}
-    channel = SimpleNamespace(**ends, busy=nullcontext, moved=lambda: None)
+    channel = fake_channel(sent, receive=lambda: request)
     monkeypatch.setattr(evaluator_process, "AgentChannel", lambda: channel)
     evaluator_process.main()
     (record,) = sent
@@ -109,8 +113,7 @@ def test_the_evaluator_process_passes_the_notes_on_the_data(tmp_path: Path, monk
     lab, sent = experiment(dataset="mnist", root=str(tmp_path)), list[Record]()
     requests: list[Record] = [{"experiment": lab.to_json(), "folder": str(tmp_path)}]
     memory = SimpleNamespace(rows=lambda count, row_bytes: np.zeros((count, row_bytes), np.uint8))
-    ends = {"receive": requests.pop, "send": lambda **record: sent.append(record), "memory": memory}
-    channel = SimpleNamespace(**ends, busy=nullcontext, moved=lambda: None)
+    channel = fake_channel(sent, receive=requests.pop, memory=memory)
     monkeypatch.setattr(evaluator_process, "AgentChannel", lambda: channel)
     with pytest.raises(IndexError):  # no further request
         evaluator_process.main()
