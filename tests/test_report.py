@@ -411,10 +411,11 @@ def test_equal_curves_are_drawn_once_and_share_a_name() -> None:
 
 
 def test_a_legend_has_what_can_be_seen() -> None:
-    parts = [("fill-s0", "train"), ("fill-s5", "wait"), ("fill-s1", "collect")]
+    parts = [("fill-s0", "train"), ("fill-s5", "wait"), ("fill-s1", "collect"), ("fill-s2", "evaluate")]
+    bars = [(1.0, 0.5, 1e-4, 0.0), (0.5, 0.0, 0.0, 0.0)]
     for figure in (
-        charts.bars("n", "t", parts, {"a": (1.0, 0.5, 1e-4), "b": (0.5, 0.0, 0.0)}, axis=AXIS),
-        charts.columns("n", "t", parts, [(1.0, 0.5, 1e-4), (0.5, 0.0, 0.0)], x=AXIS, axis=AXIS),
+        charts.bars("n", "t", parts, {"a": bars[0], "b": bars[1]}, axis=AXIS),
+        charts.columns("n", "t", parts, bars, x=AXIS, axis=AXIS),
     ):
         words = re.findall(r">([^<>]+)</text>", "".join(figure.elements))
         assert {"train", "wait", "too short to be seen: collect"} <= set(words) and "collect" not in words

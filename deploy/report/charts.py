@@ -198,7 +198,7 @@ def bars(
     height = sum(28 + 16 * len(lines) for lines in heads.values())
     most = axis.factor * max((math.fsum(values) for values in rows.values()), default=0.0)
     marks = ticks(0.0, most)
-    elements, tall = _parts_legend(parts, seen([*rows.values()], width), top + 4, width=left + width)
+    elements, tall = _parts_legend(parts, [*rows.values()], width, top + 4, width=left + width)
     top += tall
     for tick in marks:
         at = left + width * tick / marks[-1]
@@ -238,7 +238,7 @@ def columns(
     means = [[math.fsum(part) / len(group) for part in zip(*group, strict=True)] for group in groups]
     (left, top), (width, height) = (46.0, 36.0), (PLOT, COLUMN)
     marks = ticks(0.0, axis.factor * max((math.fsum(bar) for bar in means), default=0.0))
-    elements, tall = _parts_legend(parts, seen(means, height), top + 4, width=left + width)
+    elements, tall = _parts_legend(parts, means, height, top + 4, width=left + width)
     top += tall + 4
     for tick in marks:
         at = top + height * (1 - tick / marks[-1])
@@ -280,14 +280,15 @@ def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:
 
 
 def _parts_legend(
-    parts: Sequence[tuple[str, str]], visible: Sequence[bool], top: float, *, width: float
+    parts: Sequence[tuple[str, str]], bars: Sequence[Sequence[float]], length: float, top: float, *, width: float
 ) -> tuple[list[str], float]:
-    """Return a legend of the parts that can be seen, with the names of the others below it, and its height."""
-    shown = list(compress(parts, visible))
-    elements, tall = legend(2, top, shown, width=width)
-    if shown and len(shown) < len(parts):
-        hidden = ", ".join(label for kind, label in parts if (kind, label) not in shown)
-        for line in wrapped(f"too short to be seen: {hidden}", width):
+    """Return a legend of the parts that can be seen, with the names of shorter ones below it, and its height."""
+    visible = seen(bars, length)
+    elements, tall = legend(2, top, list(compress(parts, visible)), width=width)
+    some = [max(values) > 0 for values in zip(*bars, strict=True)]
+    short = [label for (_, label), there, any_ in zip(parts, visible, some, strict=False) if any_ and not there]
+    if short:
+        for line in wrapped(f"too short to be seen: {', '.join(short)}", width):
             elements.append(text(2, top + tall, line, kind="soft"))
             tall += 18
     return elements, tall
