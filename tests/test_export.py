@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -92,6 +93,15 @@ def test_tensorboard_gets_each_number_at_its_time_and_once(folder: Path, tmp_pat
         assert [at for *_, at in points] == pytest.approx([at for *_, at in wanted], abs=1e-3)
     (path,) = (tmp_path / folder.name).iterdir()
     assert b"mlp_digits" in path.read_bytes()  # the experiment
+
+
+def test_several_runs_are_exported_one_after_another(folder: Path, tmp_path: Path) -> None:
+    paths = [shutil.copytree(folder, tmp_path / "runs" / name) for name in ("first", "second")]
+    (tmp_path / "runs" / "sweep.lock").touch()
+    done = invoke("export", *sorted((tmp_path / "runs").iterdir()), "--tensorboard", tmp_path / "boards")
+    assert done.exit_code == 0 and len(done.stdout.splitlines()) == 2
+    for path in paths:
+        assert len(scalars(tmp_path / "boards" / path.name)["model/accuracy"]) == 3
 
 
 def test_a_folder_of_other_files_is_left_alone(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,32 @@ def test_runs_that_differ_in_the_seed_alone_are_a_series(tmp_path: Path, make_ru
     assert twice.names == [f"experiment, seed 1 ({run.id[-6:]})" for run in twice.runs]
 
 
+def test_a_sweep_names_its_series(tmp_path: Path, make_run: MakeRun) -> None:
+    runs = [Run(make_run(tmp_path, {"seed": seed, **tree})) for tree in ({}, TEMPO) for seed in (1, 2)]
+    digests = [run.manifest["experiment_digest"] for run in runs]
+
+    def names(*cells: str) -> list[tuple[str, str]]:
+        (tmp_path / "sweep.json").write_text(json.dumps({"cells": dict(zip(digests, cells, strict=False))}))
+        return [(each.label, each.whole) for each in series_of([Run(run.path) for run in runs])]
+
+    assert names("IID, A", "IID, A", "IID, B", "IID, B") == [("IID, A", "IID, A"), ("IID, B", "IID, B")]
+    by_keys = [("fixed", "fixed"), ("tempo", "tempo")]
+    assert names("A", "A", "A", "A") == names("A", "A", "B") == names("A", "C", "B", "B") == names() == by_keys
+    assert [each.label for each in series_of(runs, ["mine", "other"])] == ["mine", "other"]
+    for text in ("{", "[]", '{"cells": 3}'):
+        (tmp_path / "sweep.json").write_text(text)
+        with pytest.raises(InvalidExperiment, match=r"sweep\.json"):
+            series_of([Run(run.path) for run in runs])
+
+
+def test_long_names_are_numbered(tmp_path: Path, make_run: MakeRun) -> None:
+    runs = [Run(make_run(tmp_path, {"seed": 1, **tree})) for tree in ({}, TEMPO)]
+    assert [each.short for each in series_of(runs, ["a" * 24, "b"])] == ["a" * 24, "b"]
+    assert [each.short for each in series_of(runs, ["a" * 25, "b"])] == ["#1", "#2"]
+    assert [each.names for each in series_of(runs, ["a" * 25, "b"])] == [["#1"], ["#2"]]
+    assert [each.short for each in series_of(runs[:1], ["a" * 25])] == ["a" * 25]  # nothing to tell apart
+
+
 def test_given_names_win(tmp_path: Path, make_run: MakeRun) -> None:
     found = [Run(make_run(tmp_path, tree)) for tree in ({}, TEMPO)]
     assert [each.label for each in series_of(found, ["one", "two"])] == ["one", "two"]
@@ -182,6 +209,19 @@ def test_runs_that_began_on_a_busy_machine_are_named(tmp_path: Path, make_run: M
         (path / "manifest.json").write_text(json.dumps({**manifest, "cpus": 2, "load": load}))
     note = "experiment: 2 of 3 runs began on a busy machine: load up to 1.5 a core"
     assert condition_notes(series_of([Run(path) for path in paths])) == [note]
+
+
+def test_what_several_series_have_in_common_is_one_note(tmp_path: Path, make_run: MakeRun) -> None:
+    slow = {"links": {"wan": {"up_mbit": 5.0}}}
+    paths = [make_run(tmp_path, tree) for tree in ({}, slow, {**slow, **TEMPO})]
+    names = ["first", "slow", "slow tempo"]
+    (links,) = condition_notes(series_of([Run(path) for path in paths], names))
+    assert links == "slow; slow tempo: other links than first: links.of.institution-0.up_mbit: none and 5"
+    for path, load in zip(paths, (4.0, 6.0, 5.0), strict=True):
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps({**manifest, "cpus": 2, "load": load}))
+    notes = condition_notes(series_of([Run(path) for path in paths], names), attrgetter("short"))
+    assert notes == [links, "3 of 3 runs began on a busy machine: load up to 3.0 a core"]
 
 
 VALUES = st.dictionaries(st.sampled_from("123456"), st.floats(1e-3, 1e3), max_size=6)

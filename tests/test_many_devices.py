@@ -17,8 +17,7 @@ from common.experiment.topology import CLOUD
 from deploy.local import beforehand
 from deploy.local.beforehand import FILES_BESIDE, allow_connections
 from deploy.report import link_sections, sections
-from deploy.report.many import NODES_MOST, QUANTILES, spaced
-from deploy.report.partition_picture import figure
+from deploy.report.maps import NODES_MOST, QUANTILES, partition, spaced
 from deploy.runs.run import Run
 
 
@@ -70,7 +69,7 @@ def test_a_report_of_many_devices_has_quantiles_and_no_row_for_each(tmp_path: Pa
 
 def test_a_picture_of_a_split_shows_evenly_spaced_ones_of_many_devices() -> None:
     held = {f"device-{i}": {"parent": "institution-0", "by_class": [1, 2]} for i in range(10 * NODES_MOST)}
-    picture = figure({"devices": held, "data": {}, "seed": 1, "digest": "d"})
+    picture = partition({"devices": held, "data": {}, "seed": 1, "digest": "d"})
     assert picture.table is not None and len(picture.table.rows) == NODES_MOST
     assert f"{NODES_MOST} of {len(held)} devices" in picture.text
     assert spaced([1, 2, 3], most=3) == [1, 2, 3] and spaced([1, 2, 3, 4], most=3) == [1, 3]

@@ -436,7 +436,7 @@ def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatc
     file = tmp_path / "lab.toml"
     sizes = {"topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"}}
     file.write_text(to_toml(parse({**sizes, "cloud": {"epoch_control": {"name": "tempo"}}})))
-    out = tmp_path / "prediction.json"
+    out = tmp_path / "new" / "prediction.json"
     result = invoke("plan", file, "--one-host", "--format", "json", "--out", out)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -116,7 +116,7 @@ async def test_an_absent_child_is_waited_for_however_long_it_takes(site: Simulat
     async with together(living(site, parent)):
         gathering = asyncio.create_task(parent.gather(QUORUM_OF_ONE, waiting=waited_for.append))
         await asyncio.sleep(500)
-        assert not gathering.done() and set(waited_for) == {"device-0 never came"}
+        assert not gathering.done() and set(waited_for) == {"device-0 has not joined yet"}
         async with together(living(site, child_of(site, "device-0"))):
             await gathering
         assert parent.samples == {"device-0": 1}
@@ -136,11 +136,11 @@ async def test_a_child_that_prepares_is_waited_for_while_it_moves(site: Simulate
             await asyncio.sleep(5)
         assert not gathering.done() and waited_for[-1] == "device-0 prepares"
         for _ in range(5):  # as an institution does, again and again
-            child.preparing(20, waits_for="device-7 never came")
+            child.preparing(20, waits_for="device-7 has not joined yet")
             child.session._prepare_at = child.now()
             child.wake()
             await asyncio.sleep(10)
-        assert not gathering.done() and waited_for[-1] == "device-0 waits for device-7 never came"
+        assert not gathering.done() and waited_for[-1] == "device-0 waits for device-7 has not joined yet"
         child.preparing(21)
         with pytest.raises(NoProgress, match="cannot begin: device-0: no progress in preparing for 20 s"):
             await gathering

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from io import BytesIO
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ from common.protocol.timeline import GLOBAL_PHASES
 from deploy.console.tabular import THIN, html
 from deploy.local import direct
 from deploy.report import charts
-from deploy.report.figures import COLOURS, Figure
+from deploy.report.figures import COLOURS, SERIES, Figure
 from deploy.report.maps import Rates, epochs, topology
 from deploy.report.page import compose
 from deploy.runs.run import Run
@@ -313,7 +314,7 @@ def test_without_matplotlib_there_is_a_page_and_one_line(
 def test_the_option_that_names_no_writable_place_is_reported(tmp_path: Path, make_run: MakeRun) -> None:
     path, file = make_run(tmp_path, LAB), tmp_path / "file"
     file.touch()
-    for option, place in (("--figures", file), ("--out", tmp_path / "no" / "r.html")):
+    for option, place in (("--figures", file), ("--out", file / "r.html")):
         done = invoke("report", path, option, place, "--figure-formats", "svg")
         assert done.exit_code == 4 and f"{option} = '{place}': " in done.stderr
 
@@ -331,7 +332,7 @@ def test_a_figures_png_has_its_colours() -> None:
 
 
 LONG = [f"cloud.aggregation.alpha={i} {'institution_' * 9}" for i in range(9)]
-PARTS = [("fill-train", "train"), ("fill-wait", "wait")]
+PARTS = [("fill-s0", "train"), ("fill-s5", "wait")]
 
 
 @pytest.mark.parametrize(
@@ -357,6 +358,79 @@ def test_no_label_is_cut_off(figure: Figure) -> None:
         dark = picture.convert("L").point(lambda level: 255 * (level < 250))
         left, top, right, bottom = dark.getbbox() or (0, 0, 0, 0)
     assert left > 0 and top > 0 and right < width and bottom < height
+
+
+# Machado et al. 2009: linear RGB as it is, and as seen without long, middle and short cones.
+VISIONS = np.array([
+    [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+])  # fmt: skip
+# Ottosson's Oklab: linear RGB to cones, and their cube roots to lightness and two colour axes.
+CONES = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
+                  [0.0883024619, 0.2817188376, 0.6299787005]])  # fmt: skip
+LAB_AXES = np.array([[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, -2.4285922050, 0.4505937099],
+                     [0.0259040371, 0.7827717662, -0.8086757660]])  # fmt: skip
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_every_reader_can_distinguish_any_two_series(theme: int) -> None:
+    def linear(name: str) -> Any:
+        share = np.array(ImageColor.getrgb(COLOURS[name][theme])) / 255
+        return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+
+    colours = [linear(f"s{i}") for i in range(SERIES)]
+    seen = np.array([
+        [LAB_AXES @ np.cbrt(CONES @ np.clip(vision @ colour, 0, 1)) for vision in VISIONS] for colour in colours
+    ])  # fmt: skip
+    for one, other in combinations(seen, 2):
+        assert np.linalg.norm(one - other, axis=1).min() > 0.09  # the colours before had 0.005
+    light = [colour @ (0.2126, 0.7152, 0.0722) for colour in (*colours, linear("ground"))]
+    for each in light[:-1]:
+        low, high = sorted((each, light[-1]))
+        assert (high + 0.05) / (low + 0.05) >= 3.0  # WCAG 1.4.11
+
+
+def test_equal_curves_are_drawn_once_and_share_a_name() -> None:
+    points = [(1.0, 0.25), (2.0, 0.5)]
+    lines = {
+        "slow, a": charts.Curve(points),
+        "slow, b": charts.Curve([(1.0, 0.5), (2.0, 0.75)]),
+        "fast, a": charts.Curve(list(points)),
+        "none": charts.Curve([]),
+        "none, too": charts.Curve([]),
+    }
+    figure = charts.curves("n", "t", lines, x=AXIS, y=AXIS, short={"slow, a": "#1", "fast, a": "#3"})
+    drawn = "".join(figure.elements)
+    words = re.findall(r">([^<>]+)</text>", drawn)
+    assert {"#1 = #3", "slow, b", "none", "none, too"} <= set(words) and "slow, a" not in words
+    assert drawn.count('class="stroke-s0 dash-0"') == 2  # the line and its legend
+    assert "stroke-s2" not in drawn
+    assert figure.table is not None and len(figure.table.rows) == 6  # each curve has its numbers
+
+
+def test_a_legend_has_what_can_be_seen() -> None:
+    parts = [("fill-s0", "train"), ("fill-s5", "wait"), ("fill-s1", "collect"), ("fill-s2", "evaluate")]
+    bars = [(1.0, 0.5, 1e-4, 0.0), (0.5, 0.0, 0.0, 0.0)]
+    for figure in (
+        charts.bars("n", "t", parts, {"a": bars[0], "b": bars[1]}, axis=AXIS),
+        charts.columns("n", "t", parts, bars, x=AXIS, axis=AXIS),
+    ):
+        words = re.findall(r">([^<>]+)</text>", "".join(figure.elements))
+        assert {"train", "wait", "too short to be seen: collect"} <= set(words) and "collect" not in words
+        assert figure.table is not None and "collect" in [column.name for column in figure.table.columns]
+
+
+def test_drawings_for_papers_have_a_columns_or_a_pages_width_and_no_title() -> None:
+    narrow, wide = (epochs("epochs", {"institution-0": [2] * count}) for count in (3, 15))
+    assert "<text" in narrow.file() and f">{narrow.title}</text>" in narrow.file()
+    for figure, inches in ((narrow, 3.5), (wide, 7.16)):
+        assert narrow.title not in "".join(figure.elements)
+        with Image.open(BytesIO(render(figure, ["png"])["png"])) as picture:
+            assert picture.width == round(inches * 300)
+            dark = picture.convert("L").point(lambda level: 255 * (level < 250)).getbbox()
+        assert dark is not None and dark[1] < 0.2 * 300  # no room is left for a title
 
 
 @example(low=5e-324, span=0.0)

@@ -22,7 +22,7 @@ from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.cli.main import app
 from deploy.console.tabular import age
-from deploy.runs.run import Run, State, find, folders
+from deploy.runs.run import Run, State, find, find_all, folders
 from tests.helpers.commands import invoke
 from tests.helpers.records import BYTES
 
@@ -162,6 +162,46 @@ def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path,
             find(text, root)
     with pytest.raises(InvalidExperiment, match="--runs"):
         folders(tmp_path / "absent")
+
+
+def test_a_folder_of_runs_names_its_runs_and_other_files_are_skipped(tmp_path: Path, make_run: MakeRun) -> None:
+    root, sweep = tmp_path / "runs", tmp_path / "runs" / "study"
+    alone = make_run(root, {"name": "alone"})
+    paths = [make_run(sweep, {"name": "study", "seed": seed}) for seed in (1, 2)]
+    for name in ("sweep.lock", "sweep.json.partial", "report.html"):
+        (sweep / name).touch()
+    (sweep / "figures").mkdir()
+    others = ["figures", "report.html", "sweep.json.partial", "sweep.lock"]
+    assert folders(root) == sorted([alone, *paths], key=lambda path: path.name)
+    for path in paths:  # a sweep's runs have ids like all others
+        assert find(path.name[-6:], root) == path
+    everything = sorted(map(str, sweep.iterdir()))
+    assert find_all(everything, root) == (sorted(paths), [str(sweep / name) for name in others])
+    for texts in ([str(sweep)], ["study"], [paths[0].name[-6:], str(sweep)], [*map(str, paths), str(paths[0])]):
+        found, skipped = find_all(texts, root)
+        assert sorted(found) == sorted(paths) and not skipped
+    assert sorted(find_all([str(root)], root)[0]) == sorted([alone, *paths])
+    with pytest.raises(InvalidExperiment, match="no run in it"):
+        find_all([str(sweep / "figures"), str(sweep / "sweep.lock")], root)
+    with pytest.raises(InvalidExperiment, match="not a run's folder"):
+        find_all([str(paths[0]), str(sweep / "absent")], root)
+
+
+def test_each_command_on_runs_takes_what_a_shell_makes_of_a_sweeps_folder(tmp_path: Path, make_run: MakeRun) -> None:
+    sweep = tmp_path / "study"
+    paths = [make_run(sweep, {"name": "study", "seed": seed}) for seed in (1, 2)]
+    (sweep / "sweep.lock").touch()
+    for _ in range(2):  # the second time beside the report of the first
+        done = invoke("report", *sorted(sweep.iterdir()))
+        assert done.exit_code == 0 and f"skipped, no runs: {sweep / 'sweep.lock'}" in done.stderr.replace(
+            f"{done.stdout.strip()}, ", ""
+        )
+    reached = json.loads(invoke("compare", *sorted(sweep.iterdir()), "--target", "0.7", "--format", "json").stdout)
+    assert [group["reached"] for group in reached["groups"]] == [2]
+    listed = invoke("runs", "list", "--runs", tmp_path, "--format", "json").stdout.splitlines()
+    assert {json.loads(line)["folder"] for line in listed} == set(map(str, paths))
+    asked = CliRunner().invoke(app, ["runs", "delete", str(sweep)], input="n\n")
+    assert asked.exit_code == 1 and "Delete 2 runs?" in asked.output and all(path.exists() for path in paths)
 
 
 def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:

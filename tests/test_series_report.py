@@ -19,6 +19,7 @@ from deploy.report import charts
 from deploy.report.curves import mean_curve, score_axis
 from deploy.report.page import Page, compose
 from deploy.runs.run import Run
+from docs.tools.runs_picture import picture
 from tests.helpers.commands import invoke
 from tests.test_report import CHROMIUM, LAB, read
 
@@ -71,8 +72,8 @@ def test_seeds_are_one_line_with_a_band_and_one_row(tmp_path: Path, make_run: Ma
     assert second[4:6] == ["100.00 ± 0.00", "37.50 ± 17.68"]  # of the seeds 1 and 2
     phases = "Seconds of a global round, mean ± standard deviation (n - 1) over runs"
     assert tree.tables[phases][3] == ["train", "1.0000 ± 0.0000", "1.0000 ± 0.0000"]  # without the failed one's zero
-    assert [row[0] for row in tree.tables["The runs, bytes as MQTT packets"][1:4]] == [
-        f"fixed, seed {seed}" for seed in (1, 2, 3)
+    assert [(row[0], row[3]) for row in tree.tables["The runs, bytes as MQTT packets"][1:4]] == [
+        ("fixed", seed) for seed in ("1", "2", "3")
     ]
 
 
@@ -132,8 +133,7 @@ def test_the_top_has_what_was_run(tmp_path: Path, make_run: MakeRun) -> None:
     )
     assert found["hardware"].endswith("; no emulated hardware") and "torch" in found["versions"]
     both = facts_of(compose([Run(make_run(tmp_path, tree)) for tree in (LAB, LAB | cross)])[0])
-    own = "fedavg, institution.rounds 1: fedavg fedcross, alpha 0.9, institution.rounds 2: fedcross, alpha 0.9"
-    assert " ".join(both["cloud"].split()) == own
+    assert " ".join(both["cloud"].split()) == "#1: fedavg #2: fedcross, alpha 0.9"
     assert both["topology"] == found["topology"]
 
 
@@ -150,6 +150,77 @@ def test_hardware_is_a_table_only_where_it_differs(tmp_path: Path, make_run: Mak
     assert rows is not None and rows[2] == ["device-1", "3.000", "0.000", "-"]
 
 
+def test_long_names_stand_once_and_notes_in_one_box(tmp_path: Path, make_run: MakeRun) -> None:
+    long = ["an averaged model of two institutions", "Tempo over the slower of both links"]
+    slow = {"links": {"wan": {"up_mbit": 1.0}}, "cloud": {"epoch_control": {"name": "tempo"}}}
+    paths = [make_run(tmp_path, {**LAB, **tree, "seed": seed}) for tree in ({}, slow) for seed in (1, 2)]
+    killed = make_run(tmp_path, {**LAB, "seed": 3}, last="")
+    page, title = compose([Run(path) for path in (*paths, killed)], long)
+    text = page.html(title)
+    assert title == "5 runs: 2 series"
+    assert text.count('class="notes"') == 1 and text.count("<li>#2: other links than #1: ") == 1
+    tree = read(text)
+    assert "was interrupted or killed: 3 of 3 global rounds are done" in tree.words
+    for i, name in enumerate(long, 1):
+        assert len(re.findall(rf"</svg> #{i} {name}</li>", text)) == 1
+        assert text.count(f'<p class="soft">{name}</p>') == 4 - i  # of its runs, each within its folded part
+        assert not re.findall(rf">[^<>]*{name}[^<>]*</(?:text|td|th|h\d)>", text)
+    means = tree.tables["The series: mean ± standard deviation (n - 1) over the finished runs"]
+    phases = tree.tables["Seconds of a global round, mean ± standard deviation (n - 1) over runs"]
+    assert [row[0] for row in means] == ["series", "#1", "#2"] and phases[0] == ["phase", "#1, s", "#2, s"]
+    series = next(table for table in page.tables if table.name == "series")
+    assert [row[0] for row in series.rows] == long  # files have the names
+
+
+def test_numbers_of_several_tasks_are_explained_with_the_lines_of_their_charts(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    larger = {**LAB, "topology": {"institutions": 2, "devices": 8}}
+    tempo = {"cloud": {"epoch_control": {"name": "tempo"}}}
+    text = compose([Run(make_run(tmp_path, tree)) for tree in (LAB, larger, LAB | tempo, larger | tempo)])[0].html("t")
+    key = re.findall(r'<li><svg [^>]*><path class="stroke-s(\d) [^>]*/></svg> (#\d) ([^<]*)</li>', text)
+    four, eight = "2 institutions, 4 devices", "2 institutions, 8 devices"
+    assert key == [("0", "#1", f"fixed ({four})"), ("0", "#2", f"fixed ({eight})"), ("1", "#3", f"tempo ({four})"),
+                   ("1", "#4", f"tempo ({eight})")]  # fmt: skip
+    means = read(text).tables["The series: mean ± standard deviation (n - 1) over the finished runs"]
+    assert [row[:2] for row in means[1:]] == [[four, "fixed"], [eight, "fixed"], [four, "tempo"], [eight, "tempo"]]
+
+
+def test_a_report_of_many_unfinished_runs_counts_them(tmp_path: Path, make_run: MakeRun) -> None:
+    paths = [make_run(tmp_path, {**LAB, "seed": seed}, last="") for seed in range(4)]
+    words = read(compose([Run(path) for path in paths])[0].html("t")).words
+    assert "4 of 4 runs are not finished; the table of the runs has their states." in words
+    assert "was interrupted" not in words
+
+
+def test_figures_of_several_runs_compare_them_and_their_place_is_printed(tmp_path: Path, make_run: MakeRun) -> None:
+    paths = [make_run(tmp_path, {**LAB, "seed": seed}) for seed in (1, 2)]
+    out, figures = tmp_path / "new" / "page.html", tmp_path / "other" / "figures"
+    done = invoke("report", *paths, "--out", out, "--figures", figures, "--figure-formats", "svg")
+    assert done.exit_code == 0 and done.stdout.splitlines() == [str(out), str(figures)]
+    names = {path.name for path in figures.iterdir()}
+    assert not [name for name in names for path in paths if path.name[-6:] in name]
+    assert {"accuracy-rounds.svg", "budget.svg", "series.tex", "overview.csv", "phases.csv"} <= names
+    counts = [sum(name.endswith(end) for name in names) for end in (".svg", ".tex")]
+    assert done.stderr.splitlines() == [
+        "reading 2 runs", f"drawing {counts[0]} figures, svg",
+        f"{counts[0]} figures and {counts[1]} tables are in {figures}",
+    ]  # fmt: skip
+
+
+def test_the_readmes_picture_is_of_a_machine_without_other_work(tmp_path: Path, make_run: MakeRun) -> None:
+    paths = [make_run(tmp_path, LAB), make_run(tmp_path, {**LAB, "links": {"wan": "lte"}}, accuracies=(0.1, 0.2))]
+    runs = [Run(path) for path in paths]
+    for run in runs:
+        run.manifest = {**run.manifest, "cpus": 2, "load": 0.2}
+    words = re.findall(r">([^<>]+)</text>", picture(runs, ["WAN 20", "LTE"]))
+    assert {"Accuracy over time, %", "Seconds of a global round, mean", "WAN 20", "LTE"} <= set(words)
+    assert any(word.endswith("2 cores; load before the runs: at most 0.1 a core") for word in words)
+    runs[1].manifest = {**runs[1].manifest, "load": 1.5}
+    with pytest.raises(ValueError, match=rf"{runs[1].id} began on a busy machine: load 0.8 a core"):
+        picture(runs, ["WAN 20", "LTE"])
+
+
 def test_a_report_of_several_runs_is_beside_them(tmp_path: Path, make_run: MakeRun) -> None:
     paths = [make_run(tmp_path, {**LAB, "seed": seed}) for seed in range(6)]
     ends = [path.name[-6:] for path in paths]
@@ -158,6 +229,9 @@ def test_a_report_of_several_runs_is_beside_them(tmp_path: Path, make_run: MakeR
     many = Path(invoke("report", *paths).stdout.strip())
     assert many.parent == tmp_path and re.fullmatch(rf"report-{ends[0]}-and-5-more-[0-9a-f]{{8}}\.html", many.name)
     assert not list(tmp_path.glob("*/report.html"))
+    (tmp_path / "sweep.json").write_text('{"cells": {}}')
+    assert invoke("report", tmp_path).stdout.strip() == str(tmp_path / "report.html")  # of a sweep's folder
+    assert invoke("report", *paths[:2]).stdout == done.stdout
     again = invoke("report", *sorted(tmp_path.iterdir()), "--out", tmp_path / "x.html")  # as a shell expands runs/*
     assert again.exit_code == 0 and again.stdout.strip() == str(tmp_path / "x.html")
     invoke("report", *paths[:2], "--label", "mine", "--out", tmp_path / "x.html")

@@ -214,7 +214,7 @@ def test_a_child_whose_first_messages_are_all_lost_is_found_by_its_questions() -
     lab.rest(1.0)
     lab.start("device-0")
     lab.rest(20.0)
-    assert lab.parent.session.readiness(lab.now).missing == {"device-0": "never came"}
+    assert lab.parent.session.readiness(lab.now).missing == {"device-0": "has not joined yet"}
     lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
     lab.until(lambda: bool(lab.parent.session.readiness(lab.now).ready), within_s=QUIET_S + ASK_MOST_S + 1.0)
     assert set(lab.round().results) == {"device-0"}
@@ -281,7 +281,7 @@ def test_a_retained_ready_of_a_dead_child_captures_no_parent() -> None:
     session = lab.parent.session
     assert session.present() == ["device-1"] and session.samples == {"device-1": 10}
     readiness = session.readiness(lab.now)
-    assert readiness.ready == {"device-1"} and readiness.missing == {"device-0": "never came"}
+    assert readiness.ready == {"device-1"} and readiness.missing == {"device-0": "has not joined yet"}
     assert not readiness.failed and not readiness.hanging
     lab.open()
     lab.rest(5.0)
@@ -654,7 +654,7 @@ def test_a_child_that_hangs_while_it_prepares_is_reported() -> None:
     def go_on() -> None:
         hangs.session.preparing(7, now=lab.now)
         works.session.preparing(int(lab.now), now=lab.now)
-        waits.session.preparing(1, waits_for="device-9 never came", now=lab.now)
+        waits.session.preparing(1, waits_for="device-9 has not joined yet", now=lab.now)
         for child in (hangs, works, waits):
             child.wake()
         lab.loop.after(5.0, go_on)
@@ -668,7 +668,7 @@ def test_a_child_that_hangs_while_it_prepares_is_reported() -> None:
     assert readiness.missing == {
         "device-0": "no progress in preparing for 60 s",
         "device-1": "prepares",
-        "device-2": "waits for device-9 never came",
+        "device-2": "waits for device-9 has not joined yet",
     }
     for child in (hangs, works, waits):
         lab._ready(child)

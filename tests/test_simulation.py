@@ -230,7 +230,7 @@ def test_a_failed_lab_has_its_reason() -> None:
 
     outcome = lab(scenario, time_limit_s=400.0)
     assert "device-0 is not there: it belongs to institution-0" in outcome.ended["device-0"]
-    assert "cloud waits for its children: institution-0 waits for device-0 never came" in outcome.warnings
+    assert "cloud waits for its children: institution-0 waits for device-0 has not joined yet" in outcome.warnings
     assert not outcome.ok
 
 

@@ -264,4 +264,17 @@ def test_a_page_has_tables_curves_and_runs(tmp_path: Path, make_run: MakeRun) ->
         "a, FedAvg": [(1.0, pytest.approx(0.3)), (2.0, pytest.approx(0.5)), (3.0, pytest.approx(0.625))],
         "a, Other": [(1.0, pytest.approx(0.25)), (2.0, pytest.approx(0.6)), (3.0, pytest.approx(0.75))],
     }  # type: ignore[attr-defined]
+    assert [line.style for line in first.lines.values()] == [(0, 0), (1, 0)]  # type: ignore[attr-defined]
     assert "note: so" in page.html("t") and "contradicts the order: b: " in page.html("t")
+
+
+def test_a_method_has_a_colour_and_the_other_values_a_dash_pattern(tmp_path: Path, make_run: MakeRun) -> None:
+    (figure,) = page_of(results(tmp_path, make_run)).figures
+    styles = {label: line.style for label, line in figure.lines.items()}  # type: ignore[attr-defined]
+    assert styles == {"a, FedAvg": (0, 0), "a, Other": (1, 0), "b, FedAvg": (0, 1), "b, Other": (1, 1)}
+    axes = {"split": {f"split-{i}": {} for i in range(5)}, "method": TREE["axes"]["method"]}
+    grid = expand({**TREE, "axes": axes}, Path("two.toml"))
+    run = Run(make_run(tmp_path, {}))
+    page = page_of(SweepResults(grid, {cell.experiments[1].digest: run for cell in grid.cells}))
+    (figure,) = page.figures
+    assert {line.style for line in figure.lines.values()} == {None}  # type: ignore[attr-defined]

@@ -80,13 +80,16 @@ class Fed:
 
 def test_a_waiting_cloud_shows_the_run_its_folder_its_broker_and_the_missing_nodes() -> None:
     fed = Fed()
-    reasons = {"institution-0": "waits for device-1 never came; device-0 gave up: no data; no", "institution-1": "x"}
+    reasons = {
+        "institution-0": "waits for device-1 has not joined yet; device-0 gave up: no data; no",
+        "institution-1": "x",
+    }
     fed.take("child", {"node": "institution-0", "state": "init"})
     fed.take("waiting", {"for": "...", "nodes": reasons})
     lines = fed.lines()
     assert lines[1] == RUN["run"] and lines[2] == f"{RUN['folder']}  broker b:1883"
     assert lines[3] == "waiting for device-1 of institution-0; device-0 of institution-0; institution-1"
-    fed.take("waiting", {"for": "...", "nodes": {"institution-1": "never came"}})
+    fed.take("waiting", {"for": "...", "nodes": {"institution-1": "has not joined yet"}})
     fed.take("child", {"node": "institution-0", "state": "ready"})
     assert missing(fed.lab) == ["institution-1"]
     fed.take("child", {"node": "institution-1", "state": "ready"})
@@ -144,7 +147,7 @@ def test_accuracy_loss_time_left_and_notes() -> None:
     fed.take("child", {"node": "institution-1", "state": "lost"})
     first, scores, *_ = lines = fed.lines()
     assert first == "small  global round 113/400  about 48 min left"
-    assert scores == "accuracy 0.1300 ▁▃▆█   loss 1.8700 █▆▃▁"
+    assert scores == "accuracy 0.1300 ▁▃▆█   loss 1.8700 ▃▂▂▁"
     assert lines[-2:] == ["warning: models have collapsed", "institution-1: lost"]
     styles = {line.plain.split()[0]: line.spans for line in View(80, 24).picture(fed.lab, 0.0, []) if line.plain}
     assert all("#d55e00" in str(span.style) for span in styles["institution-1"][:2])
@@ -177,6 +180,20 @@ def test_a_sparkline_has_a_bar_for_each_of_the_last_values(values: list[float], 
     bars = sparkline(finite, most=most)
     assert len(bars) == (min(most, len(finite)) if len(finite) > 1 else 0)
     assert sparkline(values, most=most) is not None
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [
+        ((0.940, 0.943, 0.941, 0.942), "▁▁▁▁"),  # 0.003 is no step
+        ((0.94, 0.95, 0.96, 0.97), "▁▂▄▅"),
+        ((0.1, 0.5, 0.9), "▁▅█"),
+        ((-2.0, -2.01), "▂▁"),
+        ((0.0, 0.0), "▁▁"),
+    ],
+)
+def test_a_sparkline_shows_small_changes_as_small(values: tuple[float, ...], bars: str) -> None:
+    assert sparkline(values, most=9) == bars
 
 
 # The choice of rows

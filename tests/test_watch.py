@@ -549,7 +549,7 @@ MESSAGES = st.one_of(
     st.builds(Reports, REPORTS),
     st.builds(Farewell, TRAFFICS, TRAFFICS),
     st.builds(Announcement, st.just("{"), st.just("[")),
-    st.builds(Preparing, st.integers(0, 3), st.sampled_from(["", "device-0 never came", "x" * 1000])),
+    st.builds(Preparing, st.integers(0, 3), st.sampled_from(["", "device-0 has not joined yet", "x" * 1000])),
     st.builds(Declined, KEYS, st.just("wrong layout")),
     st.builds(WhoIsThere, st.just("nonce"), st.just(RUN)),
     st.builds(Alive, st.just("nonce"), st.builds(Presence, st.sampled_from(NodeState), st.just("device"))),

@@ -102,5 +102,5 @@ def readiness(
         elif name not in last and name in other_releases:
             missing[name] = f"is of another release: {other_releases[name]}"
         else:
-            missing[name] = "never came" if name not in last else "was lost, or left"
+            missing[name] = "has not joined yet" if name not in last else "was lost, or left"
     return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))

@@ -1,4 +1,4 @@
-"""The experiment that a command runs: of a file or a shipped name with overrides, or of a run to resume."""
+"""What a command works on: the experiment that it runs, of a file or of a run to resume, and the runs that it reads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,22 @@ from deploy.console import logs
 if TYPE_CHECKING:
     from cloud.results import RunFolder
     from common.experiment.schema import Experiment
+    from deploy.runs.run import Run
 
+Names = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of a sweep, or prefixes of runs' ids.")
+]
 Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
+
+
+def named_runs(names: list[str], root: Path) -> list[Run]:
+    """Return the runs that `names` name, and report what is skipped. Raises InvalidExperiment."""
+    from deploy.runs.run import Run, find_all
+
+    found, others = find_all(names, root)
+    if others:
+        logs.write_line(f"skipped, no runs: {', '.join(others)}")
+    return [Run(path) for path in found]
 
 
 def chosen_experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Experiment:

@@ -123,13 +123,13 @@ def partition(
 def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Write the three files into a folder and return the content of partition.json. Raises InvalidExperiment."""
     from common.learning import splits
-    from deploy.report.partition_picture import figure
+    from deploy.report.maps import partition
 
     split = splits.split_of(experiment)
     try:
         out.mkdir(parents=True, exist_ok=True)
         facts = splits.write(experiment, split, out)
-        (out / "partition.svg").write_text(figure(facts).file(), encoding="utf-8")
+        (out / "partition.svg").write_text(partition(facts).file(), encoding="utf-8")
     except OSError as error:
         raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a writable folder.") from None
     return facts

@@ -1,8 +1,9 @@
-"""The command `export`: a run's numbers for the trackers that people use."""
+"""The command `export`: the numbers of runs for the trackers that people use."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,18 +11,18 @@ import typer
 
 from common.errors import InvalidExperiment
 from common.text import json_text
+from deploy.cli.chosen import Names, named_runs
 from deploy.console.options import Output, Runs
 from deploy.console.reporting import reporting
 
 if TYPE_CHECKING:
-    from deploy.runs.run import State
-    from deploy.runs.trackers import Tracker
+    from deploy.runs.run import Run
 
 POLL_S = 1.0
 
 
 def export(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or a prefix of its id.")],
+    names: Names,
     runs: Runs = Path("runs"),
     tensorboard: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Write event files for TensorBoard.", show_default=False)
@@ -41,43 +42,46 @@ def export(
     ] = False,
     output: Output = "table",
 ) -> None:
-    """Export a run to TensorBoard, MLflow or Weights & Biases, afterwards or while it runs.
+    """Export runs to TensorBoard, MLflow or Weights & Biases, afterwards or while they run.
 
-    Only the run's folder is read: a tracker that is away ends this command, never the run. Exported again, a run is
+    Only the runs' folders are read: a tracker that is away ends this command, never a run. Exported again, a run is
     replaced (TensorBoard), continued (MLflow), or joined when synchronised (W&B).
     """
     with reporting():
-        from deploy.runs.run import Run, State, find
-        from deploy.runs.series import complete, series
-        from deploy.runs.trackers import TRACKERS
-
-        chosen = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
-        if not any(chosen.values()):
-            raise InvalidExperiment("export", name, "no tracker is chosen", "Give --tensorboard, --mlflow or --wandb.")
-        folder = find(name, runs)
-        run = Run(folder)
-        trackers: list[Tracker] = [TRACKERS[kind](run, where) for kind, where in chosen.items() if where]
-        written = [tracker.begin() for tracker in trackers]
-        while True:
-            rows, state = complete(run), run.state
-            for place, tracker in enumerate(trackers):
-                for row in rows:
-                    if row.global_round > written[place]:
-                        tracker.write(row.global_round, row.elapsed_s, series(row))
-                        written[place] = row.global_round
-            if not follow or state is not State.RUNNING:
-                break
-            time.sleep(POLL_S)
-            run = Run(folder)
-        for tracker in trackers:
-            tracker.end(state)
-        _show(trackers, len(rows), state, output)
+        places = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
+        chosen = {kind: place for kind, place in places.items() if place}
+        if not chosen:
+            problem, remedy = "no tracker is chosen", "Give --tensorboard, --mlflow or --wandb."
+            raise InvalidExperiment("export", " ".join(names), problem, remedy)
+        for run in named_runs(names, runs):
+            _export(run, chosen, follow=follow, output=output)
 
 
-def _show(trackers: list[Tracker], rounds: int, state: State, output: str) -> None:
+def _export(run: Run, chosen: Mapping[str, str], *, follow: bool, output: str) -> None:
+    """Write a run to the chosen trackers, by kind and place, and report where it is."""
+    from deploy.runs.run import Run, State
+    from deploy.runs.series import complete, series
+    from deploy.runs.trackers import TRACKERS
+
+    trackers = [TRACKERS[kind](run, place) for kind, place in chosen.items()]
+    written = [tracker.begin() for tracker in trackers]
+    while True:
+        rows, state = complete(run), run.state
+        for i, tracker in enumerate(trackers):
+            for row in rows:
+                if row.global_round > written[i]:
+                    tracker.write(row.global_round, row.elapsed_s, series(row))
+                    written[i] = row.global_round
+        if not follow or state is not State.RUNNING:
+            break
+        time.sleep(POLL_S)
+        run = Run(run.path)
+    for tracker in trackers:
+        tracker.end(state)
     places = [tracker.place for tracker in trackers]
     if output == "json":
-        typer.echo(json_text({"event": "exported", "global_rounds": rounds, "state": state, "places": places}))
+        facts = {"run": run.id, "global_rounds": len(rows), "state": state, "places": places}
+        typer.echo(json_text({"event": "exported", **facts}))
         return
     for place in places:
-        typer.echo(f"{rounds} global rounds of a {state} run: {place}")
+        typer.echo(f"{len(rows)} global rounds of a {state} run: {place}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -13,16 +14,16 @@ import typer
 
 from common.errors import InvalidExperiment
 from common.text import json_text
+from deploy.cli.chosen import Names, named_runs
 from deploy.console.logs import write_line
 from deploy.console.options import Output, Runs
-from deploy.console.reporting import reporting
+from deploy.console.reporting import reporting, require
 
 if TYPE_CHECKING:
     from deploy.report.page import Page
     from deploy.runs.run import Run
 
 REASON_MOST: Final = 60  # characters of a reason in the list
-Names = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or prefixes of their ids.")]
 Labels = Annotated[
     list[str] | None,
     typer.Option(
@@ -55,29 +56,32 @@ def report(
 ) -> None:
     """Write a report of one or several runs as a self-contained HTML file.
 
-    Runs that differ only in the seed are one line with a band.
+    Runs that differ only in the seed are one line with a band. Figures of several runs are those that compare them.
     """
+    from deploy.console.stages import stages
     from deploy.report.page import compose, default_file
 
     with reporting():
         kinds = _listed(formats, ("pdf", "png", "svg"), "--figure-formats")
-        found = list(_runs(names, runs))
-        page, title = compose(found, label or ())
+        if figures is not None:
+            require("matplotlib")
+        found = named_runs(names, runs)
         file = out or default_file(found)
-        key, place, written = "--out", file, [file]
-        try:
-            file.write_text(page.html(title), encoding="utf-8")
+        with stages(2) if figures or len(found) > 1 else nullcontext(lambda stage: None) as begin:
+            begin(f"reading {len(found)} run{'s' * (len(found) > 1)}")
+            page, title = compose(found, label or ())
+            written = _write("--out", file, {file: page.html(title)})
             if figures is not None:
-                key, place = "--figures", figures
-                written += _export(page, figures, kinds)
-        except OSError as error:
-            raise InvalidExperiment(key, str(place), error.strerror or str(error), "Name a writable place.") from None
+                begin(f"drawing {len(page.figures)} figures, {', '.join(kinds)}")
+                written += _write("--figures", figures, {figures / name: each for name, each in _files(page, kinds)})
         if output == "json":
-            typer.echo(
-                json_text({"report": str(file), "runs": [run.id for run in found], "files": list(map(str, written))})
-            )
-        else:
-            typer.echo(file)
+            facts = {"report": str(file), "runs": [run.id for run in found], "files": list(map(str, written))}
+            typer.echo(json_text(facts))
+            return
+        typer.echo(file)
+        if figures is not None:
+            typer.echo(figures)
+            write_line(f"{len(page.figures)} figures and {len(page.tables)} tables are in {figures}")
 
 
 def compare(
@@ -107,7 +111,7 @@ def compare(
     from deploy.runs.groups import series_of
 
     with reporting():
-        found = list(_runs(names, runs))
+        found = named_runs(names, runs)
         goal = comparing.target_of(found, target)
         series = series_of(found, label or ())
         comparing.check(series, by_task=by_task)
@@ -186,7 +190,7 @@ def delete(
 ) -> None:
     """Delete runs with all their files. One that is running is refused."""
     with reporting():
-        _delete(list(_runs(names, runs)), yes=yes)
+        _delete(named_runs(names, runs), yes=yes)
 
 
 @app.command()
@@ -237,9 +241,10 @@ def show_run(
     """Show the facts of a run, and the files in its folder."""
     from deploy.console.tabular import Column, Table
     from deploy.report.sections import facts
+    from deploy.runs.run import Run, find
 
     with reporting():
-        (run,) = _runs([name], runs)
+        run = Run(find(name, runs))
         files = {
             str(path.relative_to(run.path)): path.stat().st_size
             for path in sorted(run.path.rglob("*"))
@@ -252,14 +257,6 @@ def show_run(
         typer.echo(Table("facts", "Facts", columns, facts(run)).aligned())
         columns = (Column("file", text=True), Column("bytes"))
         typer.echo(Table("files", "Files", columns, list(files.items())).aligned(), nl=False)
-
-
-def _runs(names: list[str], root: Path) -> Iterator[Run]:
-    from deploy.runs.run import Run, find
-
-    kept = [name for name in names if not (name.endswith(".html") and Path(name).is_file())]
-    for name in kept or names:  # a shell's `runs/*` includes the reports of several runs
-        yield Run(find(name, root))
 
 
 def _listed(given: str, known: Sequence[str], option: str) -> list[str]:
@@ -298,19 +295,24 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _export(page: Page, folder: Path, kinds: Sequence[str]) -> list[Path]:
-    """Write a page's figures and tables as separate files; return their paths."""
+def _files(page: Page, kinds: Sequence[str]) -> Iterator[tuple[str, str | bytes]]:
+    """Yield the names and contents of a page's figures and tables as separate files."""
     from deploy.report.paper import render
 
-    files: dict[str, str | bytes] = {}
     for figure in page.figures:
-        files |= {f"{figure.name}.{kind}": content for kind, content in render(figure, kinds).items()}
+        yield from ((f"{figure.name}.{kind}", content) for kind, content in render(figure, kinds).items())
         if figure.table is not None:
-            files[f"{figure.name}.csv"] = figure.table.csv()
+            yield f"{figure.name}.csv", figure.table.csv()
     for table in page.tables:
-        files[f"{table.name}.csv"] = table.csv()
-        files[f"{table.name}.tex"] = table.latex()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return [folder / name for name in files]
+        yield from ((f"{table.name}.csv", table.csv()), (f"{table.name}.tex", table.latex()))
+
+
+def _write(option: str, place: Path, files: Mapping[Path, str | bytes]) -> list[Path]:
+    """Write files, make their folders, and return their paths. Raises InvalidExperiment that names the option."""
+    try:
+        for path, content in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise InvalidExperiment(option, str(place), error.strerror or str(error), "Name a writable place.") from None
+    return list(files)

@@ -113,6 +113,7 @@ def plan(
             text = f"{json_text(found)}\n" if output == "json" else text_of(found)
         if out is not None:
             try:
+                out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json_text(found, indent=2) + "\n", encoding="utf-8")
             except OSError as error:
                 raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name another file.") from None

@@ -115,6 +115,7 @@ def sweep(
         require("torch")
         command = _cloud(broker, lab, connect_timeout, login) if staying else ["run", "--metrics", "127.0.0.1:0"]
         with folder.held():
+            folder.name_cells(grid)
             failed = _run(grid, folder, command=None if direct else command, jobs=jobs, accelerator=accelerator)
         _print(grid, folder.finished(grid), output, html)
     for label, reason in failed.items():
@@ -239,5 +240,6 @@ def _print(grid: Grid, finished: Mapping[str, Run], output: str, html: Path | No
         from deploy.sweeps.page import page_of
 
         with writing(html):
+            html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(page_of(results).html(grid.file.title), encoding="utf-8")
     typer.echo(written(results, output), nl=False)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from statistics import mean, stdev
 from typing import Final, TypeAlias
@@ -113,11 +113,17 @@ class Table:
         rule = ["---" if column.text else "---:" for column in self.columns]
         return "".join(f"| {' | '.join(line)} |\n" for line in [cells[0], rule, *cells[1:]])
 
-    def html(self) -> str:
-        """Return a `table` element; the first cell of each row is its header."""
-        heads = "".join(f'<th scope="col"{_side(column)}>{html(column.head)}</th>' for column in self.columns)
+    def html(self, short: Mapping[str, str] | None = None) -> str:
+        """Return a `table` element; the first cell of each row is its header.
+
+        `short`: shorter texts for names of columns and for first cells.
+        """
+        names = short or {}
+        columns = [replace(column, name=names.get(column.name, column.name)) for column in self.columns]
+        heads = "".join(f'<th scope="col"{_side(column)}>{html(column.head)}</th>' for column in columns)
         lines = []
-        for cells in self._shown(" ± ", "-"):
+        for head, *others in self._shown(" ± ", "-"):
+            cells = [names.get(head, head), *others]
             first, *rest = zip(cells, self.columns, strict=True)
             row = f'<th scope="row"{_side(first[1], first[0])}>{html(first[0])}</th>'
             row += "".join(f"<td{_side(column, cell)}>{html(cell)}</td>" for cell, column in rest)

@@ -51,7 +51,7 @@ def figure(run: Run) -> Figure | None:
     def across(t: float) -> float:
         return LEFT + WIDTH * t / marks[-1]
 
-    elements = [text(2, 16, title), text(2, 40, "rounds", kind="soft")]
+    elements = [text(2, 40, "rounds", kind="soft")]
     begin = 0.0
     for row in run.rounds:
         tooltip = f"global round {row.global_round}: {show(begin, 1)} to {show(row.elapsed_s, 1)} s"
@@ -88,9 +88,9 @@ def _drawn(
         for (t, value), after in zip(steps, [*(t for t, _ in steps[1:]), end], strict=True):
             at = base - HEIGHT * value / levels[-1]
             points += [(across(t), at), (across(after), at)]
-        elements.append(path(points, stroke(i)))
+        elements.append(path(points, stroke(i, i)))
     if len(panel.lines) > 1:
-        names = [(stroke(i), label) for i, label in enumerate(panel.lines)]
+        names = [(stroke(i, i), label) for i, label in enumerate(panel.lines)]
         elements += legend(LEFT + LETTER * (len(panel.title) + 3), top, names, width=WIDTH)[0]
     return elements
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from deploy.console.tabular import Cell, Column, Spread, Table, show
 from deploy.report.figures import DASHES, SERIES, Figure, dot, legend, path, rect, text, wrapped
@@ -12,6 +13,9 @@ from deploy.report.figures import DASHES, SERIES, Figure, dot, legend, path, rec
 Point = tuple[float, float]
 DOTS_MOST = 60  # points of a curve up to which each has a marker
 PLOT = 340.0  # pixels: width of a chart between its axes
+COLUMN = 150.0  # pixels: height of a chart of columns
+SEEN_LEAST = 3.0  # pixels of a part of a bar whose colour can be seen
+SAME = " = "  # between the labels of equal curves
 COLUMNS_MOST = 60  # bars up to which each is drawn; more are averaged
 
 
@@ -32,11 +36,15 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line; `deviations`: of each point, half the height of a band; `rest`: thin lines of the same colour."""
+    """A line; `deviations`: of each point, half the height of a band; `rest`: thin lines of the same colour.
+
+    `style`: the numbers of its colour and of its dash pattern, by default those of its place among the lines.
+    """
 
     points: Sequence[Point]
     deviations: Sequence[float] = ()
     rest: Sequence[Sequence[Point]] = ()
+    style: tuple[int, int] | None = None
 
     def band(self, axis: Axis) -> list[tuple[float, float, float]]:
         """Return x, lower and upper end of the band at each point, within the axis's bounds."""
@@ -87,8 +95,12 @@ def curves(
     x: Axis,
     y: Axis,
     target: float | None = None,
+    short: Mapping[str, str] | None = None,
 ) -> CurvesFigure:
-    """Draw each curve with its band, and `target` as a horizontal line."""
+    """Draw each curve with its band, equal ones once, and `target` as a horizontal line.
+
+    `short`: names for the legend by label.
+    """
     (left, top), (width, height) = (46.0, 34.0), (PLOT, 200.0)
     points = [point for line in lines.values() for point in line.every_point(y)]
     x_ticks = ticks(0.0, x.factor * max((at for at, _ in points), default=1.0))
@@ -100,7 +112,7 @@ def curves(
         up = (y.factor * point[1] - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return left + width * across, top + height * (1 - up)
 
-    elements = [text(2, 16, title)]
+    elements = list[str]()
     for tick in y_ticks:
         _, at = place((0.0, tick / y.factor))
         elements += [path([(left, at), (left + width, at)], "grid"), text(left - 6, at + 4, _tick(tick), anchor="end")]
@@ -116,31 +128,55 @@ def curves(
         _, at = place((0.0, target))
         elements.append(path([(left, at), (left + width, at)], "target"))
         elements.append(text(left + 4, at - 4, "target", kind="soft"))
-    for i, line in enumerate(lines.values()):
+    shown = distinct(lines)
+    for (colour, dash), _, line in shown:
         band = line.band(y)
         around = [(at, high) for at, _, high in band] + [(at, low) for at, low, _ in reversed(band)]
         if len(band) > 1:
-            elements.append(path([place(point) for point in around], f"band fill-s{i % SERIES}"))
-        elements += [path([place(point) for point in rest], f"{stroke(i)} thin") for rest in line.rest]
-    for i, (label, line) in enumerate(lines.items()):
+            elements.append(path([place(point) for point in around], f"band fill-s{colour}"))
+        elements += [path([place(point) for point in rest], f"{stroke(colour, dash)} thin") for rest in line.rest]
+    for (colour, dash), names, line in shown:
         if len(line.points) > 1:
-            elements.append(path([place(point) for point in line.points], stroke(i)))
+            elements.append(path([place(point) for point in line.points], stroke(colour, dash)))
         for point in line.points if len(line.points) <= DOTS_MOST else ():
             level = f"{y.factor * point[1]:.4g} {y.unit}"
-            description = f"{label}: {_tick(x.factor * point[0])} {x.unit or x.name}, {level}"
-            elements.append(dot(*place(point), f"fill-s{i % SERIES}", title=description))
+            description = f"{SAME.join(names)}: {_tick(x.factor * point[0])} {x.unit or x.name}, {level}"
+            elements.append(dot(*place(point), f"fill-s{colour}", title=description))
     bottom = top + height + 56
-    names, tall = legend(left, bottom, [(stroke(i), label) for i, label in enumerate(lines)], width=width)
+    entries = [
+        (stroke(*style), SAME.join((short or {}).get(name, name) for name in names)) for style, names, _ in shown
+    ]
     if len(lines) > 1:
-        elements, bottom = elements + names, bottom + tall
+        found, tall = legend(left, bottom, entries, width=width)
+        elements, bottom = elements + found, bottom + tall
     size, description = (left + width + 18, bottom - 8), _last_points(lines, x, y)
     table = _numbers(name, title, lines, x, y)
     return CurvesFigure(name, title, description, size, elements, table, lines=lines, x=x, y=y, target=target)
 
 
-def stroke(i: int) -> str:
-    """Return the CSS classes of the i-th line."""
-    return f"stroke-s{i % SERIES} dash-{i % len(DASHES)}"
+def distinct(lines: Mapping[str, Curve]) -> list[tuple[tuple[int, int], list[str], Curve]]:
+    """Return the different ones of some curves: the colour and the dash pattern, the labels, and the curve."""
+    found: list[tuple[tuple[int, int], list[str], Curve]] = []
+    for i, (label, line) in enumerate(lines.items()):
+        whole = (line.points, line.deviations, line.rest)
+        same = (names for _, names, one in found if line.points and whole == (one.points, one.deviations, one.rest))
+        if (names := next(same, None)) is not None:
+            names.append(label)
+        else:
+            colour, dash = line.style or (i, i)
+            found.append(((colour % SERIES, dash % len(DASHES)), [label], line))
+    return found
+
+
+def stroke(colour: int, dash: int) -> str:
+    """Return the CSS classes of a line."""
+    return f"stroke-s{colour % SERIES} dash-{dash % len(DASHES)}"
+
+
+def seen(bars: Sequence[Sequence[float]], length: float) -> list[bool]:
+    """Return of each part of stacked bars whether it has SEEN_LEAST pixels in any; `length`: of the longest bar."""
+    least = max(map(math.fsum, bars), default=0.0) * SEEN_LEAST / length
+    return [max(values) >= least > 0 for values in zip(*bars, strict=True)]
 
 
 def bars(
@@ -150,16 +186,19 @@ def bars(
     rows: Mapping[str, Sequence[float]],
     *,
     axis: Axis,
+    short: Mapping[str, str] | None = None,
 ) -> BarsFigure:
-    """Draw a horizontal stacked bar for each name, of parts (class, label); the sum is above it."""
+    """Draw a horizontal stacked bar for each label, of parts (class, label); its sum and short name are above it."""
     (left, top), width = (8.0, 36.0), PLOT
-    sums = {label: f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}" for label, values in rows.items()}
+    sums = {
+        label: f"{(short or {}).get(label, label)}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}"
+        for label, values in rows.items()
+    }
     heads = {label: wrapped(whole, width) for label, whole in sums.items()}
     height = sum(28 + 16 * len(lines) for lines in heads.values())
     most = axis.factor * max((math.fsum(values) for values in rows.values()), default=0.0)
     marks = ticks(0.0, most)
-    elements, tall = legend(2, top + 4, parts, width=left + width)
-    elements.insert(0, text(2, 16, title))
+    elements, tall = _parts_legend(parts, [*rows.values()], width, top + 4, width=left + width)
     top += tall
     for tick in marks:
         at = left + width * tick / marks[-1]
@@ -197,10 +236,9 @@ def columns(
     joined = math.ceil(len(values) / COLUMNS_MOST)
     groups = [values[start : start + joined] for start in range(0, len(values), max(joined, 1))]
     means = [[math.fsum(part) / len(group) for part in zip(*group, strict=True)] for group in groups]
-    (left, top), (width, height) = (46.0, 36.0), (PLOT, 150.0)
+    (left, top), (width, height) = (46.0, 36.0), (PLOT, COLUMN)
     marks = ticks(0.0, axis.factor * max((math.fsum(bar) for bar in means), default=0.0))
-    elements, tall = legend(2, top + 4, parts, width=left + width)
-    elements.insert(0, text(2, 16, title))
+    elements, tall = _parts_legend(parts, means, height, top + 4, width=left + width)
     top += tall + 4
     for tick in marks:
         at = top + height * (1 - tick / marks[-1])
@@ -239,6 +277,21 @@ def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:
     step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
+
+
+def _parts_legend(
+    parts: Sequence[tuple[str, str]], bars: Sequence[Sequence[float]], length: float, top: float, *, width: float
+) -> tuple[list[str], float]:
+    """Return a legend of the parts that can be seen, with the names of shorter ones below it, and its height."""
+    visible = seen(bars, length)
+    elements, tall = legend(2, top, list(compress(parts, visible)), width=width)
+    some = [max(values) > 0 for values in zip(*bars, strict=True)]
+    short = [label for (_, label), there, any_ in zip(parts, visible, some, strict=False) if any_ and not there]
+    if short:
+        for line in wrapped(f"too short to be seen: {', '.join(short)}", width):
+            elements.append(text(2, top + tall, line, kind="soft"))
+            tall += 18
+    return elements, tall
 
 
 def _tick(value: float) -> str:

@@ -62,13 +62,14 @@ def curves(series: Sequence[Series], key: str = "") -> list[Figure]:
         x = {"rounds": GLOBAL_ROUND, "seconds": SECONDS_AXIS}.get(over) or bytes_axis(
             f"{over.upper()} bytes", {label: line.every_point(y) for label, line in lines.items()}
         )
+        short = {each.label: each.mark for each in series}
         place = {"rounds": "global rounds", "seconds": "time"}.get(over, f"{over.upper()} bytes")
         unit = f", {y.unit}" if y.unit else ""
         figures.append(
             charts.curves(
                 f"{re.sub('[ _]', '-', scored_by.label if field == 'score' else field)}-{over}{key}",
                 f"{name[:1].upper()}{name[1:]} over {place}{unit}", lines, x=x, y=y,
-                target=target if field == "score" else None,
+                target=target if field == "score" else None, short=short,
             )
         )  # fmt: skip
     return figures

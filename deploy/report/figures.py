@@ -12,8 +12,9 @@ from deploy.console.tabular import Table, clean, html
 FONT: Final = "ui-sans-serif, system-ui, sans-serif"
 LETTER: Final = 7.2  # pixels: width of a letter at font size 12, in a wide font
 SERIES: Final = 7
-# (light, dark). The first series has the colour of docs/, the others have Okabe and Ito's, darkened on white where they
-# are too pale for a line.
+HEAD: Final = 24.0  # pixels above a picture, for its title
+# (light, dark). The first series has the colour of docs/. Any two series can be distinguished, also by readers who see
+# two primary colours only, and have a contrast of 3 or more to the ground (`tests/test_report.py`).
 COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "ink": ("#1f2328", "#e6edf3"),
     "soft": ("#59636e", "#9198a1"),
@@ -21,20 +22,17 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "line": ("#8c959f", "#6e7681"),
     "grid": ("#d8dee4", "#2a313c"),
     "s0": ("#0969da", "#4493f8"),
-    "s1": ("#d55e00", "#e8762c"),
-    "s2": ("#00805c", "#2bb58e"),
-    "s3": ("#b0568b", "#d68fb8"),
-    "s4": ("#a66f00", "#e6a817"),
-    "s5": ("#2f87ba", "#79c8f2"),
-    "s6": ("#6e7781", "#9198a1"),
-    "record": ("#8c959f", "#6e7681"),
-    "dispatch": ("#009e73", "#009e73"),
-    "train": ("#0969da", "#1f6feb"),
-    "wait": ("#a8d1f7", "#9cc8f0"),
-    "collect": ("#e69f00", "#e69f00"),
-    "aggregate": ("#cc79a7", "#cc79a7"),
-    "evaluate": ("#d55e00", "#d55e00"),
+    "s1": ("#b04400", "#f0883e"),
+    "s2": ("#00402b", "#b4f0b8"),
+    "s3": ("#8a1a8a", "#b03aa8"),
+    "s4": ("#a98a50", "#8a7a30"),
+    "s5": ("#399fc8", "#79d5f5"),
+    "s6": ("#70707c", "#9198a1"),
 }
+PHASES: Final[Mapping[str, str]] = {
+    "record": "fill-s6", "dispatch": "fill-s2", "train": "fill-s0", "wait": "fill-s5", "collect": "fill-s4",
+    "aggregate": "fill-s3", "evaluate": "fill-s1",
+}  # fmt: skip
 DASHES: Final = ("", "6 3", "2 3", "8 3 2 3")  # a series has the next colour and the next dash pattern
 _VARIABLES: Final = tuple("".join(f"--{name}: {pair[i]}; " for name, pair in COLOURS.items()) for i in (0, 1))
 STYLE: Final = f""":root {{ color-scheme: light dark; {_VARIABLES[0]}}}
@@ -53,7 +51,10 @@ svg text {{ font: 12px {FONT}; fill: var(--ink) }} svg text.soft {{ fill: var(--
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A picture. `name` is the file name's stem, `text` the alternative text, `table` has the numbers."""
+    """A picture. `name` is the file name's stem, `text` the alternative text, `table` has the numbers.
+
+    If it is `headed`, its title is drawn in the HEAD pixels above its elements.
+    """
 
     name: str
     title: str
@@ -61,6 +62,12 @@ class Figure:
     size: tuple[float, float]
     elements: Sequence[str]
     table: Table | None = None
+    headed: bool = True
+
+    @property
+    def width(self) -> float:
+        """The width in pixels, with the title."""
+        return max(self.size[0], LETTER * len(self.title) * self.headed)
 
     def inline(self, key: str) -> str:
         """Return the `svg` element for a page that includes STYLE; `key` makes its ids unique on the page."""
@@ -68,15 +75,15 @@ class Figure:
 
     def file(self) -> str:
         """Return an SVG file with its own style and background."""
-        own = f"<style>{STYLE}</style>\n{rect(0, 0, *self.size, 'ground')}\n"
+        own = f"<style>{STYLE}</style>\n{rect(0, 0, self.width, self.size[1], 'ground')}\n"
         return self._svg(' xmlns="http://www.w3.org/2000/svg"', "", "", own) + "\n"
 
-    def _svg(self, attributes: str, title: str, text: str, style: str) -> str:
-        width, height = (f"{side:g}" for side in self.size)
-        body = "\n".join(self.elements)
+    def _svg(self, attributes: str, title: str, description: str, style: str) -> str:
+        width, height = f"{self.width:g}", f"{self.size[1]:g}"
+        body = "\n".join([*[text(2, 16, self.title)] * self.headed, *self.elements])
         return (
             f'<svg{attributes} width="{width}" height="{height}" viewBox="0 0 {width} {height}">\n'
-            f"<title{title}>{html(self.title)}</title><desc{text}>{html(self.text)}</desc>\n{style}{body}\n</svg>"
+            f"<title{title}>{html(self.title)}</title><desc{description}>{html(self.text)}</desc>\n{style}{body}\n</svg>"
         )
 
 

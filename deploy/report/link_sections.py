@@ -12,8 +12,7 @@ from deploy.console.tabular import Cell, Column, Table
 from deploy.report import charts, maps
 from deploy.report.charts import Axis
 from deploy.report.figures import Figure
-from deploy.report.many import NODES_MOST
-from deploy.report.maps import Rates
+from deploy.report.maps import NODES_MOST, Rates
 from deploy.runs.run import Run
 
 FOLD: Final = 60  # rows of links.csv beyond which the table is folded

@@ -1,19 +1,41 @@
-"""Pictures of a lab: the epochs of the cloud's children over the global rounds, and the topology with link rates."""
+"""Pictures of a lab: the epochs of the cloud's children, the topology with link rates, and the split of the samples.
+
+Of thousands of devices there are evenly spaced ones, or quantiles.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
-from deploy.console.tabular import Column, Table
+from deploy.console.tabular import Cell, Column, Table
 from deploy.report.figures import LETTER, Figure, path, rect, text
 
 ROW = 22.0  # pixels
 EDGE_LEAST = 60.0
 TURN = 14.0  # from a box to the bend of its lines
+CELL, TOP, GAP = 14, 52.0, 6  # pixels of a split
+NODES_MOST: Final = 300  # devices of a run up to which a report has a row for each
+QUANTILES: Final = {"least": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "most": 1.0}
+
+_T = TypeVar("_T")
+
+
+def spaced(items: Sequence[_T], most: int = NODES_MOST) -> Sequence[_T]:
+    """Return all items, or evenly spaced ones beginning with the first if there are more than `most`."""
+    return items[:: -(-len(items) // most)] if len(items) > most else items
+
+
+def quantiles(rows: Sequence[Sequence[float]]) -> list[list[Any]]:
+    """Return the quantiles of each column, a row for each of QUANTILES with its name first."""
+    values = np.quantile(np.asarray(rows, dtype=np.float64), list(QUANTILES.values()), axis=0)
+    return [[name, *row] for name, row in zip(QUANTILES, values.tolist(), strict=True)]
 
 
 def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
@@ -23,7 +45,7 @@ def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
     left, top = 12 + LETTER * max(map(len, rows), default=0), 52.0
     wide = min(30.0, 640.0 / max(count, 1))
     title = "Epochs of each child of the cloud"
-    elements = [text(2, 16, title)]
+    elements = list[str]()
     for i in range(0, count, math.ceil(30 / wide)):
         elements.append(text(left + wide * (i + 0.5), top - 8, str(i + 1), anchor="middle", kind="soft"))
     for line, (name, cells) in enumerate(rows.items()):
@@ -41,7 +63,7 @@ def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
                 ]
     columns = (Column("global round"), *(Column(name) for name in rows))
     table = Table(key, title, columns, [(i + 1, *(cells[i] for cells in rows.values())) for i in range(count)])
-    size = (max(left + wide * count + 12, LETTER * len(title)), top + ROW * len(rows) + 8)
+    size = (left + wide * count + 12, top + ROW * len(rows) + 8)
     return Figure(key, title, "Rows are the children of the cloud, columns global rounds.", size, elements, table)
 
 
@@ -60,10 +82,52 @@ def topology(key: str, tree: Tree, rates: Mapping[str, Rates]) -> Figure:
     height, _ = drawing.draw(CLOUD, 40.0)
     sizes = [f"{len(names)} in layer {depth}" for depth, names in enumerate(tree.layers[1:], 1)]
     last = len(tree.layers) - 1
-    head = "Links: declared and measured, down / up"
-    size = (max(drawing.x(last) + drawing.wide[last] + 4, LETTER * len(head)), height + 4)
-    elements = [text(2, 16, head), *drawing.elements]
-    return Figure(key, "Topology", f"A cloud and its nodes: {', '.join(sizes)}.", size, elements)
+    title = "Links: declared and measured, down / up"
+    size = (drawing.x(last) + drawing.wide[last] + 4, height + 4)
+    return Figure(key, title, f"A cloud and its nodes: {', '.join(sizes)}.", size, drawing.elements)
+
+
+def partition(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
+    """Return the picture of a split, given the content of partition.json.
+
+    The area of a square is proportional to its samples; its title has the number. Of many devices evenly spaced ones
+    are shown.
+    """
+    devices = facts["devices"]
+    data = facts.get("data", {})
+    split = f"{data.get('dataset', '')}, {data.get('partition', '')}"
+    homes: dict[str, list[str]] = {}
+    for device, held in devices.items():
+        homes.setdefault(str(held["parent"]), []).append(device)
+    kind = "bin" if any("by_bin" in held for held in devices.values()) else "class"
+    counts = {device: [int(count) for count in held[f"by_{kind}"]] for device, held in devices.items()}
+    classes = max(map(len, counts.values()), default=0)
+    most = max((count for held in counts.values() for count in held), default=0) or 1
+    rows = spaced([(home, device) for home, members in homes.items() for device in members])
+    if len(rows) < len(devices):
+        split += f", {len(rows)} of {len(devices)} devices, evenly spaced (partition.json has all)"
+    left = 12 + LETTER * max((len(f"{home} / {device}") for home, device in rows), default=0)
+    title = f"Samples of {split}, seed {facts.get('seed', '')}: {facts.get('digest', '')}"
+    elements = list[str]()
+    for label in range(0, classes, max(1, -(-classes // 20))):
+        elements.append(text(left + CELL * (label + 0.5), TOP - 6, str(label), anchor="middle", kind="soft"))
+    y, before = TOP, rows[0][0] if rows else ""
+    for home, device in rows:
+        y, before = y + GAP * (home != before), home
+        named = f"{home} / {device}"
+        elements.append(text(left - 8, y + 11, named, anchor="end"))
+        for label, count in enumerate(counts[device]):
+            if count:
+                side = max(1.0, (CELL - 2) * (count / most) ** 0.5)
+                corner = (left + CELL * label + (CELL - side) / 2, y + (CELL - side) / 2)
+                elements.append(rect(*corner, side, side, "weight", title=f"{named}, {kind} {label}: {count}"))
+        elements.append(text(left + CELL * classes + 8, y + 11, str(sum(counts[device]))))
+        y += CELL
+    elements.append(rect(left, TOP, CELL * classes, y - TOP, "grid"))
+    columns = [Column("parent", text=True), Column("device", text=True), *(Column(str(c)) for c in range(classes))]
+    cells: list[Sequence[Cell]] = [(*row, *counts[row[1]], *[0] * (classes - len(counts[row[1]]))) for row in rows]
+    size = (left + CELL * classes + 50, y + 10)
+    return Figure(name, title, split, size, elements, Table(name, f"Samples by device and {kind}", columns, cells))
 
 
 class _TopologyDrawing:

@@ -5,29 +5,37 @@ The page loads nothing and runs no scripts; its Content-Security-Policy forbids 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
 
 from deploy.console.tabular import Table, html, show, size
 from deploy.report import changes, curves, link_sections, sections, summary
-from deploy.report.figures import STYLE, Figure
+from deploy.report.charts import stroke
+from deploy.report.figures import STYLE, Figure, path
 from deploy.runs.groups import Series, condition_notes, firsts, series_of
-from deploy.runs.run import Run, State
+from deploy.runs.run import SWEEP, Run, State, folders
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 NAMED_MOST = 5  # runs whose ids are in the name of a report
+TITLE_MOST = 60  # letters of the series' names in a title
+UNFINISHED_MOST = 3  # runs whose states are among the notes
+FOLD = 12  # rows beyond which a table of runs or events is folded
 PAGE = Path(__file__).with_name("report.css")
 
 
 @dataclass
 class Page:
-    """A report under construction: its HTML, and the figures and tables in it."""
+    """A report under construction: its HTML, and its figures and tables, of several runs without those of each run."""
 
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
+    _drawn: int = 0
+    _in_run: bool = False
 
     def add_heading(self, level: int, content: str) -> None:
         """Add a heading."""
@@ -42,16 +50,34 @@ class Page:
         """Add figures; those of kind `curves` are placed side by side if there is room."""
         drawn = []
         for figure in figures:
-            self.figures.append(figure)
-            drawn.append(f'<figure tabindex="0">{figure.inline(f"f{len(self.figures)}")}</figure>')
+            self._drawn += 1
+            drawn.append(f'<figure tabindex="0">{figure.inline(f"f{self._drawn}")}</figure>')
+        self.figures += [] if self._in_run else figures
         self.parts.append(f'<div class="{kind}">{"".join(drawn)}</div>' if kind else "".join(drawn))
 
-    def add_table(self, table: Table, *, folded: bool = False) -> None:
-        """Add a table if it has rows; a folded one is collapsed at first."""
+    def add_notes(self, notes: Sequence[str]) -> None:
+        """Add what a reader must know first, in one box."""
+        if notes:
+            self.parts.append(f'<ul class="notes">{"".join(f"<li>{html(note)}</li>" for note in notes)}</ul>')
+
+    def add_key(self, series: Sequence[Series]) -> None:
+        """Add the whole names of numbered series, with their lines in the charts of their task."""
+        lines = []
+        places: Counter[str] = Counter()
+        for each in series:
+            line = path([(0, 6), (28, 6)], stroke(places[each.task], places[each.task]))
+            picture = f'<svg width="28" height="12" aria-hidden="true">{line}</svg>'
+            lines.append(f"<li>{picture} {html(f'{each.number} {each.whole}')}</li>")
+            places[each.task] += 1
+        if any(each.number for each in series):
+            self.parts.append(f'<ul class="key">{"".join(lines)}</ul>')
+
+    def add_table(self, table: Table, *, folded: bool = False, short: Mapping[str, str] | None = None) -> None:
+        """Add a table if it has rows; a folded one is collapsed at first. `short`: as of `Table.html`."""
         if not table.rows:
             return
-        self.tables.append(table)
-        body = table.html()
+        self.tables += [] if self._in_run else [table]
+        body = table.html(short)
         if folded:
             body = f"<details><summary>{html(table.title)} ({len(table.rows)} rows)</summary>{body}</details>"
         self.parts.append(body)
@@ -66,10 +92,12 @@ class Page:
 
     def open_run(self, name: str) -> None:
         """Begin the sections of one of several runs, collapsed at first."""
+        self._in_run = True
         self.parts.append(f'<details class="run"><summary><h2>{html(name)}</h2></summary>')
 
     def close_run(self) -> None:
         """End the sections of one of several runs."""
+        self._in_run = False
         self.parts.append("</details>")
 
     def add_numbers(self, pairs: Sequence[tuple[str, str]]) -> None:
@@ -94,14 +122,20 @@ class Page:
 
 
 def default_file(runs: Sequence[Run]) -> Path:
-    """Return where the report of these runs goes: into the run's folder, of several runs beside the first one's."""
+    """Return where the report of these runs goes: into the run's folder, of several runs beside the first one's.
+
+    That of all runs of a sweep has no ids in its name.
+    """
     if len(runs) == 1:
         return runs[0].path / "report.html"
+    home = runs[0].path.resolve().parent
+    if (home / SWEEP).exists() and {run.path.resolve() for run in runs} == set(folders(home)):
+        return home / "report.html"
     ends = [run.id.rpartition("-")[2] for run in runs]
     if len(ends) > NAMED_MOST:
         digest = blake2b(" ".join(ends).encode(), digest_size=4).hexdigest()
         ends = [ends[0], "and", str(len(ends) - 1), "more", digest]
-    return runs[0].path.resolve().parent / f"report-{'-'.join(ends)}.html"
+    return home / f"report-{'-'.join(ends)}.html"
 
 
 def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]:
@@ -109,22 +143,25 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
     series = series_of(runs, labels)
     page = Page()
     several, tasks = len(runs) > 1, list(firsts(series))
-    what = "; ".join(each.label for each in series) if len(tasks) == 1 else f"{len(tasks)} tasks"
+    what = f"{len(tasks)} tasks" if len(tasks) > 1 else "; ".join(each.label for each in series)
+    what = what if len(what) <= TITLE_MOST else f"{len(series)} series"
     title = f"{len(runs)} runs: {what}" if several else f"{runs[0].name} {runs[0].id}"
     page.parts.append(f"<header><h1>{html(title)}</h1></header>")
-    for run in runs:
-        if run.state is not State.FINISHED:
-            page.add_paragraph(_unfinished(run), "state")
+    notes = [_unfinished(run) for run in runs if run.state is not State.FINISHED]
+    if len(notes) > UNFINISHED_MOST:
+        notes = [f"{len(notes)} of {len(runs)} runs are not finished; the table of the runs has their states."]
     if len(tasks) > 1:
-        page.add_paragraph(f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}.", "state")
-    for note in condition_notes(series):
-        page.add_paragraph(note, "state")
-    if not several:
+        notes.append(f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}.")
+    page.add_notes([*notes, *condition_notes(series, attrgetter("short"))])
+    short = {each.whole: each.short for each in series}
+    page.add_key(series)
+    if several:
+        page.add_table(sections.means(series), short=short if len(tasks) == 1 else None)
+    else:
         page.add_numbers(list(_first_numbers(runs[0])))
     page.add_facts(summary.facts(series))
     if several:
-        page.add_table(sections.means(series))
-        page.add_table(sections.overview(series))
+        page.add_table(sections.overview(series), folded=len(runs) > FOLD, short=short)
     for number, task in enumerate(tasks):
         _add_task(
             page, [each for each in series if each.task == task], task, f"-task{number}" if len(tasks) > 1 else ""
@@ -133,6 +170,8 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
         for run, name in zip(each.runs, each.names, strict=True):
             if several:
                 page.open_run(f"{name} ({run.id})")
+                if each.number:
+                    page.add_paragraph(each.whole, "soft")
             _add_run(page, run, 3 if several else 2)
             if several:
                 page.close_run()
@@ -155,7 +194,8 @@ def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None
     single = len(series) == 1 and len(series[0].runs) == 1
     figures = [sections.budget(series, key)]
     page.add_figures([*figures, sections.budgets(series[0].runs[0])] if single else figures, kind="curves")
-    page.add_table(sections.phases(series[0].runs[0]) if single else sections.mean_phases(series, key))
+    table = sections.phases(series[0].runs[0]) if single else sections.mean_phases(series, key)
+    page.add_table(table, short={each.label: each.mark for each in series})
 
 
 def _add_run(page: Page, run: Run, level: int) -> None:
@@ -189,7 +229,7 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add_figures([picture])
     page.add_heading(level, "Events")
     events, omitted = sections.events(run)
-    page.add_table(events)
+    page.add_table(events, folded=len(events.rows) > FOLD)
     if omitted:
         page.add_paragraph(f"{omitted} earlier events are in events.jsonl.", "soft")
     page.add_table(sections.plans(run), folded=True)

@@ -23,10 +23,11 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from deploy.console.tabular import clean, show
-from deploy.report.charts import BarsFigure, ColumnsFigure, CurvesFigure
-from deploy.report.figures import COLOURS, DASHES, SERIES, Figure
+from deploy.report.charts import COLUMN, PLOT, SAME, BarsFigure, ColumnsFigure, CurvesFigure, distinct, seen
+from deploy.report.figures import COLOURS, DASHES, HEAD, Figure
 
 COLUMN_IN: Final = 3.5  # the width of a column in the styles of IEEE and ACM
+PAGE_IN: Final = 7.16  # the width of their two columns
 FONT_PT: Final = 8.0
 PIXEL_IN: Final = FONT_PT / 72 / 12  # inches per pixel of a drawing, whose text has 12 pixels
 LETTERS: Final = 52  # that fit into a column
@@ -93,9 +94,9 @@ def _chart(figure: CurvesFigure | BarsFigure | ColumnsFigure) -> Canvas:
 def _curves(axes: Axes, figure: CurvesFigure) -> float:
     """Draw lines, each with its own colour, dash pattern and marker; return the height in inches without a legend."""
     x, y = figure.x, figure.y
-    for i, (label, line) in enumerate(figure.lines.items()):
-        dashes = [float(length) / 2 for length in DASHES[i % len(DASHES)].split()]  # for a line of 2 pixels
-        colour, points = _colour(f"s{i % SERIES}"), line.points
+    for style, names, line in distinct(figure.lines):
+        dashes = [float(length) / 2 for length in DASHES[style[1]].split()]  # for a line of 2 pixels
+        colour, points = _colour(f"s{style[0]}"), line.points
         if band := line.band(y):
             at, low, high = (list(numbers) for numbers in zip(*band, strict=True))
             lower, upper = ([y.factor * level for level in side] for side in (low, high))
@@ -105,8 +106,8 @@ def _curves(axes: Axes, figure: CurvesFigure) -> float:
             axes.plot(places, levels, color=colour, linewidth=0.6, alpha=0.7)
         axes.plot(
             [x.factor * at for at, _ in points], [y.factor * level for _, level in points],
-            color=colour, linestyle=(0, dashes) if dashes else "-", label=_wrapped(label),
-            marker=MARKERS[i % len(MARKERS)], markevery=max(1, len(points) // 10),
+            color=colour, linestyle=(0, dashes) if dashes else "-", label=_wrapped(SAME.join(names)),
+            marker=MARKERS[style[0]], markevery=max(1, len(points) // 10),
         )  # fmt: skip
     if figure.target is not None:
         axes.axhline(y.factor * figure.target, color=_colour("soft"), linestyle=":", label="target")
@@ -126,9 +127,10 @@ def _bars(axes: Axes, figure: BarsFigure) -> float:
         places.append(y + 0.7)
         y += 2
     ends = [0.0] * len(places)
-    for i, (kind, part) in enumerate(figure.parts):
+    visible = seen([*figure.rows.values()], PLOT)
+    for i, ((kind, part), there) in enumerate(zip(figure.parts, visible, strict=False)):
         widths = [factor * values[i] for values in figure.rows.values()]
-        axes.barh(places, widths, 1.3, ends, color=_colour(kind), label=part)
+        axes.barh(places, widths, 1.3, ends, color=_colour(kind), label=part if there else "")
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     axes.set(xlabel=figure.axis.head, ylim=(y, -0.4), yticks=[])
     axes.spines.left.set_visible(False)
@@ -140,9 +142,9 @@ def _columns(axes: Axes, figure: ColumnsFigure) -> float:
     """Draw vertical stacked bars without gaps; return the height in inches without a legend."""
     bars = figure.values or [[0.0] * len(figure.parts)]
     edges, tops = [0.5 + i for i in range(len(bars) + 1)], [0.0] * len(bars)
-    for i, (kind, part) in enumerate(figure.parts):
+    for i, ((kind, part), there) in enumerate(zip(figure.parts, seen(bars, COLUMN), strict=True)):
         floors, tops = tops, [top + figure.axis.factor * bar[i] for top, bar in zip(tops, bars, strict=True)]
-        axes.stairs(tops, edges, baseline=floors, fill=True, color=_colour(kind), label=part)
+        axes.stairs(tops, edges, baseline=floors, fill=True, color=_colour(kind), label=part if there else "")
     axes.set(xlabel=figure.x.head, ylabel=figure.axis.head, xlim=(0.5, len(tops) + 0.5), ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.grid(axis="y")
@@ -150,10 +152,15 @@ def _columns(axes: Axes, figure: ColumnsFigure) -> float:
 
 
 def _drawing(figure: Figure) -> Canvas:
-    """Draw the elements of a figure at their places, in the size that gives its text FONT_PT."""
-    width, height = figure.size
-    canvas = Canvas(figsize=(width * PIXEL_IN, height * PIXEL_IN))
-    axes = canvas.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    """Draw the elements of a figure at their places, in the size that gives its text FONT_PT, without its title.
+
+    It is as wide as a column or as a page, or wider if its elements are.
+    """
+    (width, height), top = figure.size, HEAD if figure.headed else 0.0
+    whole = next((wide / PIXEL_IN for wide in (COLUMN_IN, PAGE_IN) if width * PIXEL_IN <= wide), width)
+    canvas = Canvas(figsize=(whole * PIXEL_IN, (height - top) * PIXEL_IN))
+    left = (width - whole) / 2
+    axes = canvas.add_axes((0, 0, 1, 1), xlim=(left, left + whole), ylim=(height, top))
     axes.set_axis_off()
     boxes = []
     for element in ElementTree.fromstring(f"<g>{''.join(figure.elements)}</g>"):

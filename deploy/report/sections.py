@@ -13,10 +13,9 @@ from deploy.console.tabular import Cell, Column, Spread, Table
 from deploy.report import charts, maps
 from deploy.report.charts import Axis
 from deploy.report.curves import GLOBAL_ROUND, SECONDS_AXIS
-from deploy.report.figures import Figure
+from deploy.report.figures import PHASES, Figure
 from deploy.report.link_sections import file_name
-from deploy.report.many import NODES_MOST, quantiles
-from deploy.report.partition_picture import figure as partition_figure
+from deploy.report.maps import NODES_MOST, quantiles
 from deploy.runs.groups import Series, by_seed, firsts, paired
 from deploy.runs.records import Event
 from deploy.runs.run import Run, columns_of, tiers_of
@@ -26,7 +25,7 @@ EVENTS_MOST: Final = 200
 SCORES: Final = (
     "Measured on the cloud's test set, with the model that the experiment evaluates (the mean of the uploads). Seconds "
     "are the cloud's monotonic clock since the whole lab was ready; evaluation in parallel with the next global round "
-    "is not counted. Bytes are MQTT packets, in both directions of all links of a tier."
+    "is not counted. Bytes are MQTT packets, in both directions of all links of a tier. Equal curves are drawn once."
 )
 BANDS: Final = (
     "Finished runs that differ only in the seed are one line: the mean, global round by global round. The band is one "
@@ -54,14 +53,14 @@ def overview(series: Sequence[Series]) -> Table:
     runs = [run for each in series for run in each.runs]
     tiers = tiers_of(runs)
     column, score = _scored(runs)
-    columns = [Column("run", text=True), Column("id", text=True), Column("state", text=True), Column("seed", text=True),
-               Column("global rounds"), column, Column("test loss", digits=4),
-               Column("time", "s"), *_byte_columns(tiers, "MB")]  # fmt: skip
+    texts = (Column(name, text=True) for name in ("series", "id", "state", "seed"))
+    columns = [*texts, Column("global rounds"), column, Column("test loss", digits=4), Column("time", "s"),
+               *_byte_columns(tiers, "MB")]  # fmt: skip
     rows = [
-        (name, run.id, str(run.state), str(run.seed), len(run.rounds), score(run), run.loss, run.seconds,
+        (each.whole, run.id, str(run.state), str(run.seed), len(run.rounds), score(run), run.loss, run.seconds,
          *_megabytes(run, tiers))
         for each in series
-        for run, name in zip(each.runs, each.names, strict=True)
+        for run in each.runs
     ]  # fmt: skip
     return Table("overview", "The runs, bytes as MQTT packets", columns, rows)
 
@@ -118,14 +117,16 @@ def budget(series: Sequence[Series], key: str = "") -> Figure:
     `key` is appended to the figure's name.
     """
     rows: dict[str, list[float]] = {}
+    short: dict[str, str] = {}
     for each in series:
         seconds = [_a_round(run) for run in each.counted]
         rows[each.label] = [fmean(one[phase] for one in seconds) if seconds else 0.0 for phase in GLOBAL_PHASES]
+        short |= {each.label: each.mark, f"{each.label}, predicted": f"{each.mark}, predicted"}
         prediction = next((run.prediction for run in each.runs if run.prediction is not None), None)
         if prediction is not None:
             rows[f"{each.label}, predicted"] = [prediction.seconds.get(phase, 0.0) for phase in GLOBAL_PHASES]
     title = "Seconds of a global round, mean"
-    return charts.bars(f"budget{key}", title, _PHASE_PARTS, rows, axis=Axis("time of a global round", "s"))
+    return charts.bars(f"budget{key}", title, _PHASE_PARTS, rows, axis=Axis("time of a global round", "s"), short=short)
 
 
 def budgets(run: Run) -> Figure:
@@ -200,7 +201,7 @@ def work(run: Run) -> Table:
 
 def partition(run: Run) -> Figure | None:
     """Return a figure of the samples by device and class, or None if the run has no partition.json."""
-    return None if run.partition is None else partition_figure(run.partition, name=file_name("partition", run))
+    return None if run.partition is None else maps.partition(run.partition, name=file_name("partition", run))
 
 
 def events(run: Run) -> tuple[Table, int]:
@@ -255,10 +256,11 @@ def facts(run: Run) -> list[tuple[str, str]]:
 # The facts of these events that the report shows nowhere else.
 _SHOWN_FACTS: Final = {
     "run": ("done", "global_rounds"),
+    "waiting": ("for",),
     "finished": ("global_round", "elapsed_s", "accuracy", "score", "loss"),
 }
 _SUM, _ELAPSED = "sum of the phases", "elapsed"
-_PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in GLOBAL_PHASES]
+_PHASE_PARTS: Final = [(PHASES[phase], phase) for phase in GLOBAL_PHASES]
 
 
 def _a_round(run: Run) -> dict[str, float]:

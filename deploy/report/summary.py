@@ -23,7 +23,7 @@ def facts(series: Sequence[Series]) -> list[Fact]:
     for each in series:
         for run in each.runs:
             for name, line in _facts(run):
-                lines = found.setdefault(name, {}).setdefault(each.whole, [])
+                lines = found.setdefault(name, {}).setdefault(each.short, [])
                 lines += [line] if line not in lines else []
     rows: list[Fact] = []
     for name, by_label in found.items():
@@ -121,7 +121,7 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def _seeds(series: Sequence[Series]) -> list[tuple[str, str]]:
-    texts = {each.whole: ", ".join(each.seeds) for each in series}
+    texts = {each.short: ", ".join(each.seeds) for each in series}
     return _by_text(texts, len(series))
 
 

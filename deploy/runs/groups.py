@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 from common.errors import InvalidExperiment
@@ -21,6 +22,7 @@ from deploy.runs.run import Run, State
 
 TASK: Final = ("data", "model", "nodes", "network", "score.name", "score.better")  # leaves, or their tables
 BUSY: Final = 0.5  # load of a core before a run above which its seconds are in doubt
+NAME_MOST: Final = 24  # letters of a series' name up to which reports repeat it; longer ones are numbered
 CONDITIONS: Final = ("links", "hardware", "versions")
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
 _SHAPE: Final = ("topology", "tiers", "profiles")  # tables whose effect is in other leaves
@@ -35,13 +37,25 @@ _HOST: Final = ("host", "cpus")
 class Series:
     """Runs that differ in nothing but the seed. `task`: what distinguishes its task, empty if there is one only.
 
-    `label`: what distinguishes it from the others of the task; `whole`: from all others.
+    `label`: what distinguishes it from the others of the task; `whole`: from all others. `number`: `#2` if names are
+    too long to be repeated, else empty.
     """
 
     label: str
     whole: str
     task: str
+    number: str
     runs: tuple[Run, ...]
+
+    @property
+    def short(self) -> str:
+        """The number, or the whole label."""
+        return self.number or self.whole
+
+    @property
+    def mark(self) -> str:
+        """The number, or the label within the task."""
+        return self.number or self.label
 
     @property
     def seeds(self) -> list[str]:
@@ -60,17 +74,17 @@ class Series:
 
     @property
     def names(self) -> list[str]:
-        """A name of each run: the whole label, with the seed if there are several, and the id if two share it."""
+        """A name of each run: the short one, with the seed if there are several, and the id if two share it."""
         seeds = [str(run.seed) for run in self.runs]
         if len(self.runs) == 1:
-            return [self.whole]
+            return [self.short]
         ends = [f" ({run.id.rpartition('-')[2]})" if seeds.count(seed) > 1 else ""
                 for run, seed in zip(self.runs, seeds, strict=True)]  # fmt: skip
-        return [f"{self.whole}, seed {seed}{end}" for seed, end in zip(seeds, ends, strict=True)]
+        return [f"{self.short}, seed {seed}{end}" for seed, end in zip(seeds, ends, strict=True)]
 
 
 def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
-    """Return the series in the order of their first runs, named by `names` or by what distinguishes them.
+    """Return the series in the order of their first runs, named by `names`, by their sweep, or by what differs.
 
     Raises InvalidExperiment if the number of names differs from the number of series, and if two runs of one task and
     seed have different splits.
@@ -87,18 +101,28 @@ def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
     every = [leaves for leaves, _ in found]
     chosen = [chosen_keys(members[0]) for _, members in found]
     tasks = _tasks(every, chosen)
-    apart = list(names) or _labels_within(tasks, every, chosen)
+    cells = [] if names else _cells([members for _, members in found])
+    apart = list(names) or cells or _labels_within(tasks, every, chosen)
     if len(apart) != len(found):
         remedy = f"Give one for each of: {'; '.join(_labels_within(tasks, every, chosen))}."
         raise InvalidExperiment("--label", apart, f"{len(apart)} for {len(found)} series", remedy)
     _check_splits([(task, run) for task, (_, members) in zip(tasks, found, strict=True) for run in members])
     alone = [not names and tasks.count(task) == 1 for task in tasks]
-    whole = [
+    whole = cells or [
         task if task and only else f"{label} ({task})" if task else label
         for label, task, only in zip(apart, tasks, alone, strict=True)
     ]
-    texts = zip(apart, whole, tasks, strict=True)
+    numbered = len(found) > 1 and max(map(len, whole)) > NAME_MOST
+    numbers = [f"#{i}" if numbered else "" for i in range(1, len(found) + 1)]
+    texts = zip(apart, whole, tasks, numbers, strict=True)
     return [Series(*each, tuple(members)) for each, (_, members) in zip(texts, found, strict=True)]
+
+
+def _cells(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Return the sweep's name of each group of runs, none if one has no name, or not a name of its own."""
+    found = [{run.cell for run in members} for members in groups]
+    names = [name for each in found for name in each if name]
+    return names if len(set(names)) == len(names) == len(groups) == sum(map(len, found)) else []
 
 
 def _tasks(every: Sequence[Mapping[str, Any]], chosen: Sequence[frozenset[str]]) -> list[str]:
@@ -201,16 +225,22 @@ def unlike(series: Sequence[Series]) -> dict[str, Mapping[str, str]]:
     return found
 
 
-def condition_notes(series: Sequence[Series]) -> list[str]:
-    """Return a line for each condition in which a series differs from the first of its task, and on busy machines."""
-    base, found, notes = firsts(series), unlike(series), []
+def condition_notes(series: Sequence[Series], name: Callable[[Series], str] = attrgetter("whole")) -> list[str]:
+    """Return a line for each condition in which series differ from the first of their task, and on busy machines."""
+    base, found = firsts(series), unlike(series)
+    names: dict[str, list[str]] = {}
     for each in series:
-        others = found[each.whole].items()
-        notes += [f"{each.whole}: other {kind} than {base[each.task].label}: {text}" for kind, text in others]
-        busy = [load for run in each.runs if (load := _load(run)) > BUSY]
-        if busy:
-            count = f"{len(busy)} of {len(each.runs)} runs" if len(each.runs) > 1 else "the run"
-            notes.append(f"{each.whole}: {count} began on a busy machine: load up to {max(busy):.1f} a core")
+        for kind, text in found[each.whole].items():
+            names.setdefault(f"other {kind} than {name(base[each.task])}: {text}", []).append(name(each))
+    notes = [f"{'; '.join(named)}: {note}" for note, named in names.items()]
+    loads = {each.whole: [load for run in each.runs if (load := load_of(run)) > BUSY] for each in series}
+    busy = [each for each in series if loads[each.whole]]
+    if busy:
+        every = [load for some in loads.values() for load in some]
+        runs = sum(len(each.runs) for each in busy)
+        who = "" if 1 < len(busy) == len(series) else f"{'; '.join(map(name, busy))}: "
+        count = f"{len(every)} of {runs} runs" if runs > 1 else "the run"
+        notes.append(f"{who}{count} began on a busy machine: load up to {max(every):.1f} a core")
     return notes
 
 
@@ -233,7 +263,7 @@ def by_seed(runs: Sequence[Run], value: Callable[[Run], float | None]) -> dict[s
     return {seed: sum(values) / len(values) for seed, values in whole.items()}
 
 
-def _load(run: Run) -> float:
+def load_of(run: Run) -> float:
     """Return the load of each of the host's cores before the run; 0 where it was not recorded."""
     load, cores = run.manifest.get("load"), run.manifest.get("cpus")
     return load / cores if isinstance(load, (int, float)) and isinstance(cores, int) and cores > 0 else 0.0

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 STARTED: Final = "%Y%m%dT%H%M%SZ"
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
+SWEEP: Final = "sweep.json"  # in a sweep's folder, beside its runs: the names of its cells
 
 _R = TypeVar("_R", bound=Record)
 
@@ -180,6 +181,15 @@ class Run:
         return str(last.facts.get("reason", ""))
 
     @property
+    def cell(self) -> str:
+        """The sweep's name of the run's cell, such as `IID, FedAvg`; empty outside of a sweep's folder."""
+        file = f"../{SWEEP}"
+        names = self._json(file).get("cells") if (self.path / file).exists() else {}
+        if not isinstance(names, Mapping):
+            raise self._damaged(file, "no table of cells")
+        return str(names.get(self.manifest.get("experiment_digest"), ""))
+
+    @property
     def aggregation(self) -> str:
         """The rules of the tiers from the cloud down, such as `fedcross + fedavg`; empty for an invalid experiment."""
         return "" if self.experiment is None else " + ".join(t.aggregation.name for t in self.experiment.every_tier)
@@ -317,7 +327,7 @@ def find(text: str, root: Path) -> Path:
     `text` is a folder, or a prefix of the name, the id or the id's last part of one run below `root`. Raises
     InvalidExperiment if no run or several runs match.
     """
-    if (Path(text) / "manifest.json").is_file():
+    if _is_run(Path(text)):
         return Path(text)
     matching = [
         path
@@ -332,9 +342,40 @@ def find(text: str, root: Path) -> Path:
     raise InvalidExperiment("RUN", text, f"{problem} ({among})", "List the runs: fedstrata runs list.")
 
 
+def find_all(texts: Sequence[str], root: Path) -> tuple[list[Path], list[str]]:
+    """Return the folders of the runs that `texts` name, each once, and the files and folders that hold no run.
+
+    A text names a run, as for `find`, or a folder of runs, such as a sweep's: its path, or its name below `root`.
+    Raises InvalidExperiment if a text names nothing, or none names a run.
+    """
+    found: dict[Path, Path] = {}
+    others = []
+    for text in texts:
+        places = [Path(text), root / text] if text else []
+        folder = next((path for path in places if path.is_dir() and not _is_run(path)), None)
+        if folder is None and Path(text).is_file():
+            others.append(text)
+            continue
+        inside = folders(folder) if folder is not None else [find(text, root)]
+        others += [] if inside else [text]
+        found |= {path.resolve(): path for path in inside if path.resolve() not in found}
+    if not found:
+        raise InvalidExperiment("RUN", " ".join(texts), "no run in it", "List the runs: fedstrata runs list.")
+    return list(found.values()), others
+
+
 def folders(root: Path) -> list[Path]:
-    """Return the folders of runs below `root`, oldest first. Raises InvalidExperiment."""
+    """Return the folders of runs in `root` and in its folders, as those of sweeps, oldest first.
+
+    Raises InvalidExperiment.
+    """
     try:
-        return sorted(path for path in root.iterdir() if (path / "manifest.json").is_file())
+        inside = list(root.iterdir())
+        below = [file.parent for path in inside if not _is_run(path) for file in path.glob("*/manifest.json")]
+        return sorted([*filter(_is_run, inside), *below], key=lambda path: path.name)
     except OSError as error:
         raise InvalidExperiment("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "manifest.json").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,8 @@ from typing import Final
 
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
-from common.host.files import writing
-from deploy.runs.run import Run, State, folders
+from common.host.files import replacing, writing
+from deploy.runs.run import SWEEP, Run, State, folders
 from deploy.sweeps.grid import Grid
 
 LOCK: Final = "sweep.lock"
@@ -54,6 +55,24 @@ class SweepFolder:
             yield
         finally:
             os.close(file)
+
+    def name_cells(self, grid: Grid) -> None:
+        """Write which cells the runs are of, for reports; cells of other choices keep their names.
+
+        Raises StorageFailed, and InvalidExperiment for a damaged file.
+        """
+        file = self.path / SWEEP
+        names: dict[str, list[str]] = {}
+        for cell in grid.cells:
+            for experiment in cell.experiments.values():
+                names.setdefault(experiment.digest, []).append(cell.label)
+        try:
+            known = json.loads(file.read_text(encoding="utf-8"))["cells"] if file.exists() else {}
+            cells = known | {digest: " = ".join(labels) for digest, labels in names.items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidExperiment("--runs", str(file), repr(error), "Repair or remove the file.") from None
+        with replacing(file) as written:
+            written.write(json.dumps({"cells": cells}, indent=1).encode())
 
     def finished(self, grid: Grid) -> dict[str, Run]:
         """Return the finished runs of a sweep by the digests of their experiments: of several the oldest."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from common.experiment.score import Score
 from deploy.console.tabular import Cell, Column, Table
-from deploy.report.charts import Point, curves
+from deploy.report.charts import Curve, Point, curves
 from deploy.report.curves import GLOBAL_ROUND, mean_curve, score_axis
+from deploy.report.figures import DASHES, SERIES
 from deploy.report.page import Page
 from deploy.runs.run import Run
+from deploy.sweeps.grid import Grid, SweepCell
 from deploy.sweeps.output import notes
 from deploy.sweeps.results import SweepResults
 from deploy.sweeps.tables import by_table
@@ -23,8 +27,8 @@ def page_of(results: SweepResults) -> Page:
     page.add_heading(1, f"{grid.file.title} (small form)" if grid.small else grid.file.title)
     for table, cells in by_table(results):
         page.add_table(table)
-        lines = {cell.label: mean_curve([*map(_points, results.runs_of(cell).values())]) for cell in cells}
-        lines = {label: line for label, line in lines.items() if line.points}
+        means = {cell.label: mean_curve([*map(_points, results.runs_of(cell).values())]) for cell in cells}
+        lines = {label: line for label, line in _styled(grid, cells, means).items() if line.points}
         if 0 < len(lines) <= LINES_MOST:
             title = "Test accuracy, %, mean and standard deviation over the seeds"
             name, y = f"{table.name}-accuracy", score_axis(Score())
@@ -35,6 +39,18 @@ def page_of(results: SweepResults) -> Page:
     page.add_heading(2, "Runs")
     page.add_table(_runs(results), folded=True)
     return page
+
+
+def _styled(grid: Grid, cells: Sequence[SweepCell], lines: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Return the lines with a colour for each value of the ranked axis, and a dash pattern for the other values."""
+    axis = grid.file.ranked
+    rest = {cell.label: tuple(value for key, value in cell.values.items() if key != axis) for cell in cells}
+    colours = list(dict.fromkeys(cell.values[axis] for cell in cells))
+    dashes = list(dict.fromkeys(rest.values()))
+    if len(colours) > SERIES or len(dashes) > len(DASHES):
+        return dict(lines)
+    styles = {cell.label: (colours.index(cell.values[axis]), dashes.index(rest[cell.label])) for cell in cells}
+    return {label: replace(line, style=styles[label]) for label, line in lines.items()}
 
 
 def _points(run: Run) -> dict[int, Point]:

@@ -14,6 +14,7 @@ from deploy.watching.lab import WatchedLab
 from deploy.watching.node import Node, NodeStep
 
 BARS: Final = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+FULL_LEAST: Final = 0.05  # of the greatest value: the least full height of a sparkline
 NOTED: Final = ("restarted", "refused", "declined", "warning")
 GONE: Final = (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED)
 
@@ -171,10 +172,14 @@ def _missing(node: Node, lab: WatchedLab) -> Iterator[str]:
 
 
 def sparkline(values: Sequence[float], *, most: int) -> str:
-    """Return the last values, `most` at most, as bars from the least to the greatest."""
+    """Return the last values, `most` at most, as bars from the least on.
+
+    Their full height is the greatest difference, or FULL_LEAST of the greatest value: small changes look small.
+    """
     shown = [value for value in values if math.isfinite(value)][-most:]
     if len(shown) < 2:
         return ""
     low, high = min(shown), max(shown)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    height = max(high - low, FULL_LEAST * max(abs(low), abs(high)))
+    scale = (len(BARS) - 1) / height if height > 0 else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in shown)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from deploy.report.figures import Figure, path, rect, text
+from deploy.report.figures import PHASES, Figure, path, rect, text
 
 BOX: Final = (104.0, 34.0)
 
@@ -39,7 +39,7 @@ def layers() -> str:
     )
     elements += [text(x, y, note, kind="soft") for x, y, note in notes]
     description = "A cloud, two institutions with three devices each, and the exchanges between the layers."
-    return Figure("concepts-layers", "The three layers", description, (880, 260), elements).file()
+    return Figure("concepts-layers", "The three layers", description, (880, 260), elements, headed=False).file()
 
 
 def global_round() -> str:
@@ -52,7 +52,7 @@ def global_round() -> str:
     marks = {"dispatch": 260.0, "train": 470.0, "wait": 610.0, "collect": 740.0, "aggregate": 800.0}
     start = left + 20
     for phase, end in marks.items():
-        elements.append(rect(start, 330, end - start - 1, 16, f"fill-{phase}"))
+        elements.append(rect(start, 330, end - start - 1, 16, PHASES[phase]))
         elements.append(text((start + end) / 2, 364, phase, anchor="middle", kind="soft"))
         elements.append(path([(end, 40), (end, 330)], "target"))
         start = end
@@ -60,20 +60,20 @@ def global_round() -> str:
         ("institution 0", "device 0", 230.0, 400.0, 470.0, 600.0),
         ("institution 1", "device 3", 260.0, 540.0, 610.0, 740.0),
     ):
-        elements.append(rect(arrives + 25, rows[device] - 8, trained - arrives - 25, 16, "fill-train"))
+        elements.append(rect(arrives + 25, rows[device] - 8, trained - arrives - 25, 16, PHASES["train"]))
         elements.append(text((arrives + trained + 25) / 2, rows[device] - 12, "SGD", anchor="middle", kind="soft"))
-        elements.append(rect(announced - 14, rows[home] - 8, 14, 16, "fill-aggregate"))
+        elements.append(rect(announced - 14, rows[home] - 8, 14, 16, PHASES["aggregate"]))
         elements += _arrow((left + 20, rows["cloud"]), (arrives, rows[home]), "task, model" if arrives < 240 else "")
         elements += _arrow((arrives - 60, rows[home]), (arrives + 25, rows[device]), "")
         elements += _arrow((trained, rows[device]), (announced - 14, rows[home]), "")
         elements += _arrow((announced, rows[home]), (there, rows["cloud"]), "result, model")
-    elements.append(rect(740, rows["cloud"] - 8, 60, 16, "fill-aggregate"))
+    elements.append(rect(740, rows["cloud"] - 8, 60, 16, PHASES["aggregate"]))
     elements.append(text(4, 342, "phases"))
     description = (
         "The cloud sends its model to the institutions, which forward the chunks to their devices as they arrive. The"
         " devices train. Each institution mixes their models and announces its result, and the cloud fetches it."
     )
-    return Figure("concepts-round", "A global round", description, (right + 10, 376), elements).file()
+    return Figure("concepts-round", "A global round", description, (right + 10, 376), elements, headed=False).file()
 
 
 def _box(place: tuple[float, float], name: str, *, width: float) -> list[str]:

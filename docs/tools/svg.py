@@ -68,4 +68,6 @@ def matrices(title: str, rows: Sequence[Sequence[SvgPanel]]) -> str:
             elements += panel.draw(x, y)
             x += panel.width + GAP
     width = max(sum(GAP + panel.width for panel in row) for row in rows)
-    return Figure("matrices", title, "W: rows are the next models.", (width, sum(heights)), elements).file()
+    return Figure(
+        "matrices", title, "W: rows are the next models.", (width, sum(heights)), elements, headed=False
+    ).file()
