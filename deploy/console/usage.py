@@ -11,6 +11,7 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
+from common.errors import MESSAGE_MOST, bounded
 from deploy.console.logs import write_line
 
 USAGE: Final = 2
@@ -41,7 +42,7 @@ def _explained() -> Iterator[None]:
     except _USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help, for a command that has only sub-commands
             raise
-        write_line(f"fedstrata: {explain(error)}", level=logging.ERROR)
+        write_line(f"fedstrata: {bounded(explain(error), MESSAGE_MOST)}", level=logging.ERROR)
         raise typer.Exit(USAGE) from None
 
 
