@@ -18,7 +18,7 @@ from common.experiment.links import with_traces
 from common.experiment.messages import explain
 from common.experiment.present import LAB
 from common.experiment.schema import Experiment
-from common.experiment.tables import write
+from common.experiment.tables import read_toml, stands_for, write
 
 ANY: Final = "*"  # stands for any one name in a path of keys
 RENAMED: Final = {  # keys of earlier releases, as paths
@@ -46,12 +46,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
 
 def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Return the tree of a TOML file with overrides, as `load` does, not validated. Raises InvalidExperiment."""
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidExperiment("experiment", str(path), error.strerror or str(error), "Name a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidExperiment("experiment", str(path), f"not TOML: {error}", "Fix that line.") from None
+    tree = read_toml("experiment", path, remedy="Name a TOML file.")
     for old, new in rename_keys(tree):
         log.warning("%s: the key %s is deprecated. Write %s.", path, old, new)
     for each in overrides:
@@ -136,7 +131,7 @@ def override(tree: dict[str, Any], text: str) -> None:
         raise InvalidExperiment("--set", text, "not of the form key=value", "Write for instance seed=3.")
     try:
         read = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         read = {}
     # A bare word is a string, as in a shell. So is a value that would add further lines.
     *parents, last = key.split(".")
@@ -147,6 +142,8 @@ def override(tree: dict[str, Any], text: str) -> None:
         log.warning("--set %s: the key%s is deprecated. Write %s.", text, "" if old == key else f" {old}", new)
     for depth in range(1, len(parents) + 1):
         ((parent, branch),) = branch.items()
+        if isinstance(name := tree.get(parent), str) and (inner := stands_for(parents[:depth])):
+            tree[parent] = {inner: name}
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise InvalidExperiment("--set", text, f"{'.'.join(parents[:depth])} is not a table", "Check the key.")

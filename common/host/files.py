@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import stat
@@ -13,6 +14,7 @@ from typing import BinaryIO, Final
 from common.errors import StorageFailed
 
 PARTIAL: Final = ".partial"
+_MARKS: Final = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
@@ -51,6 +53,15 @@ def write_private(path: Path, content: bytes) -> None:
     with open(partial, "xb", opener=private) as file:
         file.write(content)
     os.replace(partial, path)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of the user's: UTF-8, or what its byte order mark says, as editors on Windows write it.
+
+    Raises OSError, UnicodeDecodeError.
+    """
+    content = path.read_bytes()
+    return content.decode(next((codec for mark, codec in _MARKS.items() if content.startswith(mark)), "utf-8"))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hin
 import typer
 
 from common.errors import InvalidExperiment
+from common.host.files import read_text
 from deploy.console import logs
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Login:
             return os.environ.get("FEDSTRATA_PASSWORD") or None
         path = Path(self.password_file.replace(NODE, node))
         try:
-            return path.read_text(encoding="utf-8").strip()
+            return read_text(path).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise InvalidExperiment("--password-file", str(path), reason, "Name a readable file.") from None
