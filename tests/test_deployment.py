@@ -110,7 +110,7 @@ def test_composes_nodes_are_the_demos_lab() -> None:
         role = composed(name)[0]
         assert services[name]["build"]["target"] == ("roles" if role == "institution" else "learning")
         assert services[name]["image"] == f"fedstrata:{services[name]['build']['target']}"
-        assert services[name]["environment"]["FEDSTRATA_BROKER_ADDRESS"] in services
+        assert services[name]["environment"]["FEDSTRATA_BROKER"] in services
 
 
 def test_compose_opens_ports_on_this_machine_alone_and_pins_its_images() -> None:
@@ -206,7 +206,7 @@ def test_composes_commands_run_the_demo(tmp_path: Path) -> None:
     cloud = [*composed("cloud"), str(EXPERIMENTS / "demo.toml"), "--set", "rounds=2", "--runs", str(tmp_path / "runs")]
     with ExitStack() as stack:
         served = stack.enter_context(broker.start(directory=tmp_path))
-        env = {**os.environ, "FEDSTRATA_BROKER_ADDRESS": f"{served.host}:{served.port}"}
+        env = {**os.environ, "FEDSTRATA_BROKER": f"{served.host}:{served.port}"}
         roles = []
         for words in (*nodes, cloud):
             here = command(*[word.replace(METRICS, "127.0.0.1:0") for word in words], "--spool", "none", null=True)

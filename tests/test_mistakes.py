@@ -23,6 +23,8 @@ OPTIONS = [
     ("broker --kind mosquito", "--kind = 'mosquito': not one of its values. Did you mean 'mosquitto'?"),
     ("--log-format xml runs list", "--log-format = 'xml': not one of its values. There are: text, json."),
     ("--log-level loud runs list", "--log-level: 'loud': use debug, info, warning or error."),
+    ("run demo --dry-run --log-level loud", "--log-level: 'loud': use debug, info, warning or error."),
+    ("run demo --log-level", "--log-level: requires an argument."),
     ("--versin", "--versin: no such option of fedstrata. Did you mean '--version'?"),
     ("run demo --seed 3", "--seed: no such option of fedstrata run. Did you mean --set seed=VALUE?"),
     ("run demo --rounds 3", "Did you mean --set rounds=VALUE?"),

@@ -172,7 +172,7 @@ def test_a_lab_of_nodes_with_certificates_has_the_model_of_one_without(
     for name in NODES:
         written(tmp_path, name, authority.issue(name))
     env = {
-        "FEDSTRATA_BROKER_ADDRESS": f"localhost,127.0.0.1:{served.port}",  # nobody is at the first
+        "FEDSTRATA_BROKER": f"localhost,127.0.0.1:{served.port}",  # nobody is at the first
         "FEDSTRATA_TLS_CA": ca,
         "FEDSTRATA_TLS_CERT": str(tmp_path / "{name}.crt"),
         "FEDSTRATA_TLS_KEY": str(tmp_path / "{name}.key"),

@@ -46,7 +46,7 @@ BrokerOption = Annotated[
     str,
     typer.Option(
         help="The MQTT broker: host[:port], or several addresses of it, separated by commas.",
-        envvar="FEDSTRATA_BROKER_ADDRESS",
+        envvar="FEDSTRATA_BROKER",
     ),
 ]
 LabBrokerOption = Annotated[
@@ -57,7 +57,7 @@ LabBrokerOption = Annotated[
             "The MQTT broker: host[:port], or several addresses of it, separated by commas.  "
             "[default: that of the lab's file, else localhost]"
         ),
-        envvar="FEDSTRATA_BROKER_ADDRESS",
+        envvar="FEDSTRATA_BROKER",
         show_default=False,
     ),
 ]
@@ -259,7 +259,7 @@ def device(
                 "The MQTT broker: host[:port], or several addresses of it, separated by commas. One broker for all "
                 "names, or one per name.  [default: localhost]"
             ),
-            envvar="FEDSTRATA_BROKER_ADDRESS",
+            envvar="FEDSTRATA_BROKER",
         ),
     ] = None,
     lab: LabOption = DEFAULT_LAB,

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Final
 
 import typer
@@ -13,8 +14,10 @@ from typer.core import TyperGroup
 
 from common.errors import MESSAGE_MOST, bounded
 from deploy.console.logs import write_line
+from deploy.console.reporting import reporting
 
 USAGE: Final = 2
+OF_ALL: Final = ("--log-level", "--log-format")  # options of all commands
 _USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]  # typer bundles its own click
 _NO_COMMAND: Final = re.compile(r"No such command '(.*?)'")
 _CHOICES: Final = re.compile(r"'([^']*)' is not one of (.*?)\.?$")
@@ -24,15 +27,29 @@ _REMEDIES: Final[Mapping[str, str]] = {"--target": "Write a fraction: 0.9 for 90
 class Commands(TyperGroup):
     """The commands. Each kind of wrong usage, of whichever command, ends with one line."""
 
-    def make_context(self, *arguments: Any, **keywords: Any) -> Any:
-        """Parse the options before the command."""
-        with _explained():
-            return super().make_context(*arguments, **keywords)
+    def make_context(self, info_name: str | None, args: list[str], *arguments: Any, **keywords: Any) -> Any:
+        """Parse the options of all commands, which may also be behind the command."""
+        with _explained(), reporting():
+            return super().make_context(info_name, _those_of_all_first(args), *arguments, **keywords)
 
     def invoke(self, ctx: Any) -> Any:
         """Parse the command and its options, and run it."""
-        with _explained():
+        with _explained(), reporting():
             return super().invoke(ctx)
+
+
+def _those_of_all_first(arguments: list[str]) -> list[str]:
+    first, others, left = [], [], iter(arguments)
+    for word in left:
+        name, has_value, _ = word.partition("=")
+        if name in OF_ALL:
+            value = [] if has_value else [*islice(left, 1)]
+            if not (has_value or value):
+                raise typer.BadParameter("requires an argument", param_hint=name)
+            first += [word, *value]
+        else:
+            others += [word, *left] if word == "--" else [word]
+    return [*first, *others]
 
 
 @contextmanager
