@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +36,7 @@ from deploy.cli.watch import watch
 from deploy.console import logs
 from deploy.console.connecting import LabOption
 from deploy.console.options import Output, Overrides, Runs
-from deploy.console.reporting import reporting
+from deploy.console.reporting import StandardOutput, reporting
 from deploy.console.shipped import OptionalExperimentFile
 from deploy.console.stages import stages
 from deploy.console.usage import Commands
@@ -236,6 +237,10 @@ def broker(
 
 def main() -> None:
     """Run the command line."""
+    if (out := sys.stdout) is not None:  # it may be closed
+        sys.stdout = StandardOutput(
+            out.buffer, encoding=out.encoding, errors=out.errors, line_buffering=bool(out.line_buffering)
+        )
     app()
 
 

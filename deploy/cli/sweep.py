@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 
 from common.host.files import writing
+from common.host.processes import ending_signals
 from common.text import json_text
 from deploy.console import logs
 from deploy.console.connecting import ConnectTimeout
@@ -157,12 +157,12 @@ def _run(
 
 
 async def _run_slots(missing: Sequence[MissingRun], slots: Sequence[Slot], progress: SweepProgress) -> None:
-    """Run the jobs. SIGINT and SIGTERM end them."""
+    """Run the jobs. The ending signals end them."""
     from deploy.sweeps.running import run_jobs
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, task.cancel)
     await run_jobs(missing, slots, progress)
 
