@@ -56,7 +56,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of the user's: UTF-8, or the form of its byte order mark, as editors on Windows write one.
+    """Return the text of a file of the user's: UTF-8, or as its byte order mark has it, which editors on Windows write.
 
     Raises OSError, UnicodeDecodeError.
     """

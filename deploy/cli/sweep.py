@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
+from common.errors import InvalidExperiment
 from common.host.files import writing
 from common.host.processes import ending_signals
 from common.text import json_text
@@ -117,8 +118,12 @@ def sweep(
         with folder.held():
             failed = _run(grid, folder, command=None if direct else command, jobs=jobs, accelerator=accelerator)
         _print(grid, folder.finished(grid), output, html)
+    alike: dict[str, list[str]] = {}
     for label, reason in failed.items():
-        logs.write_line(f"failed: {label}: {reason}", level=logging.ERROR)
+        alike.setdefault(reason, []).append(label)
+    for reason, (label, *others) in alike.items():
+        more = f" and {len(others)} more" if others else ""
+        logs.write_line(f"failed: {label}{more}: {reason}", level=logging.ERROR)
     if failed:
         raise typer.Exit(1)
 
@@ -136,6 +141,7 @@ def _run(
     logs.write_line(f"{len(finished)} of {len(grid.experiments)} runs are finished, in {folder.path}")
     if not missing:
         return {}
+    missing, lacking = _with_data(missing)
     with tempfile.TemporaryDirectory(prefix="fedstrata-sweep-") as home:
         slots: list[Slot]
         if command is None:
@@ -153,7 +159,31 @@ def _run(
         except asyncio.CancelledError:
             logs.write_line("\nrepeat the command to go on")
             raise
-    return progress.failed
+    return progress.failed | lacking
+
+
+def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[str, str]]:
+    """Return the runs whose data are on this host, and why the others, by label, are left out, which is reported once.
+
+    Raises InvalidExperiment if none remains.
+    """
+    from common.learning.readers.files import check_files
+
+    there, lacking = [], {}
+    reasons: dict[tuple[str, str], str] = {}
+    for job in missing:
+        data = job.experiment.data
+        try:
+            check_files(data)
+        except InvalidExperiment as error:
+            lacking[job.label] = reasons.setdefault((data.dataset, data.root), str(error))
+            if len(lacking) == len(missing):
+                raise
+        else:
+            there.append(job)
+    for reason in reasons.values():
+        logs.write_line(f"left out: {list(lacking.values()).count(reason)} runs: {reason}", level=logging.WARNING)
+    return there, lacking
 
 
 async def _run_slots(missing: Sequence[MissingRun], slots: Sequence[Slot], progress: SweepProgress) -> None:
