@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from cloud.results import RunFolder
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, NoProgress
 from common.experiment.data import Data
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.learning.readers import cifar, idx, leaf
 from common.learning.readers.files import check_files
+from deploy.cli.chosen import kept_once_begun
+from deploy.console.login import Login
 from deploy.local import beforehand
 from tests.helpers.commands import invoke
 
@@ -27,6 +29,26 @@ def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(begun: bool, tm
         raise KeyboardInterrupt
     assert folder.path.exists() is begun
     assert (tmp_path / "runs").exists() is begun, "it made that one, too"
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), NoProgress("idle"), OSError()], ids=lambda error: str(type(error))
+)
+def test_a_run_that_has_begun_is_resumed_with_the_command_that_is_shown(
+    error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    login = Login("me", "pass word", tls_ca="ca.crt")
+    command = ["fedstrata", "cloud", "--broker", "b:1883", *login.options()]
+    for begun, shown in ((True, command), (True, []), (False, command)):
+        folder = RunFolder.create(tmp_path, Experiment())
+        folder.begun = begun
+        with pytest.raises(type(error)), kept_once_begun(folder, shown):
+            raise error
+        folder.release()
+        words = "cloud --broker b:1883 --username me --password-file 'pass word' --tls-ca ca.crt"
+        line = f"\nresume with: fedstrata {words} --resume {folder.path}\n" if shown else ""
+        removed = f"no global round had begun: {folder.path} is removed\n"
+        assert capsys.readouterr().err == (line if begun else removed)
 
 
 def test_a_folder_of_runs_that_was_there_stays(tmp_path: Path) -> None:

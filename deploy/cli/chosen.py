@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,14 +46,19 @@ def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None)
 
 
 @contextmanager
-def kept_once_begun(folder: RunFolder) -> Iterator[None]:
-    """Remove a new run's folder if the `with` block fails before the first global round, and report that."""
+def kept_once_begun(folder: RunFolder, command: Sequence[str]) -> Iterator[None]:
+    """Remove a new run's folder if the `with` block fails before the first global round, else report how to resume it.
+
+    `command`: that resumes it, without its folder; empty if the process that has started this one reports it.
+    """
     try:
         with folder.removed_unless_begun():
             yield
     except BaseException:
         if not folder.path.exists():
             logs.write_line(f"no global round had begun: {folder.path} is removed")
+        elif command:
+            logs.write_line(f"\nresume with: {shlex.join([*command, '--resume', str(folder.path)])}")
         raise
 
 

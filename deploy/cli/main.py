@@ -260,10 +260,6 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     if resume is None and chosen.hardware != HardwareSettings():
         logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
-    try:
-        with kept_once_begun(folder), show(chosen, json_lines=json_lines) as observe:
-            run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
-    except KeyboardInterrupt:
-        if folder.begun:
-            logs.write_line(f"\nresume with: fedstrata run --direct --resume {folder.path}")
-        raise
+    command = ["fedstrata", "run", "--direct", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
+    with kept_once_begun(folder, command), show(chosen, json_lines=json_lines) as observe:
+        run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)

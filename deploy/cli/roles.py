@@ -123,6 +123,10 @@ def cloud(
             return
         tree = tree_of(experiment, overrides, resume)
 
+    given = {"--broker": (broker, None), "--lab": (lab, DEFAULT_LAB), "--metrics": (metrics, METRICS)}
+    own = [word for option, (value, usual) in given.items() if value not in (None, usual) for word in (option, value)]
+    again = ["fedstrata", "cloud", *own, *login.options(), *(["--insecure"] if insecure else [])]
+
     def checked() -> Experiment:
         found = parse(tree)
         check_cloud(found, None if resume else runs)
@@ -158,7 +162,7 @@ def cloud(
         )
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         shown = show(folder.experiment, json_lines=output == "json", broker=str(where))
-        with kept_once_begun(folder), shown as observe:
+        with kept_once_begun(folder, [] if sole else again), shown as observe:
             agent = CloudAgent(
                 folder,
                 broker=where,

@@ -211,17 +211,8 @@ def _warn(grid: Grid) -> None:
 def _cloud(broker: str | None, lab: str | None, connect_timeout_s: float, login: Login) -> list[str]:
     """Return the command of a run in a lab of staying nodes; it waits while another run has the lab."""
     words = ["cloud", "--queue", "--connect-timeout", f"{connect_timeout_s:g}"]
-    given = {
-        "--lab": lab,
-        "--broker": broker,
-        "--username": login.username,
-        "--password-file": login.password_file,
-        "--tls-ca": login.tls_ca,
-        "--tls-cert": login.tls_cert,
-        "--tls-key": login.tls_key,
-    }
-    words += [word for option, value in given.items() if value is not None for word in (option, value)]
-    return [*words, "--tls"] if login.tls else words
+    given = {"--lab": lab, "--broker": broker}
+    return [*words, *(word for option, value in given.items() if value for word in (option, value)), *login.options()]
 
 
 def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:

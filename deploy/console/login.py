@@ -116,6 +116,15 @@ class Login:
         found.client_context()
         return found
 
+    def options(self) -> list[str]:
+        """Return the command-line options of this login; its password is not among them."""
+        words: list[str] = []
+        for each in fields(self):
+            option, value = f"--{each.name.replace('_', '-')}", getattr(self, each.name)
+            if value:
+                words += [option] if value is True else [option, str(value)]
+        return words
+
     def _password(self, node: str) -> str | None:
         if self.password_file is None:
             return os.environ.get("FEDSTRATA_PASSWORD") or None

@@ -89,11 +89,13 @@ class LocalLab:
             os.chmod(home, 0o755)  # mosquitto reads its configuration there, possibly as another user
             try:
                 with self._network(self._experiment, home) as network:
+                    code = None
                     try:
-                        return self._run_roles(home, network)
-                    except KeyboardInterrupt:
-                        self._print_resume_command(network)
-                        raise
+                        code = self._run_roles(home, network)
+                        return code
+                    finally:
+                        if code != 0:
+                            self._print_resume_command(network)
             finally:
                 self._keep_logs(home)
                 self._remove_states()
@@ -113,7 +115,6 @@ class LocalLab:
             self._show_unexpected(home)
             code = self._roles[role].wait()
             if code < 0:
-                self._print_resume_command(network)
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
                 self._print_error(home, role)
