@@ -2,6 +2,7 @@
 
 FedstrataError                 base of all errors; has the exit code of the command
 ├── InvalidExperiment     (4)  the experiment cannot be run: names the key, the value, the remedy
+│   └── LeftOut           (4)  it has no node of this name, which may wait for the next run
 ├── ConnectionFailed      (3)  broker unreachable, login refused
 │   ├── DuplicateName     (3)  another living node on this broker has the same name
 │   └── LabInUse          (3)  another run has the lab
@@ -58,6 +59,10 @@ class InvalidExperiment(FedstrataError):
         super().__init__(f"{key} = {_shown(value)}: {problem}. {remedy}")
         self.parts = (key, value, problem, remedy)
         self.frames = tuple(frames)
+
+
+class LeftOut(InvalidExperiment):
+    """An experiment without a node of this name: a later one may have it."""
 
 
 class StorageFailed(FedstrataError):
