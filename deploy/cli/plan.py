@@ -87,7 +87,10 @@ def plan(
         if rounds is not None and not simulate:
             raise typer.BadParameter("valid only with --simulate", param_hint="--rounds")
         if calibrated:
-            write_line(calibrate(calibration))
+            with stages(1) as begin:
+                begin("measures what messages cost, in labs that compute nothing")
+                costs = calibrate(calibration)
+            write_line(costs)
         if experiment is None:
             if calibrated:
                 return
@@ -124,11 +127,16 @@ def _sweep(
 ) -> dict[str, Any]:
     """Return the plan of a sweep's runs."""
     from deploy.sweeps import planning
-    from deploy.sweeps.jobs import default_jobs
+    from deploy.sweeps.jobs import JOBS_STAGE, default_jobs
 
     def predicted(experiment: Experiment) -> dict[str, Any]:
         found = predict(experiment)
         return planning.without_network(experiment, found) if direct else found
 
-    count = jobs or (default_jobs(grid.experiments.values(), ("cpu",)) if direct else 1)
-    return planning.to_json(grid, planning.plan_of(grid, predicted), jobs=min(count, len(grid.experiments)))
+    groups, count = planning.groups_of(grid), jobs or 1
+    with stages(len(groups) + 1) as begin:
+        planned = planning.plan_of(groups, predicted, begin)
+        if direct and jobs is None:
+            begin(JOBS_STAGE)
+            count = default_jobs(grid.experiments.values(), ("cpu",))
+    return planning.to_json(grid, planned, jobs=min(count, len(grid.experiments)))

@@ -21,6 +21,7 @@ from deploy.console.login import Login, with_login
 from deploy.console.options import Overrides, Runs
 from deploy.console.reporting import reporting, require
 from deploy.console.shipped import SweepArgument
+from deploy.console.stages import stages
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
@@ -132,7 +133,7 @@ def _run(
     grid: Grid, folder: SweepFolder, *, command: Sequence[str] | None, jobs: int | None, accelerator: str | None
 ) -> Mapping[str, str]:
     """Run what a sweep lacks, without a network or by a command; return the reasons of failures by label."""
-    from deploy.sweeps.jobs import accelerators_of, default_jobs
+    from deploy.sweeps.jobs import JOBS_STAGE, accelerators_of, default_jobs
     from deploy.sweeps.progress import SweepProgress
     from deploy.sweeps.slots import CommandSlot, DirectSlot
 
@@ -147,7 +148,11 @@ def _run(
         if command is None:
             _warn(grid)
             there = accelerators_of(accelerator or "cpu")
-            count = min(jobs or default_jobs([job.experiment for job in missing], there), len(missing))
+            if jobs is None:
+                with stages(1) as begin:
+                    begin(JOBS_STAGE)
+                    jobs = default_jobs([job.experiment for job in missing], there)
+            count = min(jobs, len(missing))
             slots = [DirectSlot(folder.path, there[i % len(there)]) for i in range(count)]
         else:
             count = min(jobs or 1, len(missing))
