@@ -142,7 +142,11 @@ def warn_of_end(broker: BrokerAddress) -> None:
 
     ends_at = broker.tls.ends_at() if broker.tls is not None else None
     if broker.tls is not None and ends_at is not None and ends_at < time.time() + SOON_S:
-        left = f"ends in {(ends_at - time.time()) / 86_400:.0f} days" if ends_at else "has ended, or has not begun"
+        left = (
+            f"ends in {(ends_at - time.time()) / 86_400:.0f} days"
+            if ends_at
+            else "has ended, or has not begun by this machine's clock"
+        )
         line = (
             f"certificate {broker.tls.certificate} {left}. Renew it: `fedstrata provision`, then install the kits again"
         )
