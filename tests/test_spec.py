@@ -364,7 +364,7 @@ def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: st
         ({"data": {"concentration": float("inf")}}, "data.concentration", "inf", "not a finite number"),
         ({"data": {"concentration": float("nan")}}, "data.concentration", "nan", "not a finite number"),
         ({"cloud": {"closing": {"rule": "most"}}}, "cloud.closing.rule", "'most'", "There are: all, quorum."),
-        ({"cloud": {"aggregation": 3}}, "cloud.aggregation", "3", "not a table. Write a name, or a table of"),
+        ({"cloud": {"aggregation": 3}}, "cloud.aggregation", "3", "not a table. Write a name, or a table."),
         (
             {"cloud": {"aggregation": {"weights": "size"}}},
             "cloud.aggregation.weights",

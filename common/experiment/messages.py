@@ -43,7 +43,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
     problem, remedy = problem_of(first)
     if first["type"] in NOT_A_TABLE and (keys := _known_keys(path, root)):
         name = {"name": "a name, or ", "profile": "the name of a profile, or "}.get(stands_for(path) or "", "")
-        remedy = f"Write {name}a table of {', '.join(keys)}."
+        remedy = f"Write {name}a table of {', '.join(keys)}." if len(keys) > 1 else f"Write {name}a table."
     elif first["type"] == "list_type" and get_args(kind := _at(path, root)) and _is_table(get_args(kind)[0]):
         remedy = f"Write a table [[{key}]] for each."
     return InvalidExperiment(key, value, problem, remedy)

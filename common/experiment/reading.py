@@ -20,6 +20,7 @@ from common.experiment.present import LAB
 from common.experiment.schema import Experiment
 from common.experiment.tables import read_toml, stands_for, write
 
+PARENTS_MOST: Final = 20  # of a key, in keywords of own code
 ANY: Final = "*"  # stands for any one name in a path of keys
 RENAMED: Final = {  # keys of earlier releases, as paths
     "iterations": "rounds",
@@ -127,14 +128,16 @@ def override(tree: dict[str, Any], text: str) -> None:
     """Set one `key=value` in a tree. Raises InvalidExperiment."""
     key, equals, value = text.partition("=")
     key = key.strip()
-    if not equals or not key:
+    *parents, last = key.split(".")
+    if not equals or not key.strip("."):
         raise InvalidExperiment("--set", text, "not of the form key=value", "Write for instance seed=3.")
+    if len(parents) > PARENTS_MOST:
+        raise InvalidExperiment("--set", text, "no key is that deep", "Write for instance training.epochs=2.")
     try:
         read = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         read = {}
     # A bare word is a string, as in a shell. So is a value that would add further lines.
-    *parents, last = key.split(".")
     branch: dict[str, Any] = {last: read["value"] if read.keys() == {"value"} else value.strip()}
     for parent in reversed(parents):
         branch = {parent: branch}

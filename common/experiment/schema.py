@@ -112,7 +112,7 @@ class Experiment(SettingsTable):
         else:
             check_topology(self.topology)
         if self.rounds * self.device_rounds > ROUNDS_MOST:
-            problem = f"{self.rounds * self.device_rounds} local rounds of each device"
+            problem = "too many local rounds of each device"
             raise InvalidExperiment("rounds", self.rounds, problem, f"Use at most {ROUNDS_MOST:,} in all.")
         self._check_form()
         check_data(self.data, self.model)

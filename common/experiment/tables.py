@@ -18,6 +18,7 @@ from common.errors import InvalidExperiment
 from common.host.files import read_text
 
 LISTED_MOST: Final = 20
+DEPTH_MOST: Final = 100  # of tables in each other, in a file
 NAMED_MOST: Final = 3  # names elsewhere
 SIMILAR: Final = 0.6  # of difflib, from which a name may be a mistyped one
 ALIKE: Final = 0.8  # from which it surely is
@@ -148,11 +149,31 @@ def named(key: str, given: Any, profiles: Mapping[str, Any]) -> Any:
 def read_toml(key: str, path: Path, *, remedy: str) -> dict[str, Any]:
     """Return the tree of a TOML file. `remedy`: if there is no such file. Raises InvalidExperiment."""
     try:
-        return tomllib.loads(read_text(path))
+        tree = tomllib.loads(read_text(path))
+        if not _is_deep(tree):
+            return tree
+        problem = "nested too deeply"
     except OSError as error:
         raise InvalidExperiment(key, str(path), error.strerror or str(error), remedy) from None
-    except (ValueError, RecursionError) as error:  # ValueError also for a number of too many digits
-        raise InvalidExperiment(key, str(path), f"not TOML: {error}", "Fix that line.") from None
+    except tomllib.TOMLDecodeError as error:
+        problem = str(error)
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        problem = f"byte 0x{error.object[error.start]:02x} in line {line} is not {error.encoding}"
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+    raise InvalidExperiment(key, str(path), f"not TOML: {problem}", "Fix that line.")
+
+
+def _is_deep(tree: dict[str, Any]) -> bool:
+    """Return whether tables and lists are nested deeper than functions that call themselves can follow."""
+    level: list[Any] = [tree]
+    for _ in range(DEPTH_MOST):
+        inner = [each for found in level for each in (found.values() if isinstance(found, dict) else found)]
+        level = [each for each in inner if isinstance(each, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def write(tree: Mapping[str, Any]) -> str:

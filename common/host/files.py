@@ -19,6 +19,7 @@ _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 _READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+_OTHER_KIND: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 
 def private_folder(path: Path) -> None:
@@ -73,6 +74,15 @@ def writing(path: Path) -> Iterator[None]:
         raise failure(error, path) from error
 
 
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before the work that fills it. Raises StorageFailed."""
+    there = path.exists()
+    with writing(path):
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+
+
 def is_of_disk(error: OSError) -> bool:
     """Return whether an error is that of a full or a read-only disk."""
     return error.errno in (*_ROOM, errno.EROFS)
@@ -87,6 +97,8 @@ def failure(error: OSError, path: Path) -> StorageFailed:
         remedy = "Make that folder writable."
     elif error.errno in _DESCRIPTORS:
         remedy = "Let this process have more open files and connections: ulimit -n, or LimitNOFILE of its service."
+    elif error.errno in _OTHER_KIND:
+        remedy = "Name another place, in a folder that exists."
     return StorageFailed("file", str(path), error.strerror or str(error), remedy)
 
 

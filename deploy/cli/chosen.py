@@ -40,6 +40,8 @@ def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None)
     elif path is None:
         raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
     tree = read(path, overrides or ())
+    if "machines" in tree:
+        raise InvalidExperiment("experiment", str(path), "a lab's file", "Name an experiment, and this one by --lab.")
     if is_sweep(tree):
         raise InvalidExperiment("experiment", str(path), "a sweep of several runs", "Use `fedstrata sweep`.")
     return tree

@@ -66,7 +66,7 @@ def doctor(
     from deploy.kits.lab import reach
 
     with reporting():
-        reached = reach(lab, [broker] if broker else None, login)
+        reached = reach(lab, None if broker is None else [broker], login)
         brokers = {f"broker {address}": address for address in _brokers(reached, name, broker)}
         sections = {HOST: _host(name, accelerator, data, spool, reached)}
         sections |= {section: _broker(address, reached.name, name) for section, address in brokers.items()}

@@ -78,12 +78,11 @@ def plan(
     Of a sweep's file: hours, bytes and memory of all its runs. Runs that differ only in the seed, in the number of
     global rounds or in how data are distributed are predicted once.
     """
-    from common.errors import InvalidExperiment
     from common.experiment.reading import load, read
-    from common.host.processes import interruptible
+    from common.host.files import check_writable, writing
     from deploy.sweeps.grid import is_sweep
 
-    with reporting(), interruptible():
+    with reporting():
         if rounds is not None and not simulate:
             raise typer.BadParameter("valid only with --simulate", param_hint="--rounds")
         if calibrated:
@@ -95,6 +94,8 @@ def plan(
             if calibrated:
                 return
             raise typer.BadParameter("name an experiment, or add --calibrate", param_hint="EXPERIMENT")
+        if out is not None:
+            check_writable(out)
         predicted = partial(
             predict, one_host=one_host or direct, interface_mbit=interface, simulate=simulate, rounds=rounds,
             calibration=calibration,
@@ -115,10 +116,8 @@ def plan(
                 found = predicted(load(experiment, overrides or ()), begin=begin)
             text = f"{json_text(found)}\n" if output == "json" else text_of(found)
         if out is not None:
-            try:
+            with writing(out):
                 out.write_text(json_text(found, indent=2) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name another file.") from None
         typer.echo(text, nl=False)
 
 

@@ -138,7 +138,7 @@ def cloud(
         def waiting(by: str) -> None:
             logs.write_line(f"lab {reached.name} is used by {by}: waiting for its end")
 
-        reached = reach(lab, [broker] if broker else None, login)
+        reached = reach(lab, None if broker is None else [broker], login)
         where, *_ = reached.addresses(CLOUD)
         warn_of_end(where)
         of_the_lab = tree.get("topology") == LAB

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 
 from common.errors import InvalidExperiment
-from common.host.files import writing
+from common.experiment.topology import CLOUD
+from common.host.files import check_writable, writing
 from common.host.processes import ending_signals
+from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
 from deploy.console import logs
 from deploy.console.connecting import ConnectTimeout
@@ -95,6 +97,7 @@ def sweep(
     the folder NAME below --runs. Repeated, the command goes on: finished runs are skipped, an interrupted one is
     resumed, a failed one is tried again. Exit code 1: a run failed.
     """
+    from deploy.kits.lab import reach
     from deploy.sweeps.folder import SweepFolder
     from deploy.sweeps.grid import load
 
@@ -115,6 +118,10 @@ def sweep(
             _print(grid, folder.finished(grid), output, html)
             return
         require("torch")
+        if html is not None:
+            check_writable(html)
+        if staying:
+            reach(lab or DEFAULT_LAB, None if broker is None else [broker], login).addresses(CLOUD)
         command = _cloud(broker, lab, connect_timeout, login) if staying else ["run", "--metrics", "127.0.0.1:0"]
         with folder.held():
             failed = _run(grid, folder, command=None if direct else command, jobs=jobs, accelerator=accelerator)

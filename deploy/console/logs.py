@@ -122,7 +122,8 @@ def write_line(text: str, *, level: int = logging.INFO) -> None:
     else:
         shown = text[: len(text) - len(line)] + escaped(line)
     with suppress(OSError):
-        print(shown, file=sys.stderr, flush=True)
+        if sys.stderr is not None:
+            print(shown, file=sys.stderr, flush=True)
 
 
 def frame_lines(frames: Iterable[str]) -> list[str]:

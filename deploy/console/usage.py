@@ -85,8 +85,14 @@ def explain(error: Any) -> str:
 
 def _unknown(given: str, known: Any, problem: str, *, what: str) -> str:
     from common.experiment.tables import proposal
+    from deploy.console.shipped import shipped
 
-    return f"{given!r}: {problem}. {proposal(given, list(known), what=what)}"
+    remedy = proposal(given, list(known), what=what)
+    if "run" in known and (given in shipped() or given.endswith(".toml")):
+        remedy = f"Did you mean 'run {given}'?"
+    elif given == "version":
+        remedy = "Did you mean '--version'?"
+    return f"{given!r}: {problem}. {remedy}"
 
 
 def _no_option(given: str, options: list[str], problem: str) -> str:

@@ -89,13 +89,11 @@ class LocalLab:
             os.chmod(home, 0o755)  # mosquitto reads its configuration there, possibly as another user
             try:
                 with self._network(self._experiment, home) as network:
-                    code = None
                     try:
-                        code = self._run_roles(home, network)
-                        return code
-                    finally:
-                        if code != 0:
-                            self._print_resume_command(network)
+                        return self._run_roles(home, network)
+                    except BaseException:
+                        self._print_resume_command(network)
+                        raise
             finally:
                 self._keep_logs(home)
                 self._remove_states()
@@ -117,6 +115,7 @@ class LocalLab:
             if code < 0:
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
+                self._print_resume_command(network)
                 self._print_error(home, role)
             else:
                 self._wait_for_roles()
