@@ -142,7 +142,10 @@ class RefusedModel(FedstrataError):
 
 
 def described(error: BaseException) -> str:
-    """Return the type of another's error and the first line of its text, which has many with torch, and of its notes."""
+    """Return the type of another's error, and the first line of its text, which has many with torch, and of its notes.
+
+    It is cut to a limit.
+    """
     try:
         lines = [str(text).strip().partition("\n")[0] for text in (error, *getattr(error, "__notes__", ()))]
     except Exception:  # noqa: BLE001 - a class of the user's own may raise anything

@@ -77,13 +77,6 @@ class Infinite(ColumnRule):
     def columns(self, block):
         return block.model_C * float("inf")
 
-class Assigning(ColumnRule):
-    """Keeps the mean of all rounds, by an assignment."""
-    vectors = ("mean",)
-    def columns(self, block):
-        block.state["mean"] = (block.state["mean"] + block.weights_K @ block.uploads_KC) / 2
-        return block.state["mean"]
-
 class Failing(ColumnRule):
     def begin(self, facts):
         return facts.absent
@@ -106,6 +99,13 @@ class Nothing(Objective):
 class Dividing(Objective):
     def losses(self, batch, logits):
         return 1 / 0
+
+class Assigning(ColumnRule):
+    """Keeps the mean of all rounds, by an assignment."""
+    vectors = ("mean",)
+    def columns(self, block):
+        block.state["mean"] = (block.state["mean"] + block.weights_K @ block.uploads_KC) / 2
+        return block.state["mean"]
 '''
 
 
