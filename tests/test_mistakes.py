@@ -103,6 +103,8 @@ EXPERIMENT = [
     ("run demo --set 'name=a b'", "Write letters, digits, _ . and -, at most 64"),
     ("plan demo --set rounds=0", "rounds = 0: too small. Write 1 or more."),
     ("cloud demo --broker localhost:99999", "--broker = 'localhost:99999'"),
+    ("device --name a --broker localhost:1 --tls-key no", "--tls-key = 'no': a key without its certificate."),
+    ("device --name a --broker localhost:1 --password-file no", "--password-file = 'no': a password without its login."),
     ("cloud demo --broker ''", "--broker = '': '' is not an address."),
     ("lab status --broker ''", "--broker = '': '' is not an address."),
     ("sweep study/two --broker localhost:x", "--broker = 'localhost:x': 'localhost:x' is not an address."),

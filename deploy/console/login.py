@@ -103,7 +103,7 @@ class Login:
 
     def tls_of(self, node: str) -> Tls | None:
         """Return the TLS files of a node, after reading them once; None without TLS. Raises InvalidExperiment."""
-        if not (self.tls or self.tls_ca or self.tls_cert or self.tls_crl):
+        if not (self.tls or self.tls_ca or self.tls_cert or self.tls_key or self.tls_crl):
             return None
         from common.net.tls import Tls
 
@@ -128,6 +128,9 @@ class Login:
     def _password(self, node: str) -> str | None:
         if self.password_file is None:
             return os.environ.get("FEDSTRATA_PASSWORD") or None
+        if self.username is None:
+            problem, remedy = "a password without its login", "Give --username, too."
+            raise InvalidExperiment("--password-file", self.password_file, problem, remedy)
         path = Path(self.password_file.replace(NODE, node))
         try:
             return read_text(path).strip()
