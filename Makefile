@@ -109,7 +109,6 @@ broker:
 	@deploy/brokers/ensure-broker.sh
 
 TORCH ?= $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
-export TORCH_CPU_INDEX
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .venv/bin/python:

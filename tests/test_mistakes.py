@@ -104,7 +104,10 @@ EXPERIMENT = [
     ("plan demo --set rounds=0", "rounds = 0: too small. Write 1 or more."),
     ("cloud demo --broker localhost:99999", "--broker = 'localhost:99999'"),
     ("device --name a --broker localhost:1 --tls-key no", "--tls-key = 'no': a key without its certificate."),
-    ("device --name a --broker localhost:1 --password-file no", "--password-file = 'no': a password without its login."),
+    (
+        "device --name a --broker localhost:1 --password-file no",
+        "a password without its login. Give --username, too.",
+    ),
     ("cloud demo --broker ''", "--broker = '': '' is not an address."),
     ("lab status --broker ''", "--broker = '': '' is not an address."),
     ("sweep study/two --broker localhost:x", "--broker = 'localhost:x': 'localhost:x' is not an address."),

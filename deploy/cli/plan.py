@@ -133,9 +133,10 @@ def _sweep(
         return planning.without_network(experiment, found) if direct else found
 
     groups, count = planning.groups_of(grid), jobs or 1
-    with stages(len(groups) + 1) as begin:
+    fits = direct and jobs is None
+    with stages(len(groups) + fits) as begin:
         planned = planning.plan_of(groups, predicted, begin)
-        if direct and jobs is None:
+        if fits:
             begin(JOBS_STAGE)
             count = default_jobs(grid.experiments.values(), ("cpu",))
     return planning.to_json(grid, planned, jobs=min(count, len(grid.experiments)))

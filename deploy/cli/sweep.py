@@ -181,21 +181,23 @@ def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[st
     """
     from common.learning.readers.files import check_files
 
-    there, lacking = [], {}
-    reasons: dict[tuple[str, str], str] = {}
+    there: list[MissingRun] = []
+    lacking: dict[str, list[MissingRun]] = {}
     for job in missing:
-        data = job.experiment.data
         try:
-            check_files(data)
-        except InvalidExperiment as error:
-            lacking[job.label] = reasons.setdefault((data.dataset, data.root), str(error))
-            if len(lacking) == len(missing):
-                raise
-        else:
+            check_files(job.experiment.data)
             there.append(job)
-    for reason in reasons.values():
-        logs.write_line(f"left out: {list(lacking.values()).count(reason)} runs: {reason}", level=logging.WARNING)
-    return there, lacking
+        except InvalidExperiment as error:
+            lacking.setdefault(str(error), []).append(job)
+            if len(lacking) == 1 and len(lacking[str(error)]) == len(missing):
+                raise
+    for reason, jobs in lacking.items():
+        logs.write_line(f"left out: {len(jobs)} runs: {reason}", level=logging.WARNING)
+    if not there:
+        names = " ".join(sorted({job.experiment.data.dataset for job in missing}))
+        remedy = f"`fedstrata data check {names}` lists the files."
+        raise InvalidExperiment("data.dataset", names, "none of them is on this host", remedy)
+    return there, {job.label: reason for reason, jobs in lacking.items() for job in jobs}
 
 
 async def _run_slots(missing: Sequence[MissingRun], slots: Sequence[Slot], progress: SweepProgress) -> None:
