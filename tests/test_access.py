@@ -276,7 +276,7 @@ def test_retained_presences_of_others_and_false_wills_are_refused(members: Membe
 @pytest.mark.slow
 def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home: Path, tmp_path: Path) -> None:
     where = {
-        "FEDSTRATA_BROKER_ADDRESS": f"127.0.0.1:{served.port}",
+        "FEDSTRATA_BROKER": f"127.0.0.1:{served.port}",
         "FEDSTRATA_LAB": "north",
         "FEDSTRATA_TLS_CA": str(home / "ca.crt"),
         "FEDSTRATA_TLS_CERT": str(home / "issued" / "{name}.crt"),

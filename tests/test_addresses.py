@@ -194,7 +194,7 @@ async def test_the_least_packet_limit_of_the_addresses_that_were_used_is_kept(si
 @pytest.mark.parametrize("command", [["lab", "status"], ["watch", "--once"]])
 def test_a_broker_away_at_all_addresses_ends_with_3_and_each_reason(command: list[str]) -> None:
     where = f"127.0.0.1:{free_port()},[::1]:{free_port()}"
-    done = invoke(*command, "--connect-timeout", "0.1", env={"FEDSTRATA_BROKER_ADDRESS": where})
+    done = invoke(*command, "--connect-timeout", "0.1", env={"FEDSTRATA_BROKER": where})
     (line,) = done.stderr.splitlines()[-1:]
     assert done.exit_code == 3, done.output
     first, second = where.split(",")

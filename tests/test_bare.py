@@ -96,9 +96,9 @@ def __getattr__(name):
 """
 
 
-def bare(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def bare(home: Path, *words: str, lacks: list[str] = LACKS) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(home / "site"), str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path, "LACKS": json.dumps(LACKS), "NO_COLOR": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "LACKS": json.dumps(lacks), "NO_COLOR": "1"}
     line = [sys.executable, "-m", "deploy.cli", *words]
     return subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=60, check=False, env=env)
 
@@ -143,3 +143,10 @@ def test_a_command_without_extras_gives_a_result_or_one_line(name: str, home: Pa
             *_, last = done.stderr.splitlines()
             assert end in last, (words, done.stderr)
             assert code == 3 or done.stderr.count("\n") == 1, "one line"
+
+
+@pytest.mark.slow
+def test_the_demo_runs_with_pytorch_alone(home: Path) -> None:
+    lacks = [name for name in LACKS if name != "torch"]
+    done = bare(home, "run", "demo", "--set", "rounds=1", "--runs", "demo", lacks=lacks)
+    assert done.returncode == 0 and "test accuracy" in done.stdout, done.stderr

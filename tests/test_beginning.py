@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cloud.results import RunFolder
-from common.errors import InvalidExperiment
-from common.experiment.data import Data
+from common.errors import InvalidExperiment, NoProgress
+from common.experiment.data import SHAPES, Data, Model, check_fits
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
+from common.learning import datasets
 from common.learning.readers import cifar, idx, leaf
 from common.learning.readers.files import check_files
+from deploy.cli.chosen import kept_once_begun
+from deploy.console.login import Login
 from deploy.local import beforehand
 from tests.helpers.commands import invoke
 
@@ -27,6 +31,26 @@ def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(begun: bool, tm
         raise KeyboardInterrupt
     assert folder.path.exists() is begun
     assert (tmp_path / "runs").exists() is begun, "it made that one, too"
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), NoProgress("idle"), OSError()], ids=lambda error: str(type(error))
+)
+def test_a_run_that_has_begun_is_resumed_with_the_command_that_is_shown(
+    error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    login = Login("me", "pass word", tls_ca="ca.crt")
+    command = ["fedstrata", "cloud", "--broker", "b:1883", *login.options()]
+    for begun, shown in ((True, command), (True, []), (False, command)):
+        folder = RunFolder.create(tmp_path, Experiment())
+        folder.begun = begun
+        with pytest.raises(type(error)), kept_once_begun(folder, shown):
+            raise error
+        folder.release()
+        words = "cloud --broker b:1883 --username me --password-file 'pass word' --tls-ca ca.crt"
+        line = f"\nresume with: fedstrata {words} --resume {folder.path}\n" if shown else ""
+        removed = f"no global round had begun: {folder.path} is removed\n"
+        assert capsys.readouterr().err == (line if begun else removed)
 
 
 def test_a_folder_of_runs_that_was_there_stays(tmp_path: Path) -> None:
@@ -108,6 +132,57 @@ def test_each_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
             check_files(data, node=node)
         (tmp_path / node / part).mkdir(parents=True)
         check_files(data, node=node)
+
+
+@pytest.mark.parametrize("words", [["run"], ["run", "--direct"], ["cloud", "--broker", "localhost:1"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("pairs", "problem"),
+    [
+        (["topology.devices=3000"], "topology.devices = 3000: digits has 1,438 training samples, and each device needs "
+         "10. Use at most 143 devices, or lower data.min_samples."),
+        (["model=lenet5"], "model.name = 'lenet5': does not accept images of [1, 8, 8] of the data set. "
+         "Use mlp_digits or cnn_digits, or another data.dataset."),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_is_started(
+    words: list[str], pairs: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = invoke(words[0], "demo", *words[1:], *(word for pair in pairs for word in ("--set", pair)))
+    assert (done.exit_code, done.stderr) == (4, f"fedstrata: {problem}\n")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("data", "most"),
+    [
+        ({"dataset": "digits"}, 1438),
+        ({"dataset": "digits", "node_samples": 438}, 1000),
+        ({"dataset": "digits", "partition": "shards", "shards": 4}, 359),
+        ({"dataset": "digits", "partition": "dirichlet", "min_samples": 0}, 1438),
+        ({"dataset": "digits", "partition": "quantity"}, 143),
+        ({"dataset": "digits", "partition": "institution_shards", "within": "shards"}, 719),
+        ({"dataset": "digits", "partition": "dirichlet_overlap"}, 10**6),
+        ({"dataset": "folder", "partition": "private", "classes": ["a"], "image_shape": [1, 8, 8]}, 10**6),
+    ],
+)
+def test_as_many_devices_as_the_data_suffice_for(data: dict[str, Any], most: int) -> None:
+    chosen = Data.model_validate(data)
+    check_fits(chosen, Model(), devices=most)
+    if most < 10**6:
+        with pytest.raises(InvalidExperiment, match=f"Use at most {most:,} devices"):
+            check_fits(chosen, Model(), devices=most + 1)
+
+
+def test_the_known_shape_of_digits_is_that_of_its_reader() -> None:
+    assert datasets.load(Data()).inputs.shape == SHAPES["digits"]
+
+
+@pytest.mark.parametrize("dataset", ["shakespeare", "sent140"])
+def test_text_is_for_models_of_text(dataset: str) -> None:
+    check_fits(Data(dataset=dataset), Model(name="char_lstm"), devices=2)
+    with pytest.raises(InvalidExperiment, match="does not accept text of the data set"):
+        check_fits(Data(dataset=dataset), Model(), devices=2)
 
 
 def test_data_without_files_needs_none() -> None:

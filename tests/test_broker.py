@@ -32,7 +32,7 @@ def mosquitto_is_here() -> bool:
 
 @pytest.fixture(autouse=True)
 def _no_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FEDSTRATA_BROKER", raising=False)
+    monkeypatch.delenv("FEDSTRATA_BROKER_KIND", raising=False)
 
 
 @pytest.fixture(params=["mosquitto", "embedded"])
@@ -269,9 +269,9 @@ def test_the_embedded_broker_takes_the_logins_of_a_file_of_bcrypt_hashes(tmp_pat
 
 
 def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FEDSTRATA_BROKER", "embedded")
+    monkeypatch.setenv("FEDSTRATA_BROKER_KIND", "embedded")
     assert choose("auto") == choose("mosquitto") == "embedded"
-    monkeypatch.setenv("FEDSTRATA_BROKER", "hivemq")
+    monkeypatch.setenv("FEDSTRATA_BROKER_KIND", "hivemq")
     with pytest.raises(ConnectionFailed, match="'hivemq': use auto, mosquitto or embedded"):
         choose()
 

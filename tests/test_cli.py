@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 from paho.mqtt import client as mqtt
 
 from common.errors import WireError
@@ -25,6 +28,9 @@ from common.host.processes import free_port
 from common.protocol import serialization
 from common.protocol.messages import NodeState, Presence
 from deploy.brokers import broker
+from deploy.console import logs
+from deploy.console.connecting import run_connected
+from deploy.console.reporting import reporting
 from tests.helpers.commands import DEMO, EXPERIMENTS, command, fedstrata, invoke
 
 MEGABYTE = 1_000_000
@@ -156,6 +162,69 @@ def test_no_broker_ends_with_3_and_names_the_address(role: list[str | Path], tmp
     done = fedstrata(*role, "--broker", address, "--connect-timeout", "0.5", null=True, env=env)
     assert done.returncode == 3
     assert address in done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--log-level debug --log-format json run demo --dry-run",
+        "run demo --dry-run --log-level debug --log-format=json",
+        "--log-level info run --log-format json demo --log-level=debug --dry-run",
+    ],
+)
+def test_options_of_all_commands_are_before_or_behind_the_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[str, bool]] = []
+    monkeypatch.setattr(logs, "begin", lambda level, json_lines: begun.append((level, json_lines)))
+    assert invoke(*line.split()).exit_code == 0
+    assert begun == [("debug", True)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a device that is always full")
+@pytest.mark.parametrize("words", [["--version"], ["run", "demo", "--dry-run"]], ids=" ".join)
+def test_standard_output_on_a_full_disk_ends_with_6_and_one_line(words: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command(*words), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 6
+    assert done.stderr == "fedstrata: file = 'standard output': No space left on device. Make room on that disk.\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a device that is always full")
+def test_a_line_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        logs.write_line("nobody reads it")
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+
+
+ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
+def test_a_signal_interrupts_a_command(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    async def wait() -> None:
+        signal.raise_signal(number)
+        await asyncio.sleep(60)
+
+    with pytest.raises(typer.Exit) as ended, reporting():
+        signal.raise_signal(number)
+    assert ended.value.exit_code == 130
+    with pytest.raises(typer.Exit) as ended:
+        run_connected(wait)
+    assert ended.value.exit_code == 130
+    assert capsys.readouterr().err == 2 * "fedstrata: interrupted\n"
+    assert signal.getsignal(number) is not signal.SIG_IGN
+
+
+def test_a_closed_terminal_ends_no_command_below_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with reporting():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Presences:

@@ -29,6 +29,7 @@ ROOT: Final = Path(__file__).parents[1]
 DEPLOY: Final = ROOT / "deploy"
 CONTAINERS: Final = DEPLOY / "containers"
 BATCH: Final = DEPLOY / "slurm" / "lab.sbatch"
+PYTORCH: Final = DEPLOY / "install-pytorch.sh"
 KUBERNETES: Final = ("1.28", "1.34")
 METRICS: Final = "0.0.0.0:9464"
 
@@ -110,7 +111,7 @@ def test_composes_nodes_are_the_demos_lab() -> None:
         role = composed(name)[0]
         assert services[name]["build"]["target"] == ("roles" if role == "institution" else "learning")
         assert services[name]["image"] == f"fedstrata:{services[name]['build']['target']}"
-        assert services[name]["environment"]["FEDSTRATA_BROKER_ADDRESS"] in services
+        assert services[name]["environment"]["FEDSTRATA_BROKER"] in services
 
 
 def test_compose_opens_ports_on_this_machine_alone_and_pins_its_images() -> None:
@@ -194,10 +195,67 @@ def test_pods_are_probed_confined_and_bounded() -> None:
         assert started["ports"] == [{"name": "metrics", "containerPort": int(METRICS.rpartition(":")[2])}]
 
 
-def test_the_batch_script_has_no_fault_that_shellcheck_finds() -> None:
+@pytest.mark.parametrize(
+    "script", [BATCH, PYTORCH, DEPLOY / "brokers" / "ensure-broker.sh"], ids=lambda path: path.name
+)
+def test_the_scripts_have_no_fault_that_shellcheck_finds(script: Path) -> None:
     for words in (["bash", "-n"], [Path(sys.executable).with_name("shellcheck")]):
-        done = subprocess.run([*words, BATCH], capture_output=True, text=True, check=False)
+        done = subprocess.run([*words, script], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+FAKE_PYTHON: Final = """\
+#!/bin/sh
+case "$*" in
+    "-c "*) [ -e works ] ;;
+    *"index versions torch") echo "Available versions: 2.15.0, 2.14.1, 2.13.0+cpu, 2.13.0" ;;
+    *"index versions"*) echo "Available versions: 0.30.0" ;;
+    *"--index-url"*) echo "$*" >>calls; [ -e index ] ;;
+    *) echo "$*" >>calls ;;
+esac
+"""
+FROM_INDEX: Final = "-m pip install --retries 0 --timeout 20 --index-url https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "code", "calls"),
+    [
+        (["works"], "cpu torch", 0, []),
+        (["index"], "cpu torch torchvision", 0, [f"{FROM_INDEX} torch torchvision"]),
+        ([], "cpu torch", 0, [f"{FROM_INDEX} torch", "-m pip install --upgrade torch==2.13.0+cpu"]),
+        (
+            [],
+            "cpu torch torchvision",
+            0,
+            [f"{FROM_INDEX} torch torchvision", "-m pip install --upgrade torch torchvision"],
+        ),
+        ([], "cuda torch", 0, ["-m pip install --upgrade torch"]),
+        ([], "gpu torch", 2, []),
+    ],
+)
+def test_pytorch_comes_from_one_place(
+    files: list[str], words: str, code: int, calls: list[str], tmp_path: Path
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    for name in files:
+        (tmp_path / name).touch()
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_CPU_INDEX"}
+    done = subprocess.run([PYTORCH, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == code, done.stderr
+    log = tmp_path / "calls"
+    assert (log.read_text().splitlines() if log.exists() else []) == calls
+    assert done.stdout.startswith("==> PyTorch: ") is bool(calls) and bool(done.stderr) is (code != 0)
+
+
+def test_the_demo_needs_pytorch_alone() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [re.split(r"[>=<\[]", each)[0] for each in extras["training"]] == ["torch"]
+    assert "fedstrata[training]" in extras["learning"] and any(
+        each.startswith("torchvision") for each in extras["learning"]
+    )
 
 
 @pytest.mark.slow
@@ -206,7 +264,7 @@ def test_composes_commands_run_the_demo(tmp_path: Path) -> None:
     cloud = [*composed("cloud"), str(EXPERIMENTS / "demo.toml"), "--set", "rounds=2", "--runs", str(tmp_path / "runs")]
     with ExitStack() as stack:
         served = stack.enter_context(broker.start(directory=tmp_path))
-        env = {**os.environ, "FEDSTRATA_BROKER_ADDRESS": f"{served.host}:{served.port}"}
+        env = {**os.environ, "FEDSTRATA_BROKER": f"{served.host}:{served.port}"}
         roles = []
         for words in (*nodes, cloud):
             here = command(*[word.replace(METRICS, "127.0.0.1:0") for word in words], "--spool", "none", null=True)

@@ -52,6 +52,14 @@ def missing(found: Mapping[tuple[str, str], Row]) -> set[tuple[str, str]]:
     return {where for where, row in found.items() if row["needed"] and not row["there"]}
 
 
+def test_standard_output_has_the_sections_with_their_headings() -> None:
+    done = invoke("doctor", "--broker", "localhost:1")
+    sections = done.stdout.split("\n\n")
+    assert [section.partition("\n")[0] for section in sections] == ["this host", "broker localhost:1", ""]
+    assert all(section.splitlines()[1].startswith("item ") for section in sections[:2])
+    assert done.stderr == "examines this host\nexamines broker localhost:1\n" and done.exit_code == 3
+
+
 def test_an_open_mosquitto_lacks_access_rules_alone(tmp_path: Path) -> None:
     with broker.start(directory=tmp_path, kind="mosquitto") as served:
         code, found = examined(served)

@@ -16,11 +16,16 @@ import torch
 from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
+from common.aggregation.columns import Columns
+from common.aggregation.own_rule import OwnColumns
+from common.aggregation.uploads import RuleContext
 from common.errors import InvalidExperiment
 from common.experiment.own import permit
 from common.experiment.reading import parse, to_toml
+from common.experiment.rules import OwnRule
 from common.learning import datasets
 from common.learning.inputs import Inputs
+from common.model.layout import ModelLayout, Section
 from deploy.local.direct import run_in_process
 from deploy.simulation.outcome import model_digest
 from device.training.objectives.table import objective_of
@@ -94,6 +99,13 @@ class Nothing(Objective):
 class Dividing(Objective):
     def losses(self, batch, logits):
         return 1 / 0
+
+class Assigning(ColumnRule):
+    """Keeps the mean of all rounds, by an assignment."""
+    vectors = ("mean",)
+    def columns(self, block):
+        block.state["mean"] = (block.state["mean"] + block.weights_K @ block.uploads_KC) / 2
+        return block.state["mean"]
 '''
 
 
@@ -122,6 +134,7 @@ def test_each_example_is_short() -> None:
         ("fair:LeastOften", []),
         ("control:Control", ["extras_down=['c']", "extras_up=['change']"]),
         ("corrected:Corrected", []),
+        ("wrong:Assigning", []),
     ],
 )
 def test_the_examples_pass_the_check(name: str, keywords: Sequence[str], home: Path) -> None:
@@ -148,6 +161,29 @@ def test_what_is_wrong_is_named(name: str, item: str, note: str, home: Path) -> 
     done = invoke("check", f"wrong:{name}", "--format", "json")
     wrong = {one["item"]: one["note"] for one in map(json.loads, done.stdout.splitlines()) if not one["right"]}
     assert done.exit_code == (4 if item == "runs" else 1) and re.search(note, wrong[item]), done.output
+
+
+@pytest.mark.parametrize(
+    ("keywords", "problem"),
+    [
+        ([], "no vector 'c': name it in its `vectors`, or in extras_down of the experiment"),
+        (["extras_down=['c']"], "no vector 'change': name it in extras_up of the experiment"),
+    ],
+)
+def test_a_vector_without_a_name_in_the_experiment_is_named(keywords: list[str], problem: str, home: Path) -> None:
+    words = [word for each in keywords for word in ("--set", each)]
+    done = invoke("check", "control:Control", *words, "--format", "json")
+    assert done.exit_code != 0 and problem in done.stdout
+
+
+def test_an_assignment_writes_a_vector_that_is_kept(home: Path) -> None:
+    settings = parse({"cloud": {"aggregation": {"name": "wrong:Assigning"}}}).cloud.aggregation
+    assert isinstance(settings, OwnRule)
+    layout = ModelLayout.build((("w", (3,), Section.PARAMETER),))
+    rule = OwnColumns(settings, RuleContext(layout, "cloud", 1, measures=False, rows=lambda *_: np.empty(0, np.uint8)))
+    kept = np.zeros(3, np.float32)
+    block = Columns(np.ones((1, 3), np.float32), np.zeros(3, np.float32), np.ones(1), {"mean": kept})
+    assert rule.columns(block).tolist() == [0.5] * 3 and kept.tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_lossless_codecs_change_no_bit(null_reference: str) -> None:
 def test_neither_the_embedded_broker_nor_an_emulated_slower_machine_changes_the_model(tmp_path: Path) -> None:
     pairs = ("topology.institutions=1", "topology.devices=2", "rounds=1", "institution.rounds=2")
     slower = "hardware.of.device-1={ slowdown = 2.0, overhead_s = 0.4 }"
-    folder = run_lab(DEMO, tmp_path, *pairs, slower, null=True, env={"FEDSTRATA_BROKER": "embedded"})
+    folder = run_lab(DEMO, tmp_path, *pairs, slower, null=True, env={"FEDSTRATA_BROKER_KIND": "embedded"})
     assert model_digest(folder.parent) == null_model(load(DEMO, pairs))
     quick, slow = table(folder / "devices.csv")
     assert float(quick["pause_s"]) == 0.0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import MESSAGE_MOST
 from tests.helpers.commands import invoke
 
 COMMANDS = [
@@ -15,6 +16,9 @@ COMMANDS = [
     ("data chek", "'chek': no such command of fedstrata data. Did you mean 'check'?"),
     ("runs lst", "Did you mean 'list'?"),
     ("help", "There are: "),
+    ("demo", "'demo': no such command of fedstrata. Did you mean 'run demo'?"),
+    ("mine.toml", "Did you mean 'run mine.toml'?"),
+    ("version", "Did you mean '--version'?"),
 ]
 OPTIONS = [
     ("run demo --format jsn", "--format = 'jsn': not one of its values. Did you mean 'json'?"),
@@ -23,6 +27,8 @@ OPTIONS = [
     ("broker --kind mosquito", "--kind = 'mosquito': not one of its values. Did you mean 'mosquitto'?"),
     ("--log-format xml runs list", "--log-format = 'xml': not one of its values. There are: text, json."),
     ("--log-level loud runs list", "--log-level: 'loud': use debug, info, warning or error."),
+    ("run demo --dry-run --log-level loud", "--log-level: 'loud': use debug, info, warning or error."),
+    ("run demo --log-level", "--log-level: requires an argument."),
     ("--versin", "--versin: no such option of fedstrata. Did you mean '--version'?"),
     ("run demo --seed 3", "--seed: no such option of fedstrata run. Did you mean --set seed=VALUE?"),
     ("run demo --rounds 3", "Did you mean --set rounds=VALUE?"),
@@ -77,6 +83,18 @@ EXPERIMENT = [
     ("run demo --set training.lr=0.1", "Did you mean 'learning_rate'?"),
     ("run demo --set rounds=many", "rounds = 'many': not a whole number. Write for instance 5."),
     ("run demo --set rounds", "--set = 'rounds': not of the form key=value."),
+    ("run demo --set .=1", "--set = '.=1': not of the form key=value."),
+    (f"run demo --set {'a.' * 2000}b=1", "no key is that deep. Write for instance training.epochs=2."),
+    (f"run demo --set rounds=0x{'f' * 5000}", "rounds = a number of too many digits: too many local rounds of each"),
+    (f"run demo --set rounds={'9' * 5000}", " ... (5,002 characters) ... "),
+    (
+        "run demo --set links.wan=20",
+        "links.wan = 20: not a table. Write the name of a profile, or a table of up_mbit, ",
+    ),
+    ("run demo --set training.objective=fedprx", "training.objective.name = 'fedprx': no objective has this name."),
+    ("run demo --set training.objective=3", "training.objective = 3: not a table. Write a name, or a table."),
+    ("run demo --set topology.devices=3000", "Use at most 143 devices, or lower data.min_samples."),
+    ("run demo --set model=lenet5", "does not accept images of [1, 8, 8] of the data set. Use mlp_digits or"),
     ("run demo --set topology.institutions=0", "institution.rounds = 2: this lab has no institution."),
     ("run demo --set links.wan=ltee", "links.wan = 'ltee': no profile has this name. Did you mean 'lte'?"),
     ("run demo --set transfer.wan.up=fp17", "Did you mean 'fp16'?"),
@@ -85,6 +103,18 @@ EXPERIMENT = [
     ("run demo --set 'name=a b'", "Write letters, digits, _ . and -, at most 64"),
     ("plan demo --set rounds=0", "rounds = 0: too small. Write 1 or more."),
     ("cloud demo --broker localhost:99999", "--broker = 'localhost:99999'"),
+    ("device --name a --broker localhost:1 --tls-key no", "--tls-key = 'no': a key without its certificate."),
+    (
+        "device --name a --broker localhost:1 --password-file no",
+        "a password without its login. Give --username, too.",
+    ),
+    ("cloud demo --broker ''", "--broker = '': '' is not an address."),
+    ("lab status --broker ''", "--broker = '': '' is not an address."),
+    ("sweep study/two --broker localhost:x", "--broker = 'localhost:x': 'localhost:x' is not an address."),
+    (
+        "links apply lte --to nowhere.invalid",
+        "--to = 'nowhere.invalid': no address is known: Name or service not known.",
+    ),
     ("cloud demo --broker mqtt://localhost", "is not an address. Write host, host:port"),
     ("cloud demo --lab no.toml", "lab = 'no.toml': No such file"),
     ("device --name a --broker localhost:abc", "is not an address"),
@@ -127,13 +157,15 @@ FILES = [
     ("run demo --runs /proc/no", "--runs = '/proc/no': No such file or directory. Name another folder."),
     ("run demo --direct --runs /dev/null", "--runs = '/dev/null': Not a directory."),
     ("cloud demo --broker localhost:1 --runs /dev/null", "--runs = '/dev/null': Not a directory."),
+    ("plan demo --out no/plan.json", "'no/plan.json': No such file or directory. Name another place, in a folder that"),
+    ("sweep study/two --direct --html no/page.html", "'no/page.html': No such file or directory. Name another place"),
 ]
 BY_CODE = {2: (*COMMANDS, *OPTIONS, *USE), 4: EXPERIMENT, 6: FILES}
 ALL = [(line, code, words) for code, lines in BY_CODE.items() for line, words in lines]
-FOREIGN = ("Input should be", "Value error", "validation error", "Traceback", "^[", "Usage:", "string_")
+FOREIGN = ("Errno", "Input should be", "Value error", "validation error", "Traceback", "^[", "Usage:", "string_")
 
 
-@pytest.mark.parametrize(("line", "code", "words"), ALL, ids=[line for line, *_ in ALL])
+@pytest.mark.parametrize(("line", "code", "words"), ALL, ids=[line[:100] for line, *_ in ALL])
 def test_a_mistake_ends_with_one_line(
     line: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +173,31 @@ def test_a_mistake_ends_with_one_line(
     done = invoke(*shlex.split(line))
     assert (done.exit_code, done.stdout) == (code, ""), done.stderr
     assert done.stderr.startswith("fedstrata: ") and done.stderr.count("\n") == 1
-    assert words in done.stderr
+    assert words in done.stderr and len(done.stderr) < MESSAGE_MOST + 20
     assert not any(text in done.stderr for text in FOREIGN)
     assert not any(tmp_path.iterdir())
+
+
+CONTENTS: list[tuple[bytes, str, str]] = [  # of a file, the command that reads it, and words of the line
+    (b"name = 'Z\xfcrich'", "run", "not TOML: byte 0xfc in line 1 is not utf-8. Fix that line."),
+    (b"seed = " + b"9" * 5000, "run", "not TOML: a number has too many digits. Fix that line."),
+    (b"seed = 0x" + b"f" * 5000, "run", "seed = a number of too many digits: too large."),
+    (b"a." * 5000 + b"a = 1", "run", "not TOML: nested too deeply. Fix that line."),
+    (b"a = " + b"[" * 5000, "run", "not TOML: nested too deeply. Fix that line."),
+    (b"[machines.a]\naddress = 'b'", "run", "a lab's file. Name an experiment, and this one by --lab."),
+    (b"[links.wan]\nup = 3", "plan", "links.wan.up = 3: unknown key. Did you mean 'up_mbit'?"),
+    (b"rounds = 3", "sweep", "not a sweep: it has no [axes]. Use `fedstrata run` for an experiment."),
+    (b"title = 'T'\n[axes]\n'model.name' = ['lenet']", "sweep", "cell lenet: model.name = 'lenet': no such model."),
+    (b"name = 'rack'", "provision", "broker = None: missing. Add this key."),
+    (b"{", "plan demo --calibration", "no calibration: Expecting"),
+]
+
+
+@pytest.mark.parametrize(("content", "command", "words"), CONTENTS, ids=[words[:30] for *_, words in CONTENTS])
+def test_a_mistake_in_a_file_ends_with_one_line(content: bytes, command: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "it.toml"
+    file.write_bytes(content)
+    done = invoke(*command.split(), file)
+    assert done.exit_code == 4, done.stderr
+    assert done.stderr.startswith("fedstrata: ") and done.stderr.count("\n") == 1
+    assert words in done.stderr and not any(text in done.stderr for text in FOREIGN)

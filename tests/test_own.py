@@ -112,7 +112,7 @@ def terminals(lines: list[str], folder: Path, env: dict[str, str]) -> Iterator[l
 @pytest.mark.slow
 def test_the_lab_of_the_page_runs_in_terminals(flats: Path) -> None:
     port = str(free_port())
-    env = {**os.environ, "FEDSTRATA_BROKER_ADDRESS": f"127.0.0.1:{port}"}
+    env = {**os.environ, "FEDSTRATA_BROKER": f"127.0.0.1:{port}"}
     env.pop("PYTHONPATH", None)
     lab = COMMANDS[COMMANDS.index("fedstrata broker") :]
     assert len(lab) == 8

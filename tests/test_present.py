@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import DuplicateName, InvalidExperiment
+from common.errors import DuplicateName, InvalidExperiment, LeftOut
 from common.experiment.present import PresentNode, topology_of
 from common.experiment.reading import parse
+from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
 
 
@@ -80,3 +81,13 @@ def test_only_a_cloud_knows_which_nodes_are_there() -> None:
     with pytest.raises(InvalidExperiment, match="topology = 'lab': only `fedstrata cloud` can ask") as refused:
         parse({"topology": "lab"})
     assert refused.value.exit_code == 4
+
+
+def test_a_device_that_came_after_the_roll_is_left_out_and_one_of_another_parent_is_refused() -> None:
+    there = [institution("i"), institution("j"), device("a", "i"), device("b", "j")]
+    tree = parse({"topology": topology_of(there)[0]}).tree
+    with pytest.raises(LeftOut, match="late is not there: no device of this experiment"):
+        check_parent(tree, "late", "i", role="device", among=tree.devices)
+    with pytest.raises(InvalidExperiment, match="b is not there: it belongs to j") as refused:
+        check_parent(tree, "b", "i", role="device", among=tree.devices)
+    assert not isinstance(refused.value, LeftOut)

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
-from common.errors import InvalidExperiment
+from common.errors import MESSAGE_MOST, InvalidExperiment, bounded
 from common.experiment import links
-from common.experiment.aggregation import RULES
+from common.experiment.aggregation import RULES, FedCross
 from common.experiment.links import LinkDirection, LinkSettings, Profile, shipped
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.rounds import participants
+from common.experiment.rules import OwnRule
 from common.experiment.schema import Experiment
+from deploy.console.login import Login
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
@@ -361,7 +364,7 @@ def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: st
         ({"data": {"concentration": float("inf")}}, "data.concentration", "inf", "not a finite number"),
         ({"data": {"concentration": float("nan")}}, "data.concentration", "nan", "not a finite number"),
         ({"cloud": {"closing": {"rule": "most"}}}, "cloud.closing.rule", "'most'", "There are: all, quorum."),
-        ({"cloud": {"aggregation": "fedcross"}}, "cloud.aggregation", "'fedcross'", "not a table"),
+        ({"cloud": {"aggregation": 3}}, "cloud.aggregation", "3", "not a table. Write a name, or a table."),
         (
             {"cloud": {"aggregation": {"weights": "size"}}},
             "cloud.aggregation.weights",
@@ -405,7 +408,9 @@ def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: st
         ({"links": {"enforce": "kernal"}}, "links.enforce", "'kernal'", "Did you mean 'kernel'?"),
         ({"links": {"wan": {"delay_ms": -1}}}, "links.wan.delay_ms", "-1", "Write 0 or more."),
         ({"links": {"lan": {"profile": 3}}}, "links.lan.profile", "3", "not a text"),
-        ({"links": {"lan": 3}}, "links.lan", "3", "not a table"),
+        ({"links": {"lan": 3}}, "links.lan", "3", "not a table. Write the name of a profile, or a table of up_mbit, "),
+        ({"tiers": 3}, "tiers", "3", "not a list. Write a table [[tiers]] for each."),
+        ({"tiers": [3]}, "tiers.0", "3", "not a table. Write a table of name, "),
         ({"links": {"of": ["device-0"]}}, "links.of", "['device-0']", "not a table"),
         ({"links": "lte"}, "links", "'lte'", "not a table"),
         ({"profiles": {"lte": 3}, "links": {"lan": "lte"}}, "profiles.lte", "3", "not a table"),
@@ -759,7 +764,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"seed = ", b"seed = 1\nseed = 2", b"[training", b"\xff\xfe", b"seed 1"])
+@pytest.mark.parametrize("content", [b"seed = ", b"seed = 1\nseed = 2", b"[training", b"\xff\xfe\xff", b"seed 1"])
 def test_a_broken_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
@@ -807,6 +812,101 @@ def test_overrides_change_nothing_else_and_the_last_one_wins(tmp_path: Path) -> 
         tmp_path, "[training]\nepochs = 2\nbatch_size = 5\n", "training.epochs=3", "training.epochs=4"
     )
     assert experiment == parse({"training": {"epochs": 4, "batch_size": 5}})
+
+
+NAMES: dict[str, str] = {  # by key of a table that its name stands for
+    "score": "accuracy",
+    "model": "mlp_digits",
+    "training.objective": "fedprox",
+    "training.schedule": "cosine",
+    "cloud.aggregation": "fedcross",
+    "cloud.selection": "round_robin",
+    "cloud.epoch_control": "tempo",
+    "institution.aggregation": "fedmr",
+    "institution.selection": "oort",
+}
+
+
+ENCODINGS = ("utf-8-sig", "utf-16-le", "utf-16-be")  # of editors on Windows, with a byte order mark
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_files_of_other_editors_are_read(tmp_path: Path, encoding: str) -> None:
+    text = "" if encoding.endswith("sig") else "\ufeff"
+    (tmp_path / "it.toml").write_bytes(f"{text}seed = 3\r\nname = 'Zürich'\r\n".replace("ü", "u").encode(encoding))
+    assert load(tmp_path / "it.toml").seed == 3
+    (tmp_path / "password").write_bytes(f"{text}sécret\r\n".encode(encoding))
+    login = Login(username="me", password_file=str(tmp_path / "password"))
+    assert login.address("localhost", node="device-0").password == "sécret"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"seed = " + b"9" * 5000,  # Python reads no such number
+        b"seed = 0x" + b"f" * 5000,  # and writes none
+        b"seed = " + b"[" * 5000,
+        b"\xff\xfes",
+        b"\x80",
+        b"s\x00e\x00",
+    ],
+)
+def test_a_file_that_is_no_toml_or_has_no_number_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "it.toml").write_bytes(text)
+    with pytest.raises(InvalidExperiment) as caught:
+        load(tmp_path / "it.toml")
+    assert len(str(caught.value)) < MESSAGE_MOST
+
+
+@pytest.mark.parametrize(("key", "name"), NAMES.items())
+def test_a_name_stands_for_its_table(tmp_path: Path, key: str, name: str) -> None:
+    text = "[topology]\ndevices = 4\ninstitutions = 2\n"
+    expected = load_text(tmp_path, text, f"{key}.name={name}")
+    assert load_text(tmp_path, text, f"{key}={name}") == expected
+    assert load_text(tmp_path, f'{key} = "{name}"\n{text}') == expected
+
+
+def test_a_name_stands_for_its_table_in_tiers() -> None:
+    tiers = [{"name": "wan", "fan_out": 2, "aggregation": "fedcross", "selection": "oort", "link": "lte"}]
+    found = parse({"tiers": tiers}).tiers[0]
+    assert (found.aggregation.name, found.selection.name, found.link.profile) == ("fedcross", "oort", "lte")
+
+
+def test_all_tables_that_are_chosen_by_a_name_are_known() -> None:
+    found: set[str] = set()
+
+    def collect(table: type[BaseModel], path: str) -> None:
+        for key, field in table.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found.update([f"{path}{key}"] if "name" in kind.model_fields else [])
+                collect(kind, f"{path}{key}.")
+
+    collect(Experiment, "")
+    assert found == NAMES.keys()
+
+
+def test_a_key_is_set_below_a_name_that_stands_for_its_table(tmp_path: Path) -> None:
+    text = '[cloud]\naggregation = "fedcross"\n[links]\nwan = "lte"\n[topology]\ndevices = 4\ninstitutions = 2\n'
+    found = load_text(tmp_path, text, "cloud.aggregation.alpha=0.8", "links.wan.delay_ms=3")
+    assert isinstance(found.cloud.aggregation, FedCross) and found.cloud.aggregation.alpha == 0.8
+    assert (found.links.wan.profile, found.links.wan.delay_ms) == ("lte", 3)
+
+
+def test_a_keyword_of_own_code_keeps_its_text() -> None:
+    rule = parse({"cloud": {"aggregation": {"name": "mine:Rule", "model": "small"}}}).cloud.aggregation
+    assert isinstance(rule, OwnRule) and rule.keywords == {"model": "small"}
+
+
+def test_a_refusal_is_no_longer_than_some_lines() -> None:
+    long = {"seconds": [*range(5000)], "up_mbit": [0], "down_mbit": [1]}
+    message = str(refusal({"links": {"wan": {"trace": long}}}))
+    assert len(message) <= MESSAGE_MOST and message.endswith(".")
+    names = [f"institution-{i}" for i in range(5000)]
+    message = str(refusal({"topology": {"institutions": names, "devices": ["a"], "members": {"b": ["a"]}}}))
+    assert len(message) <= MESSAGE_MOST and "topology.members.b = ['a']" in message
+    assert str(InvalidExperiment("k", "x" * 250, "p", "R.")) == f"k = {'x' * 250!r}: p. R."
+    assert bounded("ab" * 500, 100) == bounded(bounded("ab" * 500, 100), 100) and len(bounded("ab" * 500, 100)) == 100
 
 
 @pytest.mark.parametrize("override", ["seed", "", "=3", " =3", "seed:3"])

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from xxhash import xxh3_64_digest
 
-from common.errors import DuplicateName, InvalidExperiment, LabInUse, NoProgress
+from common.errors import DuplicateName, InvalidExperiment, LabInUse, LeftOut, NoProgress
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
@@ -78,7 +78,15 @@ def announcing(site: SimulatedSite, run: str) -> ParentEndpoint:
     return parent
 
 
-@pytest.mark.parametrize("how", [None, NoProgress("the cloud was not there"), InvalidExperiment("a", 1, "no", "Yes.")])
+@pytest.mark.parametrize(
+    "how",
+    [
+        None,
+        NoProgress("the cloud was not there"),
+        InvalidExperiment("a", 1, "no", "Yes."),
+        LeftOut("--parent", PARENT, "no device of this experiment", "It has others."),
+    ],
+)
 def test_a_node_waits_for_the_next_run_however_the_last_one_ended(
     how: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +108,9 @@ def test_a_node_waits_for_the_next_run_however_the_last_one_ended(
     with caplog.at_level(logging.INFO, "fedstrata"):
         play()
     end = "device-0: run run-1 finished" if how is None else f"device-0 leaves run run-1: {how}"
+    if isinstance(how, LeftOut):
+        end = "device-0: run run-1 began without it: its experiment has no such node"
+        assert all(record.levelno == logging.INFO for record in caplog.records if "began without" in record.message)
     again = f"device-0: waiting for the next run of {PARENT}"
     lines = [line for line in caplog.messages if line.startswith("device-0")]
     assert lines[0].startswith("device-0: connected to broker ")

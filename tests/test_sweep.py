@@ -117,6 +117,25 @@ def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_go_on(tmp_p
     assert [Run(path).cell for path in folders(tmp_path / "two")] == ["FedAvg", "FedCross"]
 
 
+def test_data_that_are_missing_are_reported_once_before_anything_runs(tmp_path: Path) -> None:
+    cifar = {"data": {"dataset": "cifar10", "root": str(tmp_path)}, "model": {"name": "lenet_cifar"}}
+    digits = {"data": {"dataset": "digits"}, "model": {"name": "mlp_digits"}}
+    tree = {"title": "Data", "seeds": 3, "experiment": {"rounds": 1}, "axes": {"data": {"C": cifar, "D": digits}}}
+    file = tmp_path / "two.toml"
+    file.write_text(write(tree))
+    words = ["sweep", file, "--direct", "--jobs", "1", "--runs", tmp_path]
+    refused = invoke(*words, "--only", "data=C")
+    assert refused.exit_code == 4, refused.stderr
+    _, line = refused.stderr.splitlines()
+    assert line.startswith("fedstrata: data.root = ") and "data_batch_1" in line and not folders(tmp_path / "two")
+    found = invoke(*words)
+    assert found.exit_code == 1
+    _, left_out, *_, last = found.stderr.splitlines()
+    assert left_out.startswith("left out: 3 runs: data.root = ")
+    assert last.startswith("failed: C, seed 1 and 2 more: data.root = ")
+    assert found.stderr.count("data_batch_1") == 2 and len(folders(tmp_path / "two")) == 3
+
+
 def test_two_sweeps_cannot_share_a_folder(tmp_path: Path) -> None:
     file = sweep_file(tmp_path)
     with SweepFolder(tmp_path / "two").held():

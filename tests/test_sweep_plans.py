@@ -43,7 +43,9 @@ def test_runs_of_equal_cost_are_predicted_once_and_all_are_summed() -> None:
         return predicted(experiment)
 
     grid = expand(TREE, Path("t.toml"))
-    planned = planning.plan_of(grid, predict)
+    begun: list[str] = []
+    planned = planning.plan_of(planning.groups_of(grid), predict, begun.append)
+    assert begun == [f"predicts 6 runs like {model}, iid, seed 1" for model in ("mlp_digits", "cnn_digits")]
     assert [one.model.name for one in seen] == ["mlp_digits", "cnn_digits"]
     found = planning.to_json(grid, planned, jobs=2)
     rounds = {"mlp_digits": 3 * 2 * 10, "cnn_digits": 3 * (10 + 5)}
@@ -68,6 +70,7 @@ def test_plan_takes_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(command, "predict", predicted)
     found = invoke("plan", "study/two", "--one-host", "--only", "method=FedAvg", "--seeds", "2", "--format", "json")
     assert found.exit_code == 0, found.stderr
+    assert found.stderr.startswith("predicts 8 runs like ") and found.stderr.count("\n") == 1
     plan = json.loads(found.stdout)
     assert plan["runs"] == 2 * 2 * 2 and plan["total_s"] == pytest.approx(8 * 300 * 1.0) and plan["jobs"] == 1
     text = invoke("plan", "study/two", "--one-host", "--only", "method=FedAvg", "--out", tmp_path / "plan.json")

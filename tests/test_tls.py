@@ -29,7 +29,7 @@ from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.connection import BrokerConnection
 from common.net.limits import reported_limits
-from common.net.tls import Tls
+from common.net.tls import Tls, reason_of
 from common.protocol.messages import Target
 from common.runtime.targets import discovery
 from deploy.brokers import broker, nats
@@ -140,6 +140,22 @@ def test_a_certificate_of_the_authority_connects_and_large_bodies_arrive(
     assert (limit.packet_bytes is not None) == (served.kind == "mosquitto"), "asked by TLS, too"
 
 
+def test_a_certificate_of_the_future_names_the_clock_that_is_to_be_set(
+    home: Path, authority: Authority, ca: str, tmp_path: Path
+) -> None:
+    soon = datetime.now(UTC) + timedelta(days=2)
+    brokers = Tls(ca, *written(tmp_path, "b", authority.issue("broker", hosts=HERE, now=soon)))
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = brokers.server_context(clients=ssl.CERT_NONE).wrap_bio(to_server, to_client, server_side=True)
+    client = Tls(ca).client_context().wrap_bio(to_client, to_server, server_hostname=HERE[0])
+    for side in (client, server):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    with pytest.raises(ssl.SSLCertVerificationError) as refused:
+        client.do_handshake()
+    assert "is not yet valid by this machine's clock. Set that" in reason_of(refused.value)
+
+
 def test_what_is_refused_and_with_which_line(
     served: BrokerProcess, home: Path, authority: Authority, ca: str, tmp_path: Path
 ) -> None:
@@ -172,7 +188,7 @@ def test_a_lab_of_nodes_with_certificates_has_the_model_of_one_without(
     for name in NODES:
         written(tmp_path, name, authority.issue(name))
     env = {
-        "FEDSTRATA_BROKER_ADDRESS": f"localhost,127.0.0.1:{served.port}",  # nobody is at the first
+        "FEDSTRATA_BROKER": f"localhost,127.0.0.1:{served.port}",  # nobody is at the first
         "FEDSTRATA_TLS_CA": ca,
         "FEDSTRATA_TLS_CERT": str(tmp_path / "{name}.crt"),
         "FEDSTRATA_TLS_KEY": str(tmp_path / "{name}.key"),

@@ -307,6 +307,29 @@ def test_off_a_terminal_it_writes_whole_plain_lines(
     assert observed(capsys) == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("folder", "runs", "named"),
+    [
+        ("runs/20260101T000000Z-small-abcdef", "", "abcdef"),
+        ("mine/20260101T000000Z-small-abcdef", "", "mine/20260101T000000Z-small-abcdef"),
+        ("mine/20260101T000000Z-small-abcdef", "mine", "abcdef"),
+        ("my runs/20260101T000000Z-small-abcdef", "", "'my runs/20260101T000000Z-small-abcdef'"),
+    ],
+)
+def test_a_finished_run_is_reported_with_a_command_that_finds_it(
+    folder: str, runs: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDSTRATA_RUNS", runs)
+    finished = {"score": 0.5, "global_round": 2, "elapsed_s": 1.0, "model": f"{folder}/model.safetensors"}
+    for form in ("", "{}\n"):
+        with show(lab_of().experiment, json_lines=bool(form)) as observe:
+            observe("run", RUN | {"folder": folder})
+            observe("finished", finished)
+        done = capsys.readouterr()
+        assert done.err.endswith("" if form else f"report it with: fedstrata report {named}\n")
+        assert ("report it" in done.err) is not bool(form)
+
+
 def test_json_lines_are_the_events(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = observed(capsys, json_lines=True)
     assert [json.loads(line)["event"] for line in out.splitlines()] == ["run", "child", "evaluated"] and not err

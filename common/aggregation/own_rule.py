@@ -7,8 +7,8 @@ statistics are the weighted mean), and memory, which is used block by block.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Never
 
 import numpy as np
 
@@ -59,6 +59,20 @@ class ColumnRule(own.Kept):
         raise NotImplementedError
 
 
+class _Vectors(dict[str, Floats]):
+    """Vectors of a block by name; an assignment writes into the vector, which is kept, and not into this table."""
+
+    def __init__(self, vectors: Mapping[str, Floats], *, named_in: str) -> None:
+        super().__init__(vectors)
+        self._named_in = named_in
+
+    def __missing__(self, name: str) -> Never:
+        raise LookupError(f"the rule has no vector {name!r}: name it in {self._named_in}")
+
+    def __setitem__(self, name: str, values: Floats) -> None:
+        self[name][...] = values
+
+
 class OwnColumns(ColumnMean):
     """The user's rule as a plan of columns. An error in it ends the run as InvalidExperiment."""
 
@@ -97,7 +111,9 @@ class OwnColumns(ColumnMean):
         """Return the rule's columns as float64. Raises InvalidExperiment unless they are C finite numbers."""
         name = self._name
         with own.guarded({KEY: name}):
-            found = np.asarray(self._rule.columns(block), np.float64)
+            state = _Vectors(block.state, named_in="its `vectors`, or in extras_down of the experiment")
+            extras = _Vectors(block.extras, named_in="extras_up of the experiment")
+            found = np.asarray(self._rule.columns(replace(block, state=state, extras=extras)), np.float64)
         if found.shape != block.model_C.shape:
             problem = f"returns {list(found.shape)} for columns of {list(block.model_C.shape)}"
             own.refuse(KEY, name, problem, "Return one number for each column.")

@@ -6,7 +6,7 @@ The formulas and their sources are in `common/learning/`: `datasets.py`, `partit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -49,6 +49,13 @@ SAMPLES: Final = MappingProxyType(  # for training in each set; of LEAF's in all
         "sent140": 1_600_498,
     }
 )
+SHAPES: Final = MappingProxyType(  # of the sets whose images have one size: channels, height, width
+    {
+        **dict.fromkeys(("mnist", "fashionmnist", "femnist"), (1, 28, 28)),
+        **dict.fromkeys(("cifar10", "cifar100"), (3, 32, 32)),
+        "digits": (1, 8, 8),
+    }
+)
 OWN_MOST: Final = 1_000_000_000  # of `folder`, tables and own data, of which only a device knows the size
 TABLE: Final = r"^[^./\\][^/\\]*\.(csv|npz)$"
 TableName = Annotated[str, form(TABLE, "NAME.csv or NAME.npz, without slashes")]
@@ -56,11 +63,43 @@ Column = Annotated[str, Field(min_length=1)]
 SKEWED: Final = ("dirichlet", "dirichlet_overlap", "shards", "institution_dirichlet", "institution_shards")
 FolderName = Annotated[str, form(r"^[^./\\][^/\\]*$", "the name of a folder, without a dot first and without slashes")]
 
-MODELS: Final = (
-    "mlp_digits", "cnn_digits", "lenet5", "lenet_cifar", "cnn_femnist", "cnn_fedavg", "cnn_fedavg_padded",
-    "resnet20", "resnet20_b", "resnet20_preact", "resnet18_cifar", "vgg16_bn", "vgg16", "vgg_femnist",
-    "char_lstm", "sent_lstm",
-)  # fmt: skip
+
+class Accepted(NamedTuple):
+    """The samples that a model accepts: text, or images of these channels (None: any) and side lengths."""
+
+    channels: tuple[int, ...] | None = None
+    sides: Container[int] = ()
+    text: bool = False
+
+    def takes(self, shape: Sequence[int], *, text: bool) -> bool:
+        """Return whether the model accepts samples of a shape."""
+        if self.text or text or len(shape) != 3:
+            return self.text and text
+        channels, *sides = shape
+        return (self.channels is None or channels in self.channels) and all(side in self.sides for side in sides)
+
+
+_FROM_16, _FROM_32 = range(16, 4096), range(32, 4096)
+MODELS: Final = MappingProxyType(
+    {
+        "mlp_digits": Accepted((1,), (8,)),
+        "cnn_digits": Accepted((1,), (8,)),
+        "lenet5": Accepted((1,), (28,)),
+        "lenet_cifar": Accepted((3,), (32,)),
+        "cnn_femnist": Accepted((1,), (28,)),
+        "cnn_fedavg": Accepted(None, _FROM_16),
+        "cnn_fedavg_padded": Accepted(None, _FROM_16),
+        "resnet20": Accepted(None, _FROM_16),
+        "resnet20_b": Accepted(None, _FROM_16),
+        "resnet20_preact": Accepted(None, _FROM_16),
+        "resnet18_cifar": Accepted(None, _FROM_16),
+        "vgg16_bn": Accepted(None, (32,)),
+        "vgg16": Accepted(None, _FROM_32),
+        "vgg_femnist": Accepted((1,), _FROM_16),
+        "char_lstm": Accepted(text=True),
+        "sent_lstm": Accepted(text=True),
+    }
+)
 
 
 OWN_FORM: Final = "package.module:function"
@@ -313,6 +352,41 @@ def check(data: Data, model: Model) -> None:
             raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
 
 
+def check_fits(data: Data, model: Model, *, devices: int) -> None:
+    """Check, of data sets that are known without their files, that the model accepts them, and that they suffice.
+
+    Raises InvalidExperiment.
+    """
+    if data.dataset in TEXTS:
+        check_accepted(model.name, (), text=True, what="text")
+    elif shape := data.image_shape if data.dataset in ("folder", "synthetic") else SHAPES.get(data.dataset):
+        check_accepted(model.name, shape, text=False, what=f"images of {[*shape]}")
+    total, (least, key) = _samples(data) - data.node_samples, _least(data)
+    if devices * least > total:
+        problem = f"{data.dataset} has {total:,} training samples, and each device needs {least}"
+        remedy = f"Use at most {total // least:,} devices{f', or lower {key}' if least > 1 else ''}."
+        raise InvalidExperiment("topology.devices", devices, problem, remedy)
+
+
+def check_accepted(model: str, shape: Sequence[int], *, text: bool, what: str) -> None:
+    """Check that a model of fedstrata's accepts samples of a shape. Raises InvalidExperiment."""
+    if is_own(model) or MODELS[model].takes(shape, text=text):
+        return
+    fitting = [name for name, accepted in MODELS.items() if accepted.takes(shape, text=text)]
+    remedy = f"Use {' or '.join(fitting) or 'a model of your own, package.module:function'}, or another data.dataset."
+    raise InvalidExperiment("model.name", model, f"does not accept {what} of the data set", remedy)
+
+
+def _least(data: Data) -> tuple[int, str]:
+    """Return how many of the training samples each device needs for itself, and the key that has that number."""
+    if data.private or data.partition == "dirichlet_overlap":
+        return 0, ""
+    if data.partition == "shards" or _within(data, "shards"):
+        return data.shards, "data.shards"
+    drawn = data.partition in ("dirichlet", "quantity", "institution_dirichlet") or _within(data, "dirichlet")
+    return max(1, data.min_samples) if drawn else 1, "data.min_samples"
+
+
 def _check_own(data: Data) -> None:
     """Check the keys of folders, tables and own data. Raises InvalidExperiment."""
     known = (*WITH_USERS, "folder") if data.user_column is None else (data.dataset,)
@@ -353,7 +427,7 @@ def _check_normalise(data: Data) -> None:
             raise InvalidExperiment("data.normalise", data.normalise, problem, "Write for instance [[0.5], [0.5]].")
 
 
-def _check_named(key: str, name: str, known: Sequence[str], *, what: str) -> None:
+def _check_named(key: str, name: str, known: Collection[str], *, what: str) -> None:
     if is_own(name):
         if not re.fullmatch(own.FORM, name):
             raise InvalidExperiment(key, name, f"not of the form {OWN_FORM}", "Write for instance nets.own:build.")

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ValidationError
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import RULES
 from common.experiment.objectives import OBJECTIVES
-from common.experiment.problems import problem_of
+from common.experiment.problems import NOT_A_TABLE, problem_of
 from common.experiment.selection import SELECTIONS
-from common.experiment.tables import proposal
+from common.experiment.tables import proposal, stands_for
 
 # Keys of tables that are selected by `name`: what the name is of, and the tables.
 SELECTED: Final = {
@@ -40,7 +40,13 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
     if first["type"] == "json_invalid":
         return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
     value = None if first["type"] == "missing" else first["input"]  # else the table in which it is missing
-    return InvalidExperiment(key, value, *problem_of(first))
+    problem, remedy = problem_of(first)
+    if first["type"] in NOT_A_TABLE and (keys := _known_keys(path, root)):
+        name = {"name": "a name, or ", "profile": "the name of a profile, or "}.get(stands_for(path) or "", "")
+        remedy = f"Write {name}a table of {', '.join(keys)}." if len(keys) > 1 else f"Write {name}a table."
+    elif first["type"] == "list_type" and get_args(kind := _at(path, root)) and _is_table(get_args(kind)[0]):
+        remedy = f"Write a table [[{key}]] for each."
+    return InvalidExperiment(key, value, problem, remedy)
 
 
 def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]) -> InvalidExperiment:
@@ -81,15 +87,23 @@ def _is_form(part: int | str) -> bool:
 
 
 def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
-    table: Any = root
+    table = _at(path, root)
+    return list(table.model_fields) if _is_table(table) else []
+
+
+def _at(path: list[str], root: type[BaseModel]) -> Any:
+    """Return the annotation of a key, None if it is not known."""
+    found: Any = root
     for part in path:
         if not _is_form(part):
-            table = _below(table, part)
-        if get_origin(table) not in (dict, list, UnionType) and not (
-            isinstance(table, type) and issubclass(table, BaseModel)
-        ):
-            return []
-    return list(table.model_fields)
+            found = _below(found, part)
+        if get_origin(found) not in (dict, list, UnionType) and not _is_table(found):
+            return None
+    return found
+
+
+def _is_table(annotation: Any) -> bool:
+    return isinstance(annotation, type) and get_origin(annotation) is None and issubclass(annotation, BaseModel)
 
 
 def _below(table: Any, part: str) -> Any:

@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from common.experiment.tables import FORMS, proposal
 
+NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")
 # By pydantic's type of error. {gt} and the like are the bound; `string_pattern_mismatch` and `literal_error` are below.
 _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), ("not a whole number", "Write for instance 5.")),
@@ -17,10 +18,7 @@ _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "bool_type": ("neither true nor false", "Write true or false, without quotes."),
     "string_type": ("not a text", "Write it in quotes."),
     "list_type": ("not a list", 'Write for instance ["a", "b"].'),
-    **dict.fromkeys(
-        ("model_type", "model_attributes_type", "dict_type"),
-        ("not a table", "Write {{ key = value }}, or the keys below [table]."),
-    ),
+    **dict.fromkeys(NOT_A_TABLE, ("not a table", "Write {{ key = value }}, or the keys below [table].")),
     "missing": ("missing", "Add this key."),
     "union_tag_not_found": ("has no name", 'Add name = "...".'),
     "none_required": ("not for this", "Omit it."),

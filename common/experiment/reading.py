@@ -18,8 +18,9 @@ from common.experiment.links import with_traces
 from common.experiment.messages import explain
 from common.experiment.present import LAB
 from common.experiment.schema import Experiment
-from common.experiment.tables import write
+from common.experiment.tables import read_toml, stands_for, write
 
+PARENTS_MOST: Final = 20  # of a key, in keywords of own code
 ANY: Final = "*"  # stands for any one name in a path of keys
 RENAMED: Final = {  # keys of earlier releases, as paths
     "iterations": "rounds",
@@ -46,12 +47,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
 
 def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Return the tree of a TOML file with overrides, as `load` does, not validated. Raises InvalidExperiment."""
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidExperiment("experiment", str(path), error.strerror or str(error), "Name a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidExperiment("experiment", str(path), f"not TOML: {error}", "Fix that line.") from None
+    tree = read_toml("experiment", path, remedy="Name a TOML file.")
     for old, new in rename_keys(tree):
         log.warning("%s: the key %s is deprecated. Write %s.", path, old, new)
     for each in overrides:
@@ -132,14 +128,16 @@ def override(tree: dict[str, Any], text: str) -> None:
     """Set one `key=value` in a tree. Raises InvalidExperiment."""
     key, equals, value = text.partition("=")
     key = key.strip()
-    if not equals or not key:
+    *parents, last = key.split(".")
+    if not equals or not key.strip("."):
         raise InvalidExperiment("--set", text, "not of the form key=value", "Write for instance seed=3.")
+    if len(parents) > PARENTS_MOST:
+        raise InvalidExperiment("--set", text, "no key is that deep", "Write for instance training.epochs=2.")
     try:
         read = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         read = {}
     # A bare word is a string, as in a shell. So is a value that would add further lines.
-    *parents, last = key.split(".")
     branch: dict[str, Any] = {last: read["value"] if read.keys() == {"value"} else value.strip()}
     for parent in reversed(parents):
         branch = {parent: branch}
@@ -147,6 +145,8 @@ def override(tree: dict[str, Any], text: str) -> None:
         log.warning("--set %s: the key%s is deprecated. Write %s.", text, "" if old == key else f" {old}", new)
     for depth in range(1, len(parents) + 1):
         ((parent, branch),) = branch.items()
+        if isinstance(name := tree.get(parent), str) and (inner := stands_for(parents[:depth])):
+            tree[parent] = {inner: name}
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise InvalidExperiment("--set", text, f"{'.'.join(parents[:depth])} is not a table", "Check the key.")

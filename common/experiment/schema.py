@@ -30,7 +30,7 @@ from common.experiment.own import is_own
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
 from common.experiment.rules import RuleSettings
 from common.experiment.score import ACCURACY, NUMBERS, Score
-from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal
+from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal, with_tables
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_alone, check_tiers, layers_of
 from common.experiment.topology import CLOUD, Topology, check_topology
 from common.experiment.traces import check_trace
@@ -103,7 +103,7 @@ class Experiment(SettingsTable):
     @model_validator(mode="before")
     @classmethod
     def _with_profiles(cls, tree: Any) -> Any:
-        return score.resolve(hardware.resolve(links.resolve(tree))) if isinstance(tree, dict) else tree
+        return score.resolve(hardware.resolve(links.resolve(with_tables(tree)))) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -112,7 +112,7 @@ class Experiment(SettingsTable):
         else:
             check_topology(self.topology)
         if self.rounds * self.device_rounds > ROUNDS_MOST:
-            problem = f"{self.rounds * self.device_rounds} local rounds of each device"
+            problem = "too many local rounds of each device"
             raise InvalidExperiment("rounds", self.rounds, problem, f"Use at most {ROUNDS_MOST:,} in all.")
         self._check_form()
         check_data(self.data, self.model)

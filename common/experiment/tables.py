@@ -5,21 +5,27 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from common.errors import InvalidExperiment
+from common.host.files import read_text
 
 LISTED_MOST: Final = 20
+DEPTH_MOST: Final = 100  # of tables in each other, in a file
 NAMED_MOST: Final = 3  # names elsewhere
 SIMILAR: Final = 0.6  # of difflib, from which a name may be a mistyped one
 ALIKE: Final = 0.8  # from which it surely is
 
 FORMS: Final[dict[str, str]] = {}  # of texts: by pattern, what to write
+# Tables of an experiment for which their `name` stands: `objective = "fedprox"`.
+NAMED: Final = ("score", "model", "aggregation", "selection", "objective", "schedule", "epoch_control")
 
 
 def form(pattern: str, instead: str) -> Any:
@@ -64,6 +70,27 @@ class Selected:
         if not isinstance(tree, Mapping):
             raise PydanticKnownError("dict_type")
         return {"name": next(iter(self.tables)), **tree}
+
+
+def with_tables(tree: Any, path: Sequence[str] = ()) -> Any:
+    """Return an experiment's tree, or the part at a path, in which each name that stands for a table is that table."""
+    if isinstance(tree, Mapping):
+        return {key: with_tables(value, (*path, key)) for key, value in tree.items()}
+    if isinstance(tree, list) and path == ("tiers",):
+        return [with_tables(each, (*path, str(place))) for place, each in enumerate(tree)]
+    return {"name": tree} if isinstance(tree, str) and path and stands_for(path) == "name" else tree
+
+
+def stands_for(path: Sequence[str]) -> str | None:
+    """Return the key of the table at a path of keys whose value a text there is, None if no text stands for it."""
+    match path:
+        case [key] | ["training" | "cloud" | "institution", key] | ["tiers", _, key] if key in NAMED:
+            return "name"
+        case (
+            ["links", "wan" | "lan"] | ["hardware", "default"] | ["links" | "hardware", "of", _] | ["tiers", _, "link"]
+        ):
+            return "profile"
+    return None
 
 
 OWN: Final = "own"  # stands for the names of own code
@@ -117,6 +144,36 @@ def named(key: str, given: Any, profiles: Mapping[str, Any]) -> Any:
         raise InvalidExperiment(key, name, "no profile has this name", remedy)
     base = profiles[name] if isinstance(profiles[name], Mapping) else {}
     return {**base, **{part: value for part, value in given.items() if value is not None}}
+
+
+def read_toml(key: str, path: Path, *, remedy: str) -> dict[str, Any]:
+    """Return the tree of a TOML file. `remedy`: if there is no such file. Raises InvalidExperiment."""
+    try:
+        tree = tomllib.loads(read_text(path))
+        if not _is_deep(tree):
+            return tree
+        problem = "nested too deeply"
+    except OSError as error:
+        raise InvalidExperiment(key, str(path), error.strerror or str(error), remedy) from None
+    except tomllib.TOMLDecodeError as error:
+        problem = str(error)
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        problem = f"byte 0x{error.object[error.start]:02x} in line {line} is not {error.encoding}"
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+    raise InvalidExperiment(key, str(path), f"not TOML: {problem}", "Fix that line.")
+
+
+def _is_deep(tree: dict[str, Any]) -> bool:
+    """Return whether tables and lists are nested deeper than functions that call themselves can follow."""
+    level: list[Any] = [tree]
+    for _ in range(DEPTH_MOST):
+        inner = [each for found in level for each in (found.values() if isinstance(found, dict) else found)]
+        level = [each for each in inner if isinstance(each, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def write(tree: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, LeftOut
 from common.experiment.aggregation import Aggregation, FedAvg, FedBuff, NormBound
 from common.experiment.codecs import Codecs
 from common.experiment.links import LinkSettings
@@ -174,13 +174,17 @@ def check_tiers(tiers: Sequence[Tier]) -> None:
 
 
 def check_parent(tree: Tree, node: str, parent: str, *, role: str, among: Sequence[str]) -> None:
-    """Check the parent that a node was started with; `among`: the nodes of its role. Raises InvalidExperiment."""
+    """Check the parent that a node was started with; `among`: the nodes of its role.
+
+    Raises InvalidExperiment, LeftOut if the node has no parent there.
+    """
     home = tree.parent(node) if node in among else None
     if home != parent:
         problem = f"it belongs to {home}" if home else f"no {role} of this experiment"
         there = [name for name in tree.children.get(parent, ()) if name in among]
         remedy = f"{parent} has {', '.join(there or [f'no {role}'])}."
-        raise InvalidExperiment("--parent", parent, f"{node} is not there: {problem}", remedy)
+        refused = InvalidExperiment if home else LeftOut
+        raise refused("--parent", parent, f"{node} is not there: {problem}", remedy)
 
 
 def layers_of(tiers: Sequence[Tier]) -> list[dict[str, list[str]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import stat
@@ -13,10 +14,12 @@ from typing import BinaryIO, Final
 from common.errors import StorageFailed
 
 PARTIAL: Final = ".partial"
+_MARKS: Final = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 _READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+_OTHER_KIND: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 
 def private_folder(path: Path) -> None:
@@ -53,6 +56,15 @@ def write_private(path: Path, content: bytes) -> None:
     os.replace(partial, path)
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file of the user's: UTF-8, or as its byte order mark has it, which editors on Windows write.
+
+    Raises OSError, UnicodeDecodeError.
+    """
+    content = path.read_bytes()
+    return content.decode(next((codec for mark, codec in _MARKS.items() if content.startswith(mark)), "utf-8"))
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raise an OSError of the `with` block as StorageFailed, with the path and a remedy."""
@@ -60,6 +72,15 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise failure(error, path) from error
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before the work that fills it. Raises StorageFailed."""
+    there = path.exists()
+    with writing(path):
+        path.open("ab").close()
+        if not there:
+            path.unlink()
 
 
 def is_of_disk(error: OSError) -> bool:
@@ -76,6 +97,8 @@ def failure(error: OSError, path: Path) -> StorageFailed:
         remedy = "Make that folder writable."
     elif error.errno in _DESCRIPTORS:
         remedy = "Let this process have more open files and connections: ulimit -n, or LimitNOFILE of its service."
+    elif error.errno in _OTHER_KIND:
+        remedy = "Name another place, in a folder that exists."
     return StorageFailed("file", str(path), error.strerror or str(error), remedy)
 
 

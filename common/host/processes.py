@@ -92,14 +92,20 @@ def stop_all(processes: Collection[subprocess.Popen[bytes]], *, grace_s: float =
             process.stdout.close()
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that interrupt a command: SIGHUP, of a closed terminal, unless nohup has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Make SIGINT and SIGTERM raise KeyboardInterrupt immediately in the main thread."""
+    """Make the ending signals raise KeyboardInterrupt immediately in the main thread."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, interrupt) for number in ending_signals()}
     try:
         yield
     finally:

@@ -6,15 +6,15 @@ concurrent trainings would share: dropout has its own generator (`nets/layers.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import InvalidExperiment
 from common.experiment import own
+from common.experiment.data import check_accepted
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.learning.head import project
@@ -28,46 +28,31 @@ from common.randomness import Purpose, torch_seed
 Draw = Callable[[nn.Module, torch.Generator], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """The constructor of a model and the images it accepts: numbers of channels (None = any) and side lengths."""
+class _Architecture(NamedTuple):
+    """The constructor of a model, and how its initial weights are drawn."""
 
     construct: Callable[[Inputs], nn.Module]
-    channels: tuple[int, ...] | None
-    sides: Container[int]
     draw: Draw = draw_default
-    text: bool = False
 
-    def takes(self, inputs: Inputs) -> bool:
-        """Return whether the model accepts these inputs."""
-        if self.text or inputs.tokens:
-            return self.text and inputs.tokens > 0
-        if not inputs.are_images:
-            return False
-        channels, *sides = inputs.shape
-        return (self.channels is None or channels in self.channels) and all(side in self.sides for side in sides)
-
-
-_FROM_16, _FROM_32 = range(16, 4096), range(32, 4096)
 
 _KINDS = MappingProxyType(
     {
-        "mlp_digits": _Architecture(small.mlp_digits, (1,), (8,)),
-        "cnn_digits": _Architecture(small.cnn_digits, (1,), (8,)),
-        "lenet5": _Architecture(small.lenet5, (1,), (28,)),
-        "lenet_cifar": _Architecture(small.lenet_cifar, (3,), (32,)),
-        "cnn_femnist": _Architecture(small.cnn_femnist, (1,), (28,)),
-        "cnn_fedavg": _Architecture(small.cnn_fedavg, None, _FROM_16),
-        "cnn_fedavg_padded": _Architecture(small.cnn_fedavg_padded, None, _FROM_16),
-        "resnet20": _Architecture(resnet.resnet20, None, _FROM_16),
-        "resnet20_b": _Architecture(resnet.resnet20_b, None, _FROM_16),
-        "resnet20_preact": _Architecture(resnet.resnet20_preact, None, _FROM_16, resnet.draw_preact),
-        "resnet18_cifar": _Architecture(resnet.resnet18_cifar, None, _FROM_16),
-        "vgg16_bn": _Architecture(vgg.vgg16_bn, None, (32,)),
-        "vgg16": _Architecture(vgg.vgg16, None, _FROM_32, vgg.draw_vgg16),
-        "vgg_femnist": _Architecture(vgg.vgg_femnist, (1,), _FROM_16),
-        "char_lstm": _Architecture(lstm.char_lstm, None, (), text=True),
-        "sent_lstm": _Architecture(lstm.sent_lstm, None, (), text=True),
+        "mlp_digits": _Architecture(small.mlp_digits),
+        "cnn_digits": _Architecture(small.cnn_digits),
+        "lenet5": _Architecture(small.lenet5),
+        "lenet_cifar": _Architecture(small.lenet_cifar),
+        "cnn_femnist": _Architecture(small.cnn_femnist),
+        "cnn_fedavg": _Architecture(small.cnn_fedavg),
+        "cnn_fedavg_padded": _Architecture(small.cnn_fedavg_padded),
+        "resnet20": _Architecture(resnet.resnet20),
+        "resnet20_b": _Architecture(resnet.resnet20_b),
+        "resnet20_preact": _Architecture(resnet.resnet20_preact, resnet.draw_preact),
+        "resnet18_cifar": _Architecture(resnet.resnet18_cifar),
+        "vgg16_bn": _Architecture(vgg.vgg16_bn),
+        "vgg16": _Architecture(vgg.vgg16, vgg.draw_vgg16),
+        "vgg_femnist": _Architecture(vgg.vgg_femnist),
+        "char_lstm": _Architecture(lstm.char_lstm),
+        "sent_lstm": _Architecture(lstm.sent_lstm),
     }
 )
 
@@ -97,7 +82,8 @@ def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Mo
         module = build_own(name, own_seed, inputs=inputs)
         layout_of(module, name=name)
         return module
-    kind = _fitting(name, inputs)
+    check_accepted(name, inputs.shape, text=inputs.tokens > 0, what=str(inputs))
+    kind = _KINDS[name]
     with torch.device("meta"):
         module = kind.construct(inputs)
         if projection:
@@ -161,19 +147,6 @@ def write_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
     state = _state(module)
     for name, view in layout.views(row).items():
         view[...] = state[name].detach().cpu().numpy()
-
-
-def _fitting(name: str, inputs: Inputs) -> _Architecture:
-    kind = _KINDS[name]
-    if not kind.takes(inputs):
-        fitting = [other for other, kind in _KINDS.items() if kind.takes(inputs)]
-        raise InvalidExperiment(
-            "model.name",
-            name,
-            f"does not accept {inputs} of the data set",
-            f"Use {' or '.join(fitting) or 'a model of your own, package.module:function'}, or another data.dataset.",
-        )
-    return kind
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

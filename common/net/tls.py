@@ -21,7 +21,9 @@ _REASONS: Final = {  # OpenSSL's names of the alerts and faults that users meet
     "SSLV3_ALERT_HANDSHAKE_FAILURE": f"the broker refuses the handshake. {_CERTIFICATE}",
     "TLSV1_ALERT_UNKNOWN_CA": f"the broker does not know the authority of our certificate. {_CERTIFICATE}",
     "SSLV3_ALERT_BAD_CERTIFICATE": f"the broker refuses our certificate. {_CERTIFICATE}",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has expired, or is not yet valid. Renew it, check the clock.",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": (
+        "our certificate has expired, or is not yet valid, by the clock of the broker's machine. Renew it, or set that."
+    ),
     "SSLV3_ALERT_CERTIFICATE_REVOKED": f"our certificate is revoked. {_CERTIFICATE}",
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": f"the broker refuses our certificate, which is no client's. {_CERTIFICATE}",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": f"the broker refuses our certificate. {_CERTIFICATE}",
@@ -163,7 +165,9 @@ class _ClosedOnFailure(ssl.SSLSocket):
 def reason_of(error: OSError) -> str:
     """Return what an error of a TLS connection means; its own text if it is another error."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the broker's certificate is refused: {error.verify_message.rstrip('.')}"
+        text = f"the broker's certificate is refused: {error.verify_message.rstrip('.')}"
+        early = " by this machine's clock. Set that, or the one of the machine that made the certificate."
+        return f"{text}{early}" if error.verify_code in _NOT_YET_VALID else text
     if isinstance(error, ssl.SSLError) and error.reason:
         return _REASONS.get(error.reason, f"TLS: {error.reason.lower().replace('_', ' ')}")
     return str(error)

@@ -20,6 +20,7 @@ from common.errors import (
     DuplicateName,
     FedstrataError,
     InvalidExperiment,
+    LeftOut,
     OtherRelease,
     WireError,
     as_known,
@@ -153,9 +154,12 @@ async def _play(
             known = as_known(error, name)
             if entry is None or isinstance(error, DuplicateName) or not usable() or known is None:
                 raise
-            log.error("%s leaves run %s: %.2000s", name, found.run, known)
-            for frame in known.frames if isinstance(known, InvalidExperiment) else ():
-                log.info("  %s", frame)
+            if isinstance(known, LeftOut):
+                activity.info("%s: run %s began without it: its experiment has no such node", name, found.run)
+            else:
+                log.error("%s leaves run %s: %s", name, found.run, known)
+                for frame in known.frames if isinstance(known, InvalidExperiment) else ():
+                    log.info("  %s", frame)
         else:
             activity.info("%s: run %s finished", name, found.run)
         if entry is not None:

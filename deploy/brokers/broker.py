@@ -20,7 +20,7 @@ from typing import Literal, Self
 
 from common.errors import ConnectionFailed
 from common.host.files import write_private
-from common.host.processes import free_port, spawn, stop
+from common.host.processes import free_port, interruptible, spawn, stop
 from common.net.address import host_port
 from deploy.brokers import nats
 from deploy.brokers.guard import OPEN, Guard
@@ -76,11 +76,11 @@ class BrokerProcess:
 
 
 def choose(kind: Literal["auto", "mosquitto", "embedded"] = "auto") -> Kind:
-    """Return the kind of broker to start; FEDSTRATA_BROKER takes precedence over `kind`.
+    """Return the kind of broker to start; FEDSTRATA_BROKER_KIND takes precedence over `kind`.
 
     Raises ConnectionFailed for an unknown name, and if the chosen kind is not installed.
     """
-    wanted = os.environ.get("FEDSTRATA_BROKER") or kind
+    wanted = os.environ.get("FEDSTRATA_BROKER_KIND") or kind
     match wanted:
         case "auto" if _mosquitto() is not None:
             return "mosquitto"
@@ -91,8 +91,10 @@ def choose(kind: Literal["auto", "mosquitto", "embedded"] = "auto") -> Kind:
         case "mosquitto" if _mosquitto() is not None:
             return "mosquitto"
         case "mosquitto":
-            raise ConnectionFailed("mosquitto is not installed: apt install mosquitto, or FEDSTRATA_BROKER=embedded")
-    raise ConnectionFailed(f"unknown broker {wanted!r}: use auto, mosquitto or embedded")
+            raise ConnectionFailed(
+                "mosquitto is not installed: apt install mosquitto, or FEDSTRATA_BROKER_KIND=embedded"
+            )
+    raise ConnectionFailed(f"FEDSTRATA_BROKER_KIND = {wanted!r}: use auto, mosquitto or embedded")
 
 
 def start(
@@ -129,13 +131,13 @@ def run_foreground(
     kind: Literal["auto", "mosquitto", "embedded"] = "auto",
     guard: Guard = OPEN,
 ) -> None:
-    """Run a broker until SIGINT or SIGTERM; print its kind and address on standard error.
+    """Run a broker until a signal ends it; print its kind and address on standard error.
 
     Call from the main thread. Raises ConnectionFailed if the broker cannot start or ends by itself.
     """
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with (
+            interruptible(),
             tempfile.TemporaryDirectory(prefix="fedstrata-broker-") as directory,
             start(directory=Path(directory), host=host, port=port, kind=kind, guard=guard) as broker,
         ):
@@ -147,8 +149,6 @@ def run_foreground(
             raise ConnectionFailed(f"{broker.kind} ended with code {code}:{_last_lines(broker.log)}")
     except KeyboardInterrupt:
         return
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _watch(broker: BrokerProcess, guard: Guard) -> int:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Install mosquitto if that needs no password; otherwise print that the embedded broker will be used. Never fails.
-[ "${FEDSTRATA_BROKER:-}" = embedded ] && exit 0
+[ "${FEDSTRATA_BROKER_KIND:-}" = embedded ] && exit 0
 PATH="$PATH:/usr/sbin:/usr/local/sbin"
 command -v mosquitto >/dev/null && exit 0
 

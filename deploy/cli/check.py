@@ -29,11 +29,10 @@ def check(
     from common.errors import InvalidExperiment
     from common.experiment.reading import override
     from common.host.examination import Finding
-    from common.host.processes import interruptible
     from deploy.local.own_checks import checks
 
     failed: InvalidExperiment | None = None
-    with reporting(), interruptible():
+    with reporting():
         given: dict[str, object] = {}
         for text in keywords or ():
             override(given, text)

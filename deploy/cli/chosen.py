@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,20 +54,27 @@ def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None)
     elif path is None:
         raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
     tree = read(path, overrides or ())
+    if "machines" in tree:
+        raise InvalidExperiment("experiment", str(path), "a lab's file", "Name an experiment, and this one by --lab.")
     if is_sweep(tree):
         raise InvalidExperiment("experiment", str(path), "a sweep of several runs", "Use `fedstrata sweep`.")
     return tree
 
 
 @contextmanager
-def kept_once_begun(folder: RunFolder) -> Iterator[None]:
-    """Remove a new run's folder if the `with` block fails before the first global round, and report that."""
+def kept_once_begun(folder: RunFolder, command: Sequence[str]) -> Iterator[None]:
+    """Remove a new run's folder if the `with` block fails before the first global round, else report how to resume it.
+
+    `command`: that resumes it, without its folder; empty if the process that has started this one reports it.
+    """
     try:
         with folder.removed_unless_begun():
             yield
     except BaseException:
         if not folder.path.exists():
             logs.write_line(f"no global round had begun: {folder.path} is removed")
+        elif command:
+            logs.write_line(f"\nresume with: {shlex.join([*command, '--resume', str(folder.path)])}")
         raise
 
 

@@ -17,11 +17,11 @@ from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
 from deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, spool_folder
-from deploy.console import logs
 from deploy.console.connecting import LabOrFile
 from deploy.console.login import OPERATOR, Login, with_login
 from deploy.console.options import Output
 from deploy.console.reporting import reporting
+from deploy.console.stages import stages
 from deploy.console.tabular import Column, Table
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def doctor(
     from deploy.kits.lab import reach
 
     with reporting():
-        reached = reach(lab, [broker] if broker else None, login)
+        reached = reach(lab, None if broker is None else [broker], login)
         brokers = {f"broker {address}": address for address in _brokers(reached, name, broker)}
         sections = {HOST: _host(name, accelerator, data, spool, reached)}
         sections |= {section: _broker(address, reached.name, name) for section, address in brokers.items()}
@@ -74,15 +74,18 @@ def doctor(
             sections[NODES] = _nodes(reached, name)
         missing: set[tuple[str, str]] = set()
         unreached: set[str] = set()
-        for section, examined in sections.items():
-            if section == NODES and unreached == brokers.keys():
-                continue  # each would be waited for
-            if found := list(examined):
-                logs.write_line(section)
-                _write(section, found, output)
-            lacks = {one.item for one in found if one.needed and not one.there}
-            missing |= {(section, item) for item in lacks}
-            unreached |= {section} if section in brokers and not lacks.isdisjoint(STEPS) else set()
+        every: dict[str, list[Finding]] = {}
+        with stages(len(sections)) as begin:
+            for section, examined in sections.items():
+                if section == NODES and unreached == brokers.keys():
+                    continue  # each would be waited for
+                begin(f"examines {section}")
+                every[section] = list(examined)
+                lacks = {one.item for one in every[section] if one.needed and not one.there}
+                missing |= {(section, item) for item in lacks}
+                unreached |= {section} if section in brokers and not lacks.isdisjoint(STEPS) else set()
+        for section, found in every.items():
+            _write(section, found, output)
     if missing:
         raise typer.Exit(3 if unreached else 1)
 
@@ -178,4 +181,5 @@ def _write(section: str, found: Sequence[Finding], output: str) -> None:
         [one.item, "needed" if one.needed else "useful", "ok" if one.there else "missing", one.note] for one in shown
     ]
     columns = [Column(name, text=True) for name in ("item", "", "found", "note")]
-    typer.echo(Table("doctor", section, columns, cells).aligned(), nl=False)
+    if cells:
+        typer.echo(f"{section}\n{Table('doctor', section, columns, cells).aligned()}")

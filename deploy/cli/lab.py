@@ -47,7 +47,7 @@ def status(
     from deploy.kits.lab import reach
 
     async def ask() -> None:
-        reached = reach(lab, [broker] if broker else None, login)
+        reached = reach(lab, None if broker is None else [broker], login)
         expected = reached.lab.parents if reached.lab is not None else {}
         brokers = reached.addresses(OPERATOR)
         found = await call_rolls(

@@ -139,6 +139,7 @@ def measure(
             from deploy.links.profile import link_of
 
             link = link_of(profile, up_mbit=up, down_mbit=down, delay_ms=delay)
+            logs.write_line(f"measures the way to {to} and back, {seconds} s each")
             compared = compare(measured_to(*_address("--to", to), seconds=seconds), link, tolerance)
             cells = [[one.name, one.measured, one.declared, one.difference] for one in compared]
             _write(Table("measured", to, MEASURED, cells), map(asdict, compared), output)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +36,7 @@ from deploy.cli.watch import watch
 from deploy.console import logs
 from deploy.console.connecting import LabOption
 from deploy.console.options import Output, Overrides, Runs
-from deploy.console.reporting import reporting
+from deploy.console.reporting import StandardOutput, reporting
 from deploy.console.shipped import OptionalExperimentFile
 from deploy.console.stages import stages
 from deploy.console.usage import Commands
@@ -51,6 +52,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 app.add_typer(data.app, name="data")
@@ -236,6 +238,10 @@ def broker(
 
 def main() -> None:
     """Run the command line."""
+    if (out := sys.stdout) is not None:  # it may be closed
+        sys.stdout = StandardOutput(
+            out.buffer, encoding=out.encoding, errors=out.errors, line_buffering=bool(out.line_buffering)
+        )
     app()
 
 
@@ -255,10 +261,6 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     if resume is None and chosen.hardware != HardwareSettings():
         logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
-    try:
-        with kept_once_begun(folder), show(chosen, json_lines=json_lines) as observe:
-            run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
-    except KeyboardInterrupt:
-        if folder.begun:
-            logs.write_line(f"\nresume with: fedstrata run --direct --resume {folder.path}")
-        raise
+    command = ["fedstrata", "run", "--direct", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
+    with kept_once_begun(folder, command), show(chosen, json_lines=json_lines) as observe:
+        run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)

@@ -78,20 +78,24 @@ def plan(
     Of a sweep's file: hours, bytes and memory of all its runs. Runs that differ only in the seed, in the number of
     global rounds or in how data are distributed are predicted once.
     """
-    from common.errors import InvalidExperiment
     from common.experiment.reading import load, read
-    from common.host.processes import interruptible
+    from common.host.files import check_writable, writing
     from deploy.sweeps.grid import is_sweep
 
-    with reporting(), interruptible():
+    with reporting():
         if rounds is not None and not simulate:
             raise typer.BadParameter("valid only with --simulate", param_hint="--rounds")
         if calibrated:
-            write_line(calibrate(calibration))
+            with stages(1) as begin:
+                begin("measures what messages cost, in labs that compute nothing")
+                costs = calibrate(calibration)
+            write_line(costs)
         if experiment is None:
             if calibrated:
                 return
             raise typer.BadParameter("name an experiment, or add --calibrate", param_hint="EXPERIMENT")
+        if out is not None:
+            check_writable(out)
         predicted = partial(
             predict, one_host=one_host or direct, interface_mbit=interface, simulate=simulate, rounds=rounds,
             calibration=calibration,
@@ -112,11 +116,9 @@ def plan(
                 found = predicted(load(experiment, overrides or ()), begin=begin)
             text = f"{json_text(found)}\n" if output == "json" else text_of(found)
         if out is not None:
-            try:
+            with writing(out):
                 out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json_text(found, indent=2) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name another file.") from None
         typer.echo(text, nl=False)
 
 
@@ -125,11 +127,17 @@ def _sweep(
 ) -> dict[str, Any]:
     """Return the plan of a sweep's runs."""
     from deploy.sweeps import planning
-    from deploy.sweeps.jobs import default_jobs
+    from deploy.sweeps.jobs import JOBS_STAGE, default_jobs
 
     def predicted(experiment: Experiment) -> dict[str, Any]:
         found = predict(experiment)
         return planning.without_network(experiment, found) if direct else found
 
-    count = jobs or (default_jobs(grid.experiments.values(), ("cpu",)) if direct else 1)
-    return planning.to_json(grid, planning.plan_of(grid, predicted), jobs=min(count, len(grid.experiments)))
+    groups, count = planning.groups_of(grid), jobs or 1
+    fits = direct and jobs is None
+    with stages(len(groups) + fits) as begin:
+        planned = planning.plan_of(groups, predicted, begin)
+        if fits:
+            begin(JOBS_STAGE)
+            count = default_jobs(grid.experiments.values(), ("cpu",))
+    return planning.to_json(grid, planned, jobs=min(count, len(grid.experiments)))

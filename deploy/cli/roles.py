@@ -46,7 +46,7 @@ BrokerOption = Annotated[
     str,
     typer.Option(
         help="The MQTT broker: host[:port], or several addresses of it, separated by commas.",
-        envvar="FEDSTRATA_BROKER_ADDRESS",
+        envvar="FEDSTRATA_BROKER",
     ),
 ]
 LabBrokerOption = Annotated[
@@ -57,7 +57,7 @@ LabBrokerOption = Annotated[
             "The MQTT broker: host[:port], or several addresses of it, separated by commas.  "
             "[default: that of the lab's file, else localhost]"
         ),
-        envvar="FEDSTRATA_BROKER_ADDRESS",
+        envvar="FEDSTRATA_BROKER",
         show_default=False,
     ),
 ]
@@ -123,6 +123,10 @@ def cloud(
             return
         tree = tree_of(experiment, overrides, resume)
 
+    given = {"--broker": (broker, None), "--lab": (lab, DEFAULT_LAB), "--metrics": (metrics, METRICS)}
+    own = [word for option, (value, usual) in given.items() if value not in (None, usual) for word in (option, value)]
+    again = ["fedstrata", "cloud", *own, *login.options(), *(["--insecure"] if insecure else [])]
+
     def checked() -> Experiment:
         found = parse(tree)
         check_cloud(found, None if resume else runs)
@@ -134,7 +138,7 @@ def cloud(
         def waiting(by: str) -> None:
             logs.write_line(f"lab {reached.name} is used by {by}: waiting for its end")
 
-        reached = reach(lab, [broker] if broker else None, login)
+        reached = reach(lab, None if broker is None else [broker], login)
         where, *_ = reached.addresses(CLOUD)
         warn_of_end(where)
         of_the_lab = tree.get("topology") == LAB
@@ -158,7 +162,7 @@ def cloud(
         )
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         shown = show(folder.experiment, json_lines=output == "json", broker=str(where))
-        with kept_once_begun(folder), shown as observe:
+        with kept_once_begun(folder, [] if sole else again), shown as observe:
             agent = CloudAgent(
                 folder,
                 broker=where,
@@ -259,7 +263,7 @@ def device(
                 "The MQTT broker: host[:port], or several addresses of it, separated by commas. One broker for all "
                 "names, or one per name.  [default: localhost]"
             ),
-            envvar="FEDSTRATA_BROKER_ADDRESS",
+            envvar="FEDSTRATA_BROKER",
         ),
     ] = None,
     lab: LabOption = DEFAULT_LAB,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 import typer
 
 from common.errors import InvalidExperiment
+from common.host.files import read_text
 from deploy.console import logs
 from deploy.console.login import METRICS_NAME, Login
 
@@ -92,7 +93,7 @@ def _guard(address: str, own: Login, *, insecure: bool) -> MetricsGuard | None:
     login = ""
     if path := os.environ.get(LOGIN_FILE):
         try:
-            login = Path(path).read_text(encoding="utf-8").strip()
+            login = read_text(Path(path)).strip()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidExperiment(LOGIN_FILE, path, str(error), "Name a file with name:password.") from None
     if context is not None and (login or own.tls_ca):

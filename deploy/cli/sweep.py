@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from common.host.files import writing
+from common.errors import InvalidExperiment
+from common.experiment.topology import CLOUD
+from common.host.files import check_writable, writing
+from common.host.processes import ending_signals
+from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
 from deploy.console import logs
 from deploy.console.connecting import ConnectTimeout
@@ -20,6 +23,7 @@ from deploy.console.login import Login, with_login
 from deploy.console.options import Overrides, Runs
 from deploy.console.reporting import reporting, require
 from deploy.console.shipped import SweepArgument
+from deploy.console.stages import stages
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
@@ -93,6 +97,7 @@ def sweep(
     the folder NAME below --runs. Repeated, the command goes on: finished runs are skipped, an interrupted one is
     resumed, a failed one is tried again. Exit code 1: a run failed.
     """
+    from deploy.kits.lab import reach
     from deploy.sweeps.folder import SweepFolder
     from deploy.sweeps.grid import load
 
@@ -113,13 +118,21 @@ def sweep(
             _print(grid, folder.finished(grid), output, html)
             return
         require("torch")
+        if html is not None:
+            check_writable(html)
+        if staying:
+            reach(lab or DEFAULT_LAB, None if broker is None else [broker], login).addresses(CLOUD)
         command = _cloud(broker, lab, connect_timeout, login) if staying else ["run", "--metrics", "127.0.0.1:0"]
         with folder.held():
             folder.name_cells(grid)
             failed = _run(grid, folder, command=None if direct else command, jobs=jobs, accelerator=accelerator)
         _print(grid, folder.finished(grid), output, html)
+    alike: dict[str, list[str]] = {}
     for label, reason in failed.items():
-        logs.write_line(f"failed: {label}: {reason}", level=logging.ERROR)
+        alike.setdefault(reason, []).append(label)
+    for reason, (label, *others) in alike.items():
+        more = f" and {len(others)} more" if others else ""
+        logs.write_line(f"failed: {label}{more}: {reason}", level=logging.ERROR)
     if failed:
         raise typer.Exit(1)
 
@@ -128,7 +141,7 @@ def _run(
     grid: Grid, folder: SweepFolder, *, command: Sequence[str] | None, jobs: int | None, accelerator: str | None
 ) -> Mapping[str, str]:
     """Run what a sweep lacks, without a network or by a command; return the reasons of failures by label."""
-    from deploy.sweeps.jobs import accelerators_of, default_jobs
+    from deploy.sweeps.jobs import JOBS_STAGE, accelerators_of, default_jobs
     from deploy.sweeps.progress import SweepProgress
     from deploy.sweeps.slots import CommandSlot, DirectSlot
 
@@ -137,12 +150,17 @@ def _run(
     logs.write_line(f"{len(finished)} of {len(grid.experiments)} runs are finished, in {folder.path}")
     if not missing:
         return {}
+    missing, lacking = _with_data(missing)
     with tempfile.TemporaryDirectory(prefix="fedstrata-sweep-") as home:
         slots: list[Slot]
         if command is None:
             _warn(grid)
             there = accelerators_of(accelerator or "cpu")
-            count = min(jobs or default_jobs([job.experiment for job in missing], there), len(missing))
+            if jobs is None:
+                with stages(1) as begin:
+                    begin(JOBS_STAGE)
+                    jobs = default_jobs([job.experiment for job in missing], there)
+            count = min(jobs, len(missing))
             slots = [DirectSlot(folder.path, there[i % len(there)]) for i in range(count)]
         else:
             count = min(jobs or 1, len(missing))
@@ -154,16 +172,42 @@ def _run(
         except asyncio.CancelledError:
             logs.write_line("\nrepeat the command to go on")
             raise
-    return progress.failed
+    return progress.failed | lacking
+
+
+def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[str, str]]:
+    """Return the runs whose data are on this host, and why the others, by label, are left out, which is reported once.
+
+    Raises InvalidExperiment if none remains.
+    """
+    from common.learning.readers.files import check_files
+
+    there: list[MissingRun] = []
+    lacking: dict[str, list[MissingRun]] = {}
+    for job in missing:
+        try:
+            check_files(job.experiment.data)
+            there.append(job)
+        except InvalidExperiment as error:
+            lacking.setdefault(str(error), []).append(job)
+            if len(lacking) == 1 and len(lacking[str(error)]) == len(missing):
+                raise
+    for reason, jobs in lacking.items():
+        logs.write_line(f"left out: {len(jobs)} runs: {reason}", level=logging.WARNING)
+    if not there:
+        names = " ".join(sorted({job.experiment.data.dataset for job in missing}))
+        remedy = f"`fedstrata data check {names}` lists the files."
+        raise InvalidExperiment("data.dataset", names, "none of them is on this host", remedy)
+    return there, {job.label: reason for reason, jobs in lacking.items() for job in jobs}
 
 
 async def _run_slots(missing: Sequence[MissingRun], slots: Sequence[Slot], progress: SweepProgress) -> None:
-    """Run the jobs. SIGINT and SIGTERM end them."""
+    """Run the jobs. The ending signals end them."""
     from deploy.sweeps.running import run_jobs
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, task.cancel)
     await run_jobs(missing, slots, progress)
 
@@ -182,17 +226,8 @@ def _warn(grid: Grid) -> None:
 def _cloud(broker: str | None, lab: str | None, connect_timeout_s: float, login: Login) -> list[str]:
     """Return the command of a run in a lab of staying nodes; it waits while another run has the lab."""
     words = ["cloud", "--queue", "--connect-timeout", f"{connect_timeout_s:g}"]
-    given = {
-        "--lab": lab,
-        "--broker": broker,
-        "--username": login.username,
-        "--password-file": login.password_file,
-        "--tls-ca": login.tls_ca,
-        "--tls-cert": login.tls_cert,
-        "--tls-key": login.tls_key,
-    }
-    words += [word for option, value in given.items() if value is not None for word in (option, value)]
-    return [*words, "--tls"] if login.tls else words
+    given = {"--lab": lab, "--broker": broker}
+    return [*words, *(word for option, value in given.items() if value for word in (option, value)), *login.options()]
 
 
 def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:

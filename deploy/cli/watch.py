@@ -23,7 +23,7 @@ def watch(
                 "The MQTT broker: host[:port], or several addresses of it, separated by commas. Repeat it for each "
                 "institution's own broker.  [default: those of the lab's file, else localhost]"
             ),
-            envvar="FEDSTRATA_BROKER_ADDRESS",
+            envvar="FEDSTRATA_BROKER",
         ),
     ] = None,
     lab: LabOrFile = DEFAULT_LAB,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 
 from common.errors import as_known
 from common.experiment.topology import CLOUD
+from common.host.processes import ending_signals
 from common.protocol.topics import check_lab, check_node
 from deploy.console import logs
 from deploy.console.reporting import reporting
@@ -85,12 +85,12 @@ async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
 
 
 def run_connected(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a command's coroutine to its end. SIGINT and SIGTERM cancel it; a FedstrataError sets the exit code."""
+    """Run a command's coroutine to its end. The ending signals cancel it; a FedstrataError sets the exit code."""
 
     async def interruptible() -> None:
         task = asyncio.current_task()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             if task is not None:
                 loop.add_signal_handler(number, task.cancel)
         async with watched():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hin
 import typer
 
 from common.errors import InvalidExperiment
+from common.host.files import read_text
 from deploy.console import logs
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Login:
 
     def tls_of(self, node: str) -> Tls | None:
         """Return the TLS files of a node, after reading them once; None without TLS. Raises InvalidExperiment."""
-        if not (self.tls or self.tls_ca or self.tls_cert or self.tls_crl):
+        if not (self.tls or self.tls_ca or self.tls_cert or self.tls_key or self.tls_crl):
             return None
         from common.net.tls import Tls
 
@@ -115,12 +116,24 @@ class Login:
         found.client_context()
         return found
 
+    def options(self) -> list[str]:
+        """Return the command-line options of this login; its password is not among them."""
+        words: list[str] = []
+        for each in fields(self):
+            option, value = f"--{each.name.replace('_', '-')}", getattr(self, each.name)
+            if value:
+                words += [option] if value is True else [option, str(value)]
+        return words
+
     def _password(self, node: str) -> str | None:
         if self.password_file is None:
             return os.environ.get("FEDSTRATA_PASSWORD") or None
+        if self.username is None:
+            problem, remedy = "a password without its login", "Give --username, too."
+            raise InvalidExperiment("--password-file", self.password_file, problem, remedy)
         path = Path(self.password_file.replace(NODE, node))
         try:
-            return path.read_text(encoding="utf-8").strip()
+            return read_text(path).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise InvalidExperiment("--password-file", str(path), reason, "Name a readable file.") from None
@@ -132,7 +145,11 @@ def warn_of_end(broker: BrokerAddress) -> None:
 
     ends_at = broker.tls.ends_at() if broker.tls is not None else None
     if broker.tls is not None and ends_at is not None and ends_at < time.time() + SOON_S:
-        left = f"ends in {(ends_at - time.time()) / 86_400:.0f} days" if ends_at else "has ended, or has not begun"
+        left = (
+            f"ends in {(ends_at - time.time()) / 86_400:.0f} days"
+            if ends_at
+            else "has ended, or has not begun by this machine's clock"
+        )
         line = (
             f"certificate {broker.tls.certificate} {left}. Renew it: `fedstrata provision`, then install the kits again"
         )

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from itertools import takewhile
@@ -113,14 +113,17 @@ def shows_activity() -> bool:
 def write_line(text: str, *, level: int = logging.INFO) -> None:
     """Write a line to standard error, regardless of the log level. `level` is recorded in JSON lines only.
 
-    A line break at the beginning ends the `^C` of a terminal.
+    A line break at the beginning ends the `^C` of a terminal. A terminal that is closed, or a log on a full disk, ends
+    nothing.
     """
     line = text.lstrip("\n")
     if as_json():
         shown = JsonLines().format(logging.LogRecord("fedstrata", level, "", 0, line, None, None))
     else:
         shown = text[: len(text) - len(line)] + escaped(line)
-    print(shown, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        if sys.stderr is not None:
+            print(shown, file=sys.stderr, flush=True)
 
 
 def frame_lines(frames: Iterable[str]) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,6 +17,7 @@ import typer
 
 from common.errors import FedstrataError, InvalidExperiment
 from common.host.files import failure, is_of_disk
+from common.host.processes import interruptible
 from deploy.console.logs import ERROR, frame_lines, write_line
 
 INTERRUPTED = 130
@@ -53,14 +57,39 @@ def report(error: FedstrataError, *, node: str = "") -> None:
         write_line(line)
 
 
+class StandardOutput(io.TextIOWrapper):
+    """Standard output; raises StorageFailed if it is a file that cannot be written, for instance on a full disk."""
+
+    def write(self, text: str, /) -> int:
+        """Write a text."""
+        with self._guarded():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with self._guarded():
+            super().flush()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # nobody reads any more, which ends a command as usual
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python writes the rest when it ends
+            raise failure(error, Path("standard output")) from None
+
+
 @contextmanager
 def reporting() -> Iterator[None]:
     """End the command with one line and the exit code on a FedstrataError, a missing extra and a full disk.
 
-    An interruption has exit code 130.
+    An interruption, by any of the ending signals, has exit code 130.
     """
     try:
-        yield
+        with interruptible():
+            yield
     except FedstrataError as error:
         report(error)
         raise typer.Exit(error.exit_code) from None

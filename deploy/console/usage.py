@@ -6,14 +6,18 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Final
 
 import typer
 from typer.core import TyperGroup
 
+from common.errors import MESSAGE_MOST, bounded
 from deploy.console.logs import write_line
+from deploy.console.reporting import reporting
 
 USAGE: Final = 2
+OF_ALL: Final = ("--log-level", "--log-format")  # options of all commands
 _USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]  # typer bundles its own click
 _NO_COMMAND: Final = re.compile(r"No such command '(.*?)'")
 _CHOICES: Final = re.compile(r"'([^']*)' is not one of (.*?)\.?$")
@@ -23,15 +27,29 @@ _REMEDIES: Final[Mapping[str, str]] = {"--target": "Write a fraction: 0.9 for 90
 class Commands(TyperGroup):
     """The commands. Each kind of wrong usage, of whichever command, ends with one line."""
 
-    def make_context(self, *arguments: Any, **keywords: Any) -> Any:
-        """Parse the options before the command."""
-        with _explained():
-            return super().make_context(*arguments, **keywords)
+    def make_context(self, info_name: str | None, args: list[str], *arguments: Any, **keywords: Any) -> Any:
+        """Parse the options of all commands, which may also be behind the command."""
+        with _explained(), reporting():
+            return super().make_context(info_name, _those_of_all_first(args), *arguments, **keywords)
 
     def invoke(self, ctx: Any) -> Any:
         """Parse the command and its options, and run it."""
-        with _explained():
+        with _explained(), reporting():
             return super().invoke(ctx)
+
+
+def _those_of_all_first(arguments: list[str]) -> list[str]:
+    first, others, left = [], [], iter(arguments)
+    for word in left:
+        name, has_value, _ = word.partition("=")
+        if name in OF_ALL:
+            value = [] if has_value else [*islice(left, 1)]
+            if not (has_value or value):
+                raise typer.BadParameter("requires an argument", param_hint=name)
+            first += [word, *value]
+        else:
+            others += [word, *left] if word == "--" else [word]
+    return [*first, *others]
 
 
 @contextmanager
@@ -41,7 +59,7 @@ def _explained() -> Iterator[None]:
     except _USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help, for a command that has only sub-commands
             raise
-        write_line(f"fedstrata: {explain(error)}", level=logging.ERROR)
+        write_line(f"fedstrata: {bounded(explain(error), MESSAGE_MOST)}", level=logging.ERROR)
         raise typer.Exit(USAGE) from None
 
 
@@ -67,8 +85,14 @@ def explain(error: Any) -> str:
 
 def _unknown(given: str, known: Any, problem: str, *, what: str) -> str:
     from common.experiment.tables import proposal
+    from deploy.console.shipped import shipped
 
-    return f"{given!r}: {problem}. {proposal(given, list(known), what=what)}"
+    remedy = proposal(given, list(known), what=what)
+    if "run" in known and (given in shipped() or given.endswith(".toml")):
+        remedy = f"Did you mean 'run {given}'?"
+    elif given == "version":
+        remedy = "Did you mean '--version'?"
+    return f"{given!r}: {problem}. {remedy}"
 
 
 def _no_option(given: str, options: list[str], problem: str) -> str:

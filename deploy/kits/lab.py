@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,17 @@ from pydantic import AliasChoices, Field, ValidationError
 from common.errors import InvalidExperiment
 from common.experiment.links import LinkSettings, shipped
 from common.experiment.messages import explain
-from common.experiment.tables import AcceleratorName, Count, Name, Positive, SettingsTable, form, named, proposal
+from common.experiment.tables import (
+    AcceleratorName,
+    Count,
+    Name,
+    Positive,
+    SettingsTable,
+    form,
+    named,
+    proposal,
+    read_toml,
+)
 from common.experiment.topology import CLOUD, RESERVED
 from common.net import address, tls
 from common.net.address import BrokerAddress, host_port, parse_hosts
@@ -240,13 +249,7 @@ def _kept_login(folder: Path, lab: Lab) -> Login:
 
 def load(path: Path) -> Lab:
     """Return the lab of a TOML file. Raises InvalidExperiment."""
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidExperiment("lab", str(path), error.strerror or str(error), "Name a lab's TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidExperiment("lab", str(path), f"not TOML: {error}", "Fix that line.") from None
-    return parse(tree)
+    return parse(read_toml("lab", path, remedy="Name a lab's TOML file."))
 
 
 def parse(tree: dict[str, Any]) -> Lab:

@@ -20,7 +20,8 @@ def addresses_of(host: str) -> list[IpAddress]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise InvalidExperiment("--to", host, f"no address is known ({error})", "Name a host or an address.") from None
+        problem = f"no address is known: {getattr(error, 'strerror', None) or error}"
+        raise InvalidExperiment("--to", host, problem, "Name a host or an address.") from None
     return [ip_address(text) for text in dict.fromkeys(str(place[0]).partition("%")[0] for *_, place in found)]
 
 

@@ -12,6 +12,7 @@ from typing import Final
 
 from common.errors import InvalidExperiment, StorageFailed
 from common.experiment import own
+from common.experiment.data import check_fits
 from common.experiment.own import OwnSettings, is_own
 from common.experiment.rules import RuleSettings
 from common.experiment.schema import Experiment
@@ -78,6 +79,7 @@ def check_cloud(experiment: Experiment, runs: Path | None) -> None:
     _check_tier(key, tier)
     _check_learned(experiment)
     _check_data(experiment, [CLOUD])
+    check_fits(experiment.data, experiment.model, devices=len(experiment.tree.devices))
 
 
 def check_code(experiment: Experiment) -> None:

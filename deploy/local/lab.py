@@ -91,7 +91,7 @@ class LocalLab:
                 with self._network(self._experiment, home) as network:
                     try:
                         return self._run_roles(home, network)
-                    except KeyboardInterrupt:
+                    except BaseException:
                         self._print_resume_command(network)
                         raise
             finally:
@@ -113,9 +113,9 @@ class LocalLab:
             self._show_unexpected(home)
             code = self._roles[role].wait()
             if code < 0:
-                self._print_resume_command(network)
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
+                self._print_resume_command(network)
                 self._print_error(home, role)
             else:
                 self._wait_for_roles()

@@ -49,7 +49,7 @@ def read(path: Path | None) -> FittedCosts | None:
             return None
         problem = "no such file"
     except (OSError, ValueError, TypeError) as error:
-        problem = str(error)
+        problem = getattr(error, "strerror", None) or f"no calibration: {error}"
     raise InvalidExperiment("--calibration", str(file), problem, "Measure with `fedstrata plan --calibrate`.")
 
 

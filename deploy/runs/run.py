@@ -76,7 +76,7 @@ class Run:
         try:
             tree = tomllib.loads((self.path / "experiment.toml").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise self._damaged("experiment.toml", str(error)) from None
+            raise self._damaged("experiment.toml", getattr(error, "strerror", None) or f"not TOML: {error}") from None
         try:
             rename_keys(tree)
             return tree, parse(tree)
@@ -283,7 +283,7 @@ class Run:
         try:
             found = json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise self._damaged(name, getattr(error, "strerror", None) or str(error)) from None
+            raise self._damaged(name, getattr(error, "strerror", None) or f"not JSON: {error}") from None
         if not isinstance(found, dict):
             raise self._damaged(name, "not an object")
         return found

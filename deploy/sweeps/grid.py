@@ -16,7 +16,7 @@ from common.experiment.messages import explain
 from common.experiment.reading import override, parse, read, rename_keys
 from common.experiment.schema import Experiment
 from common.experiment.score import ACCURACY
-from common.experiment.tables import proposal
+from common.experiment.tables import proposal, with_tables
 from deploy.console.shipped import shipped
 from deploy.sweeps.figures import Figures, figures_of
 from deploy.sweeps.merging import merged
@@ -186,7 +186,7 @@ def _base(name: str, path: Path) -> dict[str, Any]:
     tree = read(file if file.exists() else known[name])
     if is_sweep(tree):
         raise InvalidExperiment("base", name, "a sweep", "Name an experiment.")
-    return {key: value for key, value in tree.items() if key not in ("name", "seed")}
+    return dict(with_tables({key: value for key, value in tree.items() if key not in ("name", "seed")}))
 
 
 def _seeds(file: SweepFile) -> list[int]:
@@ -198,8 +198,8 @@ def _seeds(file: SweepFile) -> list[int]:
 
 
 def _present(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree with the present names of its keys."""
-    found = merged({}, tree)
+    """Return a tree with the present names of its keys, and a table for each name that stands for one."""
+    found = merged({}, with_tables(tree))
     rename_keys(found)
     return found
 

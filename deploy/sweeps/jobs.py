@@ -14,6 +14,7 @@ from common.host.accelerators import choose
 from common.host.machine import available_bytes
 from device.pool.pool import cores
 
+JOBS_STAGE: Final = "finds how many runs at once fit into the memory of this machine"  # what `default_jobs` does
 MEMORY_SHARE: Final = 0.9  # of the memory that is available
 
 

@@ -46,15 +46,28 @@ class PlannedRuns:
         return max(self.rounds) * self.global_round_s
 
 
-def plan_of(grid: Grid, predict: Predict) -> list[PlannedRuns]:
-    """Return the runs of a sweep, grouped by costs; `predict` gives the content of prediction.json."""
+def groups_of(grid: Grid) -> list[list[tuple[str, Experiment]]]:
+    """Return the runs of a sweep with their labels, grouped by costs."""
     groups: dict[str, list[tuple[str, Experiment]]] = {}
     labels = grid.labels()
     for digest, experiment in grid.experiments.items():
         groups.setdefault(_cost(experiment), []).append((labels[digest], experiment))
+    return list(groups.values())
+
+
+def plan_of(
+    groups: Sequence[Sequence[tuple[str, Experiment]]],
+    predict: Predict,
+    begin: Callable[[str], object] = lambda stage: None,
+) -> list[PlannedRuns]:
+    """Return the plan of each group of runs. `predict` gives the content of prediction.json, of the first of a group.
+
+    `begin` is called with what begins, once for each group.
+    """
     planned = []
-    for runs in groups.values():
+    for runs in groups:
         label, first = runs[0]
+        begin(f"predicts {len(runs)} runs like {label}")
         found = predict(first)
         rounds = [experiment.rounds for _, experiment in runs]
         parts = (found[key] for key in ("global_round_s", "tiers", "memory", "assumed"))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console, Group
@@ -68,6 +71,8 @@ def show(
             yield view.observe
     if feed.finished:
         print(summary(feed.finished, label=experiment.score.label), flush=True)
+        if shows_activity():
+            write_line(f"report it with: fedstrata report {_name(Path(str(feed.run['folder'])))}")
 
 
 class LiveView:
@@ -129,6 +134,12 @@ class LiveView:
                 self._lab.connected(0, time.monotonic())
             else:
                 self._lab.disconnected(0, time.monotonic())
+
+
+def _name(folder: Path) -> str:
+    """Return what names a run to other commands: the last part of its id, or its folder if it is not in `runs`."""
+    usual = folder.parent == Path(os.environ.get("FEDSTRATA_RUNS") or "runs")
+    return folder.name.rpartition("-")[2] if usual else shlex.quote(str(folder))
 
 
 def summary(facts: Mapping[str, Any], *, label: str) -> str:

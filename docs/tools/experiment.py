@@ -31,6 +31,8 @@ fedstrata run my.toml --set training.epochs=2 --set 'data={ dataset = "digits" }
 fedstrata run my.toml --dry-run                                                       # print the effective experiment
 ```
 
+- A name stands for the table that it selects: `objective = "fedprox"` below `[training]`, or
+  `--set cloud.aggregation=fedcross`.
 - Omitted keys have the default. A key without a default may stay unset ("not set").
 - An unknown key, a wrong value and an impossible lab end the command with exit code 4 and one line: the key, the value,
   the problem and the remedy.

@@ -61,7 +61,11 @@ TYPERS: Final = ("help", "install_completion", "show_completion")  # typer's own
 
 def manual() -> str:
     """Return the page."""
-    lines = [INTRO, "## fedstrata\n\nOptions before the command's name:\n", *_options(typer.main.get_command(app))]
+    lines = [
+        INTRO,
+        "## fedstrata\n\nOptions of all commands, before or after the command's name:\n",
+        *_options(typer.main.get_command(app)),
+    ]
     for name, command in commands():
         lines += [f"## fedstrata {name}\n", f"{inspect.cleandoc(command.help)}\n", f"```sh\n{EXAMPLES[name]}\n```\n"]
         lines += _options(command)

@@ -26,7 +26,7 @@ from deploy.planning import footprint
 from deploy.planning.prediction import MachineSpeeds
 from deploy.planning.workload import lab, workload
 from deploy.sweeps.grid import Grid, load
-from deploy.sweeps.planning import computing_s, plan_of
+from deploy.sweeps.planning import computing_s, groups_of, plan_of
 
 STEPS: Final = 2  # the first warms up
 HEAD: Final = (
@@ -49,7 +49,7 @@ def sweeps() -> dict[str, Grid]:
 
 def costs(grid: Grid) -> tuple[float, float]:
     """Return the bytes of all runs of a sweep, and the seconds of one core for their SGD steps."""
-    planned = plan_of(grid, _predict)
+    planned = plan_of(groups_of(grid), _predict)
     nbytes = sum(sum(group.rounds) * sum(group.tiers.values()) for group in planned)
     return nbytes, sum(group.seconds for group in planned)
 
