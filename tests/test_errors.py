@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from common.errors import FedstrataError, InvalidExperiment, StorageFailed
+from common.errors import FedstrataError, InvalidExperiment, LeftOut, StorageFailed
 from common.host.subprocess_channel import ProcessEnded
 from common.protocol.messages import Announcement
 from common.runtime.absence import Away
@@ -28,6 +28,7 @@ INVALID: Final = ("key", {"a": [1, 2]}, "a problem", "A remedy.", ("mine.py:3, i
 # One of each that takes another argument than a text.
 MADE: Final[Mapping[str, Callable[[], BaseException]]] = {
     "InvalidExperiment": lambda: InvalidExperiment(*INVALID),
+    "LeftOut": lambda: LeftOut(*INVALID),
     "StorageFailed": lambda: StorageFailed("file", "/x", "a problem", "A remedy."),
     "ProcessEnded": lambda: ProcessEnded("the peer", -9),
     "CellFailed": lambda: CellFailed("a reason", 4, ["a frame"]),

@@ -320,7 +320,7 @@ def test_a_finished_run_is_reported_with_a_command_that_finds_it(
     folder: str, runs: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDSTRATA_RUNS", runs)
-    finished = {"score": 0.5, "global_round": 2, "elapsed_s": 1.0, "model": f"{folder}/model.safetensors"}
+    finished = {"score": 0.5, "loss": 1.0, "global_round": 2, "elapsed_s": 1.0, "model": f"{folder}/model.safetensors"}
     for form in ("", "{}\n"):
         with show(lab_of().experiment, json_lines=bool(form)) as observe:
             observe("run", RUN | {"folder": folder})
