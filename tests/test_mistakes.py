@@ -110,6 +110,7 @@ EXPERIMENT = [
     ),
     ("cloud demo --broker ''", "--broker = '': '' is not an address."),
     ("lab status --broker ''", "--broker = '': '' is not an address."),
+    ("sweep study/two --set seed=3", "--set = 'seed=3': the sweep has seeds. Use --seeds."),
     ("sweep study/two --broker localhost:x", "--broker = 'localhost:x': 'localhost:x' is not an address."),
     (
         "links apply lte --to nowhere.invalid",
@@ -189,7 +190,7 @@ CONTENTS: list[tuple[bytes, str, str]] = [  # of a file, the command that reads 
     (b"rounds = 3", "sweep", "not a sweep: it has no [axes]. Use `fedstrata run` for an experiment."),
     (b"title = 'T'\n[axes]\n'model.name' = ['lenet']", "sweep", "cell lenet: model.name = 'lenet': no such model."),
     (b"name = 'rack'", "provision", "broker = None: missing. Add this key."),
-    (b"{", "plan demo --calibration", "no calibration: Expecting"),
+    (b"{", "plan demo --calibration", "not a file of --calibrate. Measure with `fedstrata plan --calibrate`."),
 ]
 
 

@@ -48,8 +48,10 @@ def read(path: Path | None) -> FittedCosts | None:
         if path is None:
             return None
         problem = "no such file"
-    except (OSError, ValueError, TypeError) as error:
-        problem = getattr(error, "strerror", None) or f"no calibration: {error}"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except (ValueError, TypeError):
+        problem = "not a file of --calibrate"
     raise InvalidExperiment("--calibration", str(file), problem, "Measure with `fedstrata plan --calibrate`.")
 
 

@@ -115,6 +115,9 @@ def expand(
         file = SweepFile.model_validate(tree)
     except ValidationError as error:
         raise explain(error, SweepFile) from None
+    for text in overrides:
+        if text.partition("=")[0].strip() == "seed":
+            raise InvalidExperiment("--set", text, "the sweep has seeds", "Use --seeds.")
     if small:
         file = _small(file)
     axes = _remaining(file, only, small=small)
