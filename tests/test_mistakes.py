@@ -158,8 +158,8 @@ FILES = [
     ("run demo --runs /proc/no", "--runs = '/proc/no': No such file or directory. Name another folder."),
     ("run demo --direct --runs /dev/null", "--runs = '/dev/null': Not a directory."),
     ("cloud demo --broker localhost:1 --runs /dev/null", "--runs = '/dev/null': Not a directory."),
-    ("plan demo --out no/plan.json", "'no/plan.json': No such file or directory. Name another place, in a folder that"),
-    ("sweep study/two --direct --html no/page.html", "'no/page.html': No such file or directory. Name another place"),
+    ("plan demo --out /proc/no/plan.json", "'/proc/no/plan.json': No such file or directory. Name another place, in"),
+    ("sweep study/two --direct --html /proc/no/page.html", "'/proc/no/page.html': No such file or directory. Name"),
 ]
 BY_CODE = {2: (*COMMANDS, *OPTIONS, *USE), 4: EXPERIMENT, 6: FILES}
 ALL = [(line, code, words) for code, lines in BY_CODE.items() for line, words in lines]

@@ -75,9 +75,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written, before the work that fills it. Raises StorageFailed."""
+    """Make a file's folder, and check that it can be written, before the work that fills it. Raises StorageFailed."""
     there = path.exists()
     with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
         if not there:
             path.unlink()

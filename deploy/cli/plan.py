@@ -117,7 +117,6 @@ def plan(
             text = f"{json_text(found)}\n" if output == "json" else text_of(found)
         if out is not None:
             with writing(out):
-                out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json_text(found, indent=2) + "\n", encoding="utf-8")
         typer.echo(text, nl=False)
 
