@@ -559,7 +559,7 @@ def test_the_commands_describe_and_split_a_table(tmp_path: Path, monkeypatch: py
     assert done.exit_code == 0 and done.stdout.startswith("device\tparent\tsamples\tbins"), done.stderr
     devices = json.loads(Path("partition/partition.json").read_text())["devices"]
     assert sum(sum(device["by_bin"]) for device in devices.values()) == 80
-    assert "Samples by device and bin" in Path("partition/partition.svg").read_text()
+    assert ", bin 3: " in Path("partition/partition.svg").read_text()
     Path("device-0").mkdir()
     Path("device-0/t.csv").write_text("a,y\n1,2\n")
     Path("own.toml").write_text(
