@@ -34,6 +34,7 @@ FORM: Final = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 Base = TypeVar("Base")
 LOOSE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 PACKAGES: Final = ("cloud", "common", "deploy", "device", "institution")  # fedstrata's
+_ABSENT: Final = object()
 OwnName = Annotated[str, form(FORM, "package.module:Name")]
 
 
@@ -94,16 +95,16 @@ def load(key: str, name: str) -> Any:
     with guarded({key: name}, problem="cannot be imported ({})"):
         try:
             module = importlib.import_module(where)
+            found = getattr(module, wanted, _ABSENT)  # a module may import what it needs when it is asked for a name
         except ModuleNotFoundError as error:
             remedy = f"Install {error.name} wherever it runs."
             if where == error.name or where.startswith(f"{error.name}."):
                 remedy = "Start each command in its folder, or put that on PYTHONPATH."
             refuse(key, name, f"cannot be imported ({described(error)})", remedy)
-        try:
-            return getattr(module, wanted)
-        except AttributeError as error:
+        if found is _ABSENT:
             remedy = proposal(wanted, [each for each in vars(module) if not each.startswith("_")], what="It has")
-            refuse(key, name, f"cannot be imported ({described(error)})", remedy)
+            refuse(key, name, f"cannot be imported (AttributeError: {where} has no {wanted})", remedy)
+        return found
 
 
 def accepted(found: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
