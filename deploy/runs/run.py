@@ -365,7 +365,7 @@ def find_all(texts: Sequence[str], root: Path) -> tuple[list[Path], list[str]]:
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the folders of runs in `root` and in its folders, as those of sweeps, oldest first.
+    """Return the folders of runs in `root` and in its folders, as those of sweeps, oldest first by the second.
 
     Raises InvalidExperiment.
     """
