@@ -244,7 +244,7 @@ class InstitutionAgent:
         while True:
             targets = await down.targets_changed()
             for endpoint in (up, down):
-                endpoint.session.own.set_targets(targets)
+                endpoint.link.own.set_targets(targets)
                 endpoint.wake()
 
 
@@ -297,6 +297,6 @@ class _OwnPresence:
         self._publish_reason()
 
     def _publish_reason(self) -> None:
-        presence = self._down.session.own.presence
+        presence = self._down.link.own.presence
         if presence.state in LIVING:
             self.publish(presence.state, samples=presence.samples)

@@ -36,7 +36,6 @@ from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
 from common.protocol.parent_events import UploadAnnounced, UploadArrived
 from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed, Stalled
-from common.protocol.session import Session
 
 LAB, RUN, PARENT, LAYOUT = "lab", "run-1", "cloud", "layout"
 CHUNK = 1024
@@ -215,7 +214,7 @@ def matches(wanted: list[str], levels: list[str]) -> bool:
 class Node:
     """One process: a session, its connection, and the loop that drives them."""
 
-    def __init__(self, lab: Lab, session: Session) -> None:
+    def __init__(self, lab: Lab, session: ParentSession | ChildSession) -> None:
         self.lab, self.session = lab, session
         self.connection: Connection | None = None
         self.alive = True
@@ -227,7 +226,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        return self.session.identity.name
+        return self.session.link.identity.name
 
     def connect(self) -> None:
         """Connect to the broker, or do so as soon as it is there."""
@@ -236,7 +235,7 @@ class Node:
         if not self.lab.broker.up:
             self.lab.loop.after(0.1, self.connect)
             return
-        identity = self.session.identity
+        identity = self.session.link.identity
         will = Presence(NodeState.LOST, identity.role, reason="connection lost")
         topic = topics.state(identity.lab, identity.run, identity.name)
         body = serialization.encode(will, identity.session)
@@ -248,7 +247,7 @@ class Node:
         """Lose the connection."""
         if self.connection is not None:
             self.lab.broker.end(self.connection, will_after_s=will_after_s)
-        self.session.disconnected(self.lab.loop.now)
+        self.session.link.disconnected(self.lab.loop.now)
         self.wake()
         if back_after_s is not None:
             self.lab.loop.after(back_after_s, self.connect)
@@ -298,7 +297,7 @@ class Node:
         if not self.alive:
             return
         session, now = self.session, self.lab.loop.now
-        landing = session.place(topic, len(body)) if self.lab.random.random() < 0.5 else None
+        landing = session.link.place(topic, len(body)) if self.lab.random.random() < 0.5 else None
         if landing is None:
             session.receive(topic, body, retained=retained, now=now)
         elif isinstance(landing, Landing) and landing.view is not None:
@@ -321,7 +320,7 @@ class Node:
             broker.unsubscribe(connection, output.topics)
 
     def _sent(self, output: PublishChunk) -> None:
-        self.session.sent(output.chunk)
+        self.session.link.sent(output.chunk)
         self.wake()
 
 
@@ -359,7 +358,7 @@ class ParentNode(Node):
         for model in set(models.values()):
             receivers = [name for name, each in models.items() if each == model]
             manifest = manifest_of(model)
-            inline = self.session.offers.offer(manifest, memoryview(model), receivers)
+            inline = self.session.link.offer(manifest, memoryview(model), receivers)
             assignments |= {name: Assignment(manifest, epochs, inline) for name in receivers}
         self.expected = {name: trained(model, name, epochs) for name, model in models.items()}
         key = self.session.open(
@@ -428,7 +427,7 @@ class ChildNode(Node):
     def _begin(self, task: Task) -> None:
         self._stop()
         if self._answer_blob:
-            self.session.offers.retire(self._answer_blob)
+            self.session.link.retire(self._answer_blob)
             self._answer_blob = ""
         self.task, self.buffer = task, bytearray(task.model.size)
         self._later(self.lab.work_s(0.02), self._fetch)
@@ -458,9 +457,9 @@ class ChildNode(Node):
     def _finish(self, task: Task, answer: bytes) -> None:
         self._stop()
         manifest = manifest_of(answer)
-        inline = self.session.offers.offer(manifest, memoryview(answer), self.session.peers)
+        inline = self.session.link.offer(manifest, memoryview(answer), self.session.link.peers)
         if not self.serves:
-            self.session.offers.retire(manifest.blob)
+            self.session.link.retire(manifest.blob)
         self._answer, self._answer_blob = answer, manifest.blob
         result = Result(task.key, manifest, inline, 10, 0.5, task.epochs, 6, 6, 1.0, 0.0, 0.0, (), "")
         self.session.finish(result, self.lab.loop.now)
@@ -578,7 +577,7 @@ class Lab:
         self.broker.up = False
         self.broker.restart(retained=dict(self.broker.retained) if retained is None else retained)
         for node in self.nodes():
-            node.session.disconnected(self.now)
+            node.session.link.disconnected(self.now)
             node.wake()
             self.loop.after(down_s + self.work_s(0.2), node.connect)
 

@@ -14,7 +14,7 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.messages import NodeState, Presence
-from common.protocol.session import SILENT_MOST_S
+from common.protocol.peer_link import SILENT_MOST_S
 from common.runtime.parent_endpoint import ParentEndpoint
 from deploy.simulation.broker import BrokerSession, SessionWill
 from tests.helpers.nodes import (
@@ -236,7 +236,7 @@ async def test_a_will_of_an_earlier_process_disturbs_no_transfer(site: Simulated
         await until(lambda: states_of(site, late)[-1] is NodeState.READY)  # it contradicts
         assert len(watched.of(PARENT)) < 60, "too late to disturb anything"
         assert_models(await playing, row, layout=layout, places={"device-0": 0})
-    assert parent.session.sender.chunks_published == watched.chunks
+    assert parent.session.link.sender.chunks_published == watched.chunks
     assert watched.restarts == 1
 
 
@@ -249,7 +249,7 @@ async def test_what_a_dead_parent_left_captures_no_child(site: SimulatedSite) ->
     row = drawn(layout, 1)
     async with together(serving(site, child, layout, 0)):
         await asyncio.sleep(20)
-        assert child.session.proofs.session(PARENT) == ""
+        assert child.session.link.proofs.session(PARENT) == ""
         parent = parent_of(site, ["device-0"], layout=layout)
         async with together(living(site, parent)):
             assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
@@ -292,7 +292,7 @@ async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(site:
     assert watched.asks
     for key, lacking, here in watched.asks:
         assert not lacking & here, key
-    again = sum(one.session.sender.chunks_published for one in (first, second)) - watched.chunks
+    again = sum(one.session.link.sender.chunks_published for one in (first, second)) - watched.chunks
     assert 0 <= again <= FINE.window
 
 

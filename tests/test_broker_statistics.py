@@ -39,7 +39,7 @@ def test_mosquitto_publishes_statistics_where_it_may(tmp_path: Path, open_: bool
             await parent.flush(timeout_s=9)
         serving.cancel()
         await asyncio.wait((serving,))
-        assert parent.connection.reconnects == 0 and parent.session.refusals.total == 0
+        assert parent.connection.reconnects == 0 and parent.session.link.refusals.total == 0
         assert (values[HEAP] > 1000 and values[DROPPED] == 0) if open_ else not values
 
     with broker.start(directory=tmp_path, settings={"acl_file": str(rules), "sys_interval": 1}) as served:

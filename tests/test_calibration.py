@@ -42,12 +42,12 @@ async def test_each_link_is_measured_both_ways_and_the_noise_counted_apart(site:
             for carried, declared in ((found[name].up, link.up.rate), (found[name].down, link.down.rate)):
                 assert carried > 1e6 if declared is None else abs(carried / declared - 1) < 0.05
             assert min(found[name].up_bytes, found[name].down_bytes) > 60_000
-            traffic = parent.session.counters.traffic(name)
+            traffic = parent.session.link.counters.traffic(name)
             assert traffic.sent_model_payload == traffic.received_model_payload == 0
             assert traffic.sent_control_payload > 0
         for child in children:
             child.probes.end()
-            assert not child.session.sender.serving(PARENT)
+            assert not child.session.link.sender.serving(PARENT)
 
 
 @virtual
@@ -205,6 +205,6 @@ async def test_an_answer_to_no_probe_and_noise_of_another_codec_are_ignored(site
     answering = probes._answering
     assert answering is not None
     await answering
-    assert probes._answer is None and not child.session.receiver.wanted()
+    assert probes._answer is None and not child.session.link.receiver.wanted()
     probes.receive(PARENT, Probed("f" * 16, 1.0, noise))  # nobody asked
     child.retire(noise.blob)

@@ -54,10 +54,10 @@ async def test_devices_get_chunks_before_their_institution_has_the_model(site: S
     cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE)
     middle = Middle(site, layout, children=["device-0", "device-1"])
     devices = [child_of(site, f"device-{i}") for i in range(2)]
-    publish, sent = cloud.session.sender.next_publication, 0
+    publish, sent = cloud.session.link.sender.next_publication, 0
 
     def got_some(device: ChildEndpoint) -> bool:
-        return device.session.counters.traffic(PARENT).received_model_payload > 0
+        return device.session.link.counters.traffic(PARENT).received_model_payload > 0
 
     def held_back(now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
         nonlocal sent
@@ -67,7 +67,7 @@ async def test_devices_get_chunks_before_their_institution_has_the_model(site: S
         sent += publication is not None
         return publication
 
-    cloud.session.sender.next_publication = held_back  # type: ignore[method-assign]
+    cloud.session.link.sender.next_publication = held_back  # type: ignore[method-assign]
     works = [serving(site, device, layout, place) for place, device in enumerate(devices)]
     async with together(living(site, cloud), middle.live(), *works):
         row = drawn(layout, 1)
@@ -76,7 +76,7 @@ async def test_devices_get_chunks_before_their_institution_has_the_model(site: S
             cloud.wake()  # what it waits for happens on other connections
             await asyncio.sleep(0.01)
         assert_models(await playing, row, layout=layout, places={PARENT: 0})
-    assert middle.down.session.sender.chunks_repeated == 0
+    assert middle.down.session.link.sender.chunks_repeated == 0
 
 
 @virtual
@@ -85,14 +85,14 @@ async def test_a_model_that_fails_on_its_way_ends_the_round_below_and_is_sent_ag
     cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE)
     middle = Middle(site, layout, children=["device-0"])
     device = child_of(site, "device-0")
-    receive = middle.up.session.receiver.receive_chunk
+    receive = middle.up.session.link.receiver.receive_chunk
 
     def damage(owner: str, blob: str, **how: Any) -> bool:
         if how["index"] >= 20 and not middle.up.refusals:
             how["data"] = bytes(len(how["data"]))
         return receive(owner, blob, **how)
 
-    middle.up.session.receiver.receive_chunk = damage  # type: ignore[method-assign]
+    middle.up.session.link.receiver.receive_chunk = damage  # type: ignore[method-assign]
     async with together(living(site, cloud), middle.live(), serving(site, device, layout, 0)):
         row = drawn(layout, 1)
         assert_models(await play(cloud, row), row, layout=layout, places={PARENT: 0})
@@ -174,7 +174,7 @@ async def test_an_upload_that_is_decoded_is_not_fetched_again_meanwhile(
         announced = len(offers(site))
         await until(lambda: len(offers(site)) >= announced + 2)
         assert parent.session.coordinator.progress()["device-0"]["state"] == "announced"
-        assert not parent.session.receiver.wanted()
+        assert not parent.session.link.receiver.wanted()
         go_on.set()
         played = await playing
     assert_coded(played.models, row, layout=layout, places=places, codecs=codecs)

@@ -133,7 +133,7 @@ async def test_unknown_seekers_are_answered_and_bounded(site: SimulatedSite) -> 
         await asyncio.sleep(5)
         answers = [routed for routed in site.routed if "/inbox/" in routed.topic and "stranger" in routed.topic]
         assert len(answers) == SEEKERS_MOST
-        assert parent.session.refusals.of(Refusal.FLOOD) == SEEKERS_MOST
+        assert parent.session.link.refusals.of(Refusal.FLOOD) == SEEKERS_MOST
         site.routed.clear()
         for _ in range(100):  # one that asks without end gets five answers a second
             site.inject(topics.seek(LAB, PARENT, "stranger"), question)
@@ -162,7 +162,7 @@ def test_a_node_of_another_release_is_named_with_both_versions_by_either_side(ca
             await asyncio.sleep(1)
             missing = parent.session.readiness(parent.now()).missing
             assert missing == {"device-0": f"is of another release: {versions}"}
-            assert list(parent.session.other_releases) == ["device-0"]
+            assert list(parent.session.link.other_releases) == ["device-0"]
         found = seeking(site, parent="institution-9")
         await asyncio.sleep(1)
         presence = of_release(99, Presence(NodeState.READY, "institution"))
@@ -204,7 +204,7 @@ async def test_a_child_stays_in_its_run_though_another_process_of_the_parents_na
     parent = announcing(site)
     async with together(living(site, parent), serving(site, child, layout_of(4000), 0)):
         await introduced(child)
-        alive = Alive(child.session.proofs.nonce, Presence(NodeState.READY, "institution"), EXPERIMENT)
+        alive = Alive(child.session.link.proofs.nonce, Presence(NodeState.READY, "institution"), EXPERIMENT)
         site.inject(topics.inbox(LAB, "run-2", "device-0", PARENT), serialization.encode(alive, "stranger"))
         await asyncio.sleep(60)
 

@@ -99,7 +99,7 @@ def lab_in_a_round(*, slow: str = "") -> Lab:
 
 
 def session_of(lab: Lab, name: str) -> str:
-    return lab.children[name].session.identity.session
+    return lab.children[name].session.link.identity.session
 
 
 def publish_presence(lab: Lab, name: str, session: str, presence: Presence) -> None:
@@ -178,7 +178,7 @@ def test_no_device_can_have_more_samples_than_the_limit(data: dict[str, Any]) ->
 def test_a_child_that_reports_more_samples_than_its_data_has_is_not_ready() -> None:
     lab = Lab(names_of(1), limits={"device-0": ChildLimits(samples=9)})
     lab.rest(2.0)  # it has 10
-    assert lab.parent.session.refusals.of(Refusal.MISFIT) == 1
+    assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
     assert lab.parent.session.samples == {} and not lab.parent.session.readiness(lab.now).ready
 
 
@@ -191,7 +191,7 @@ def test_a_devices_samples_change_with_its_session_alone() -> None:
     lab.parent.session.receive(topics.state(LAB, RUN, "device-0"), body, retained=False, now=lab.now)
     assert lab.parent.session.samples["device-0"] == 10, "a stranger's may be believed for a moment: it is asked first"
     lab.parent.session.to_send(lab.now + ASK_FIRST_S)
-    answer = Alive(lab.parent.session.identity.session, replace(READY, samples=1), None)
+    answer = Alive(lab.parent.session.link.identity.session, replace(READY, samples=1), None)
     body = serialization.encode(answer, "its-next-one")
     lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
     assert lab.parent.session.samples["device-0"] == 1
@@ -205,7 +205,7 @@ def test_two_processes_that_use_one_session_are_noticed(what: str) -> None:
     message = result() if what == "result" else Progress(Key(0, 0, 0), Phase.TRAINING, 3, 6, Traffic(), ())
     lab.publish(PARENT, "device-0", session_of(lab, "device-0"), message)
     lab.rest(0.1)
-    assert lab.parent.session.refusals.of(Refusal.MISFIT) == 1
+    assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
 
@@ -236,7 +236,7 @@ def test_progress_with_impossible_counts_is_progress() -> None:
     much = Progress(Key(0, 0, 0), Phase.TRAINING, 99, 99, Traffic(2 * BYTES_MOST), ())
     body = serialization.encode(much, session_of(lab, "device-0"))
     lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
-    assert child.mark == (Phase.TRAINING, 99) and lab.parent.session.refusals.of(Refusal.MALFORMED) == 1
+    assert child.mark == (Phase.TRAINING, 99) and lab.parent.session.link.refusals.of(Refusal.MALFORMED) == 1
 
 
 def test_a_list_of_more_nodes_than_there_are_is_not_read() -> None:
@@ -244,7 +244,7 @@ def test_a_list_of_more_nodes_than_there_are_is_not_read() -> None:
     body = serialization.encode(Reports(tuple(ChildReport(f"n{i}") for i in range(1000))), session_of(lab, "device-0"))
     topic = topics.inbox(LAB, RUN, PARENT, "device-0")
     lab.parent.session.receive(topic, body, retained=False, now=lab.now)
-    assert lab.parent.session.refusals.of(Refusal.LARGE) == 1
+    assert lab.parent.session.link.refusals.of(Refusal.LARGE) == 1
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_message_about_what_is_not_there_is_counted(message: Message) -> None:
     lab = lab_in_a_round()
     body = serialization.encode(message, session_of(lab, "device-0"))
     lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
-    assert lab.parent.session.refusals.of(Refusal.MISFIT) == 1
+    assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
 
@@ -269,12 +269,12 @@ def test_a_message_about_what_is_not_there_is_counted(message: Message) -> None:
 def test_a_late_proof_of_life_does_not_replace_a_session() -> None:
     lab = lab_in_a_round()
     session = session_of(lab, "device-0")
-    mine = lab.parent.session.identity.session
+    mine = lab.parent.session.link.identity.session
     lab.publish(PARENT, "device-0", "an-earlier-one", Alive(mine, READY))
     lab.rest(0.2)
-    assert lab.parent.session.proofs.session("device-0") == session
+    assert lab.parent.session.link.proofs.session("device-0") == session
     assert lab.parent.session.coordinator._children["device-0"].session == session
-    assert lab.parent.session.refusals.of(Refusal.MISFIT) == 1
+    assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
 
@@ -290,10 +290,10 @@ def test_a_flood_of_presences_costs_few_tasks_and_few_events() -> None:
     assert sent["Task"] <= 6 and sent["Presence"] <= 2 * PRESENCES_MOST and sent["WhoIsThere"] <= 10, sent
     assert len(lab.parent.events) - seen <= 2 * PRESENCES_MOST + 60
     assert all(len(event.reason) <= 1000 for event in lab.parent.of(PeerChanged))
-    assert lab.parent.session.refusals.of(Refusal.FLOOD) > 1500
+    assert lab.parent.session.link.refusals.of(Refusal.FLOOD) > 1500
     lab.rest(10.0)
     # The living process is asked who it is, and takes part again.
-    assert lab.parent.session.proofs.session("device-0") == session_of(lab, "device-0")
+    assert lab.parent.session.link.proofs.session("device-0") == session_of(lab, "device-0")
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
 
@@ -318,7 +318,7 @@ def test_a_flood_of_messages_is_refused_before_it_is_read_and_hides_nobody() -> 
     for number in range(3 * MESSAGES_MOST):
         lab.publish(PARENT, "device-0", session, Preparing(number, "x" * 5000))
     lab.rest(0.5)
-    assert lab.parent.session.refusals.of(Refusal.FLOOD) > MESSAGES_MOST
+    assert lab.parent.session.link.refusals.of(Refusal.FLOOD) > MESSAGES_MOST
     assert len(lab.parent.session._waits_for["device-0"]) == 1000
     lab.rest(20.0)
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
@@ -326,14 +326,14 @@ def test_a_flood_of_messages_is_refused_before_it_is_read_and_hides_nobody() -> 
 
 def test_answers_to_nodes_that_are_not_in_the_run_are_counted_together() -> None:
     lab = lab_in_a_round()
-    lab.parent.session.announce(Announcement("{}", "[]"))
+    lab.parent.session.link.announce(Announcement("{}", "[]"))
     for number in range(100):
         body = serialization.encode(WhoIsThere("n"), "n")
         topic = topics.seek(LAB, PARENT, f"anybody-{number}")
         lab.parent.session.receive(topic, body, retained=False, now=lab.now)
     lab.parent.wake()
     lab.rest(1.0)
-    assert {peer for peer, *_ in lab.parent.session.counters.cells} <= {*lab.names, "all", "others"}
+    assert {peer for peer, *_ in lab.parent.session.link.counters.cells} <= {*lab.names, "all", "others"}
 
 
 # Link calibrations
@@ -343,7 +343,7 @@ def test_a_child_does_not_probe_its_parent() -> None:
     lab = lab_in_a_round()
     lab.publish(PARENT, "device-0", session_of(lab, "device-0"), Probe(manifest_of(b"1" * 5000)))
     lab.rest(0.1)
-    assert not lab.parent.of(ProbeReceived) and lab.parent.session.refusals.of(Refusal.MALFORMED) == 1
+    assert not lab.parent.of(ProbeReceived) and lab.parent.session.link.refusals.of(Refusal.MALFORMED) == 1
 
 
 def test_noise_of_one_child_is_no_noise_of_another() -> None:
@@ -353,7 +353,7 @@ def test_noise_of_one_child_is_no_noise_of_another() -> None:
         others = [other for other in lab.names if other != name]
         model = lab.parent.expected[name]
         for other in others:
-            lab.parent.session.outbox.add_noise(other, manifest_of(model).blob)
+            lab.parent.session.link.outbox.add_noise(other, manifest_of(model).blob)
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
 
@@ -383,11 +383,11 @@ def test_a_flood_of_tasks_that_do_not_fit_has_few_answers() -> None:
     sent = Counter(lab.kinds)
     task = Task(Key(0, 9, 0), 1, manifest_of(b"1" * 9000), None)
     for number in range(1000):
-        again = partial(lab.publish, "device-0", PARENT, lab.parent.session.identity.session, task)
+        again = partial(lab.publish, "device-0", PARENT, lab.parent.session.link.identity.session, task)
         lab.loop.after(number / 1000, again)
     lab.rest(1.5)
     assert (lab.kinds - sent)["Declined"] <= 2 * ANSWERS_MOST
-    assert lab.children["device-0"].session.refusals.of(Refusal.MISFIT) == 1000
+    assert lab.children["device-0"].session.link.refusals.of(Refusal.MISFIT) == 1000
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
 
@@ -593,10 +593,12 @@ def test_what_is_too_large_for_its_topic_is_refused_before_it_arrives(topic: str
     lab = lab_in_a_round()
     session = lab.parent.session
     for size in (10**8, MESSAGE_MOST + 1):
-        before = session.refusals.total
-        assert session.place(topic, size) is SKIPPED
-        assert session.refusals.total == before + 1
-    known = session.refusals.of(Refusal.LARGE) == 2 or (topic.endswith("x") and session.refusals.of(Refusal.MALFORMED))
+        before = session.link.refusals.total
+        assert session.link.place(topic, size) is SKIPPED
+        assert session.link.refusals.total == before + 1
+    known = session.link.refusals.of(Refusal.LARGE) == 2 or (
+        topic.endswith("x") and session.link.refusals.of(Refusal.MALFORMED)
+    )
     assert known and len(lab.play().results) == 2  # type: ignore[union-attr]
 
 
@@ -610,7 +612,7 @@ def test_what_arrived_and_is_too_large_is_not_looked_at(topic: str, traced: Call
     for body in digests:
         for retained in (False, True):
             lab.parent.session.receive(topic, body, retained=retained, now=lab.now)
-    assert traced() < 50_000 and lab.parent.session.refusals.total == 4
+    assert traced() < 50_000 and lab.parent.session.link.refusals.total == 4
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
 
@@ -638,7 +640,7 @@ def test_each_kind_of_message_has_its_own_limit(message: Message) -> None:
     lab = lab_in_a_round()
     lab.publish(PARENT, "device-0", session_of(lab, "device-0"), message)
     lab.rest(0.1)
-    assert lab.parent.session.refusals.of(Refusal.LARGE) == 1
+    assert lab.parent.session.link.refusals.of(Refusal.LARGE) == 1
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
 

@@ -205,11 +205,11 @@ async def test_a_round_survives_any_bytes_on_any_topic(site: SimulatedSite) -> N
         assert_models(played, row, layout=layout, places=places)
         assert parent.session.coordinator.refused == 0
         assert intruder.cycles >= 5
-        refused = [endpoint.session.refusals.total for endpoint in (parent, *children)]
+        refused = [endpoint.session.link.refusals.total for endpoint in (parent, *children)]
         assert min(refused) > 50, refused
-        assert min(endpoint.session.refusals.of(Refusal.LARGE) for endpoint in (parent, *children)) > 5
+        assert min(endpoint.session.link.refusals.of(Refusal.LARGE) for endpoint in (parent, *children)) > 5
         for endpoint, before in zip((parent, *children), refused, strict=True):
-            await until(lambda endpoint=endpoint, before=before: endpoint.session.refusals.total > before)
+            await until(lambda endpoint=endpoint, before=before: endpoint.session.link.refusals.total > before)
     # What it left behind on the broker harms nobody who comes later.
     parent = parent_of(site, names, layout=layout)
     children = [child_of(site, name) for name in names]
@@ -233,7 +233,7 @@ async def test_a_flood_under_a_childs_name_hides_nothing_that_the_child_sends(si
         for number in range(500):
             site.inject(topic, serialization.encode(progress, f"stranger-{number}"))
         assert_models(await play(parent, row, global_round=1), row, layout=layout, places={"device-0": 0})
-    assert parent.session.refusals.of(Refusal.SESSION) == 500
+    assert parent.session.link.refusals.of(Refusal.SESSION) == 500
     assert parent.ledger.tiers()[0].received < 10_000
     questions = [
         message for message in site.routed
@@ -352,7 +352,7 @@ async def test_a_task_that_does_not_fit_is_declined_and_the_parent_names_the_rea
         reason = r"device-0 made no progress for 20 s \(its state is ready; it declined its task: .*layout"
         with pytest.raises(NoProgress, match=reason):
             await play(parent, drawn(other, 1))
-        assert all(child.session.refusals.of(Refusal.MISFIT) for child in children)
+        assert all(child.session.link.refusals.of(Refusal.MISFIT) for child in children)
         parent.set_layouts(LinkLayouts.plain(ours))
         row = drawn(ours, 1)
         played = await play(parent, row, global_round=1)

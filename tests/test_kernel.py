@@ -451,7 +451,7 @@ def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: 
                 await pair.play(global_round)
             wire = pair.child.connection.meter.sample()
             link = pair.parent.ledger.links()[CHILD]
-            reported = pair.child.session.counters.traffic(PARENT)
+            reported = pair.child.session.link.counters.traffic(PARENT)
             assert (link.received, reported.received) == (reported.sent, reported.received)
             qos_1 = {}
             more: dict[str, Counter[int]] = {}
@@ -512,10 +512,10 @@ def test_a_child_is_received_though_its_acknowledgements_wait_behind_a_chunk(ser
             await pair.play(0)
             pair.relay.downward.clear()
             for _ in range(100):
-                pair.child.session.outbox.send(PARENT, Gone("f" * 16), pair.child.now())
+                pair.child.session.link.outbox.send(PARENT, Gone("f" * 16), pair.child.now())
             pair.child.wake()
-            sent = pair.child.session.counters.traffic(PARENT).sent
-            await until(lambda: pair.parent.session.counters.traffic(CHILD).received == sent)
+            sent = pair.child.session.link.counters.traffic(PARENT).sent
+            await until(lambda: pair.parent.session.link.counters.traffic(CHILD).received == sent)
             pair.relay.downward.set()
 
     real(run())

@@ -267,12 +267,12 @@ async def test_a_parent_that_comes_back_gets_at_once_what_is_offered(site: Simul
     layout = layout_of(4000)
     parent = parent_of(site, ["device-0"], layout=layout)
     child = child_of(site, "device-0")
-    send = parent.session.outbox.send
+    send = parent.session.link.outbox.send
 
     def swallow(peer: str, message: Message, now: float) -> float:
         return now if isinstance(message, Acknowledgement) else send(peer, message, now)
 
-    parent.session.outbox.send = swallow  # type: ignore[method-assign]
+    parent.session.link.outbox.send = swallow  # type: ignore[method-assign]
     async with together(living(site, parent), serving(site, child, layout, 0)):
         await play(parent, drawn(layout, 1))
         await asyncio.sleep(20)  # nobody acknowledges: it is offered again, less and less often
@@ -288,7 +288,7 @@ async def test_a_parent_that_comes_back_gets_at_once_what_is_offered(site: Simul
 
 
 def _received(child: ChildEndpoint) -> int:
-    return child.session.counters.traffic(child.session.parent).sent_control_message
+    return child.session.link.counters.traffic(child.session.parent).sent_control_message
 
 
 @virtual

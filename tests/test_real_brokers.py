@@ -152,7 +152,7 @@ def test_a_broker_that_carries_less_is_named_and_serves(
                 await endpoint.introduced(timeout_s=PATIENCE_S)
             assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
             chunk = 250_256 - PACKET_ROOM if "message_size_limit" in settings else TransferSettings().chunk_bytes
-            assert parent.session.offers.chunk_most == child.session.offers.chunk_most == chunk
+            assert parent.session.link.chunk_most == child.session.link.chunk_most == chunk
             reconnects = 0 if "message_size_limit" in settings else 1
             assert parent.connection.reconnects == child.connection.reconnects == reconnects
 

@@ -159,7 +159,7 @@ class Replay:
 
     def play(self) -> Iterator[tuple[Recorded, float]]:
         """Feed the session; yield each message of the lab before the session gets it."""
-        me, peers = self.session.identity.name, set(self.session.peers)
+        me, peers = self.session.link.identity.name, set(self.session.link.peers)
         first = next(o.at for o in self.messages if isinstance(o.topic, topics.StateTopic) and o.topic.node == me)
         self.session.connected(first)
         for one in self.messages:
@@ -171,7 +171,10 @@ class Replay:
                 (isinstance(topic, topics.InboxTopic) and topic.node == me and topic.sender in peers)
                 or (isinstance(topic, topics.StateTopic) and topic.node in {me, *peers})
                 or (isinstance(topic, topics.SeekTopic) and topic.parent == me)
-                or (isinstance(topic, topics.ChunkTopic) and (topic.node, topic.blob) in self.session.receiver.wanted())
+                or (
+                    isinstance(topic, topics.ChunkTopic)
+                    and (topic.node, topic.blob) in self.session.link.receiver.wanted()
+                )
             )
             if mine:
                 self.session.receive(one.text, one.body, retained=False, now=one.at)
@@ -182,7 +185,7 @@ class Replay:
         for output in outputs:
             if isinstance(output, PublishChunk):
                 self.chunks[output.chunk.blob].add(output.chunk.index)
-                self.session.sent(output.chunk)
+                self.session.link.sent(output.chunk)
             elif isinstance(output, Publish) and output.body:
                 topic = topics.parse(output.topic)
                 _, message = serialization.decode(output.body)
@@ -205,7 +208,7 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
         meter=NoMeter(), first_number=1, limits=limits_below(experiment, node),
     )  # fmt: skip
     session.set_form(Models(sent="fp32", received="fp32").form(layout))
-    session.announce(next(one.message for one in messages if isinstance(one.message, Announcement)))
+    session.link.announce(next(one.message for one in messages if isinstance(one.message, Announcement)))
     replay = Replay(session, messages)
     tasks = {}
     for one in messages:
@@ -223,7 +226,7 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
                 child: Assignment(task.model, task.epochs, follows=task.follows) for child, task in tasks[key].items()
             }
             for task in tasks[key].values():
-                session.offers.offer(task.model, memoryview(blobs[task.model.blob]), children)
+                session.link.offer(task.model, memoryview(blobs[task.model.blob]), children)
             assert (
                 session.open(
                     global_round=key.global_round,
@@ -249,7 +252,7 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
     assert uploads and all(uploads[blob] == blobs[blob] for blob in uploads)
     expected = sent_by(node, messages, (Task, Acknowledgement, Goodbye))
     assert sorted(map(repr, replay.of(Task, Acknowledgement, Goodbye))) == sorted(map(repr, expected))
-    assert not session.refusals.total
+    assert not session.link.refusals.total
 
 
 @pytest.mark.parametrize("node", ["institution-0", "device-0", "device-1"])
@@ -269,7 +272,7 @@ def test_a_child_answers_the_recorded_tasks_again(node: str, messages: list[Reco
         mine = isinstance(one.topic, topics.InboxTopic) and one.topic.sender == node
         if mine and isinstance(one.message, Result):
             answer = blobs[one.message.model.blob]  # what comes back of it does not travel
-            session.offers.offer(one.message.model, memoryview(blobs[one.message.model.blob]), (parent,))
+            session.link.offer(one.message.model, memoryview(blobs[one.message.model.blob]), (parent,))
             session.finish(one.message, now)
         while (event := session.next_event()) is not None:
             if isinstance(event, TaskReceived):
@@ -283,7 +286,7 @@ def test_a_child_answers_the_recorded_tasks_again(node: str, messages: list[Reco
     assert models and all(models[blob].tobytes() == blobs[blob] for blob in models)
     assert replay.of(Result) == sent_by(node, messages, (Result,))
     assert ended == [NodeState.FINISHED]
-    assert not session.refusals.total
+    assert not session.link.refusals.total
 
 
 def test_the_recording_is_of_this_version(messages: list[Recorded]) -> None:

@@ -156,19 +156,20 @@ def test_a_message_of_an_unknown_session_changes_nothing(seed: int, moment: floa
     key = lab.open()
     lab.rest(moment)
     for node, sender in ((lab.parent, "device-0"), (lab.children["device-0"], PARENT)):
-        blobs = [*node.session.sender._blobs, *(blob for _, blob in node.session.receiver.wanted()), "0" * 16]
+        blobs = [*node.session.link.sender._blobs, *(blob for _, blob in node.session.link.receiver.wanted()), "0" * 16]
         for blob, each in itertools.product(blobs, messages_of(key, BLOB.blob)):
             if isinstance(each, WhoIsThere):
                 continue  # anybody may ask
             message = replace(each, blob=blob) if isinstance(each, (Ask, Gone)) else each
-            before, refused = snapshot(node.session), node.session.refusals.total
+            before, refused = snapshot(node.session), node.session.link.refusals.total
             inject(node, sender, "unknown", message)
-            assert node.session.refusals.total == refused + 1
+            assert node.session.link.refusals.total == refused + 1
             places = set(changed(before, snapshot(node.session)))
             assert places <= {
-                ".refusals._counts", "._events", ".proofs._of", ".proofs._look_at", "._admission._messages._full_at",
+                ".link.refusals._counts", ".link.events", ".link.proofs._of", ".link.proofs._look_at",
+                    ".link.admission._messages._full_at",
             }  # fmt: skip
-            assert node.session.proofs.session(sender) != "unknown"
+            assert node.session.link.proofs.session(sender) != "unknown"
     closed = lab.play(until_s=3000.0)
     assert isinstance(closed, Closed) and set(closed.results) == set(lab.names)
     lab.check()
@@ -189,7 +190,7 @@ def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: fl
     lab.rest(seconds)
     assert isinstance(closed, Closed) and set(closed.results) == set(lab.names)
     assert lab.kinds["WhoIsThere"] - before <= 1 + seconds / ASK_S
-    refusals = lab.parent.session.refusals
+    refusals = lab.parent.session.link.refusals
     assert refusals.of(Refusal.SESSION) + refusals.of(Refusal.FLOOD) == count
     assert refusals.of(Refusal.SESSION) >= min(count, MESSAGES_MOST)
     assert len(lab.parent.of(MessageRefused)) <= 2 * 14  # of each reason at 1, 2, 4, 8 ...
@@ -228,7 +229,7 @@ def test_a_child_that_came_back_while_its_presence_was_lost_is_asked_for_it(idle
     if not idle:
         lab.open()
         lab.rest(0.1)
-    identity = lab.children["device-0"].session.identity
+    identity = lab.children["device-0"].session.link.identity
     will = serialization.encode(Presence(NodeState.LOST, "device", reason="connection lost"), identity.session)
     lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
     lab.parent.session.receive(topics.state(LAB, RUN, "device-0"), will, retained=False, now=lab.now)
@@ -264,8 +265,8 @@ def test_a_retained_ready_of_a_dead_parent_captures_no_child() -> None:
     leave_remains(lab, PARENT)
     child = lab.start("device-0")
     lab.rest(IDLE_S - 1.0)
-    assert child.session.proofs.proof(PARENT) is Proof.CLAIMED and not child.of(ParentGone)
-    assert not child.session._known - {PARENT} and not child.session._ledger
+    assert child.session.link.proofs.proof(PARENT) is Proof.CLAIMED and not child.of(ParentGone)
+    assert not child.session.link._known - {PARENT} and not child.session._ledger
     lab.rest(2.0)
     assert child.of(ParentGone) == [ParentGone()]
     assert lab.kinds["WhoIsThere"] >= IDLE_S / 5.0
@@ -343,7 +344,7 @@ def test_an_old_store_ends_nobody_whose_parent_lives(store: str) -> None:
     lab.rest(0.1)
     for name in lab.names:
         lab.kill(name)
-        lab.start(name, parent_session=lab.parent.session.identity.session)
+        lab.start(name, parent_session=lab.parent.session.link.identity.session)
     lab.rest(1.0)
     lab.open(local_round=1)
     lab.rest(1.0)
@@ -400,20 +401,20 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
         before = snapshot(child.session)
         task = Task(Key(0, 1, number), 1, lie, None)
         topic = topics.inbox(LAB, RUN, "device-0", PARENT)
-        body = serialization.encode(task, lab.parent.session.identity.session)
+        body = serialization.encode(task, lab.parent.session.link.identity.session)
         child.session.receive(topic, body, retained=False, now=lab.now)
         places = set(changed(before, snapshot(child.session)))
         assert places <= {
-            ".refusals._counts", "._events", "._declined", ".counters.cells", ".counters.sums",
-            ".receiver._last_arrival", ".receiver._arrived", ".receiver._carried", "._quiet_at",
-            "._admission._messages._full_at", "._budget._full_at",
+            ".link.refusals._counts", ".link.events", "._declined", ".link.counters.cells", ".link.counters.sums",
+            ".link.receiver._last_arrival", ".link.receiver._arrived", ".link.receiver._carried", "._quiet_at",
+            ".link.admission._messages._full_at", ".link.answers._full_at",
         }  # fmt: skip
         child.wake()
         lab.rest(0.1)
         assert lab.kinds["Declined"] == number + 1
     assert not child.of(ModelFailed) and len(child.of(TaskReceived)) == 1
     assert child.session.participant.state is ParticipantState.DONE
-    assert child.session.refusals.of(Refusal.MISFIT) == len(lies)
+    assert child.session.link.refusals.of(Refusal.MISFIT) == len(lies)
 
 
 def test_a_round_whose_task_fits_nobody_stalls_with_the_reason() -> None:
@@ -442,7 +443,7 @@ def test_a_child_that_does_not_know_its_form_yet_takes_its_task() -> None:
 
 def flood(lab: Lab, sender: str, messages: Iterable[Message], *, seconds: float) -> None:
     """Let the parent get these messages of a child's own session, evenly over so long."""
-    session, several = lab.children[sender].session.identity.session, list(messages)
+    session, several = lab.children[sender].session.link.identity.session, list(messages)
     for number, message in enumerate(several):
         at = seconds * number / len(several)
         lab.loop.after(at, lambda message=message: inject(lab.parent, sender, session, message))  # type: ignore[misc]
@@ -471,14 +472,14 @@ def check_flood(lab: Lab, messages: Iterable[Message], *, seconds: float) -> Non
     """Check that a flood costs few answers, no chunk, and the other children nothing."""
     lab.rest(1.0)
     lab.round()  # with the key of the late results
-    before, chunks = sent_to(lab, "device-0"), lab.parent.session.sender.chunks_published
+    before, chunks = sent_to(lab, "device-0"), lab.parent.session.link.sender.chunks_published
     flood(lab, "device-0", messages, seconds=seconds)
     begun = lab.now
     closed = lab.round(["device-1", "device-2"], local_round=1)
     assert set(closed.results) == {"device-1", "device-2"} and lab.now - begun < 5.0
     lab.rest(1.0)
     assert sent_to(lab, "device-0") - before <= ANSWERS_MOST + 2 + seconds / ANSWER_S
-    assert lab.parent.session.sender.chunks_published - chunks == manifest_of(model_of(1)).chunks
+    assert lab.parent.session.link.sender.chunks_published - chunks == manifest_of(model_of(1)).chunks
 
 
 @pytest.mark.parametrize("kind", FLOODS)
@@ -508,13 +509,13 @@ def test_a_flood_of_asks_for_a_model_costs_few_chunks_of_it(lies: bool) -> None:
     begun = lab.now
     closed = lab.round(closing=Closing(rule="quorum", quorum=2, deadline_s=4.0))
     assert set(closed.results) >= {"device-1", "device-2"} and lab.now - begun < 5.0
-    assert lab.parent.session.sender.chunks_published <= blob.chunks * 4 + 64 * (4 if lies else 0)
+    assert lab.parent.session.link.sender.chunks_published <= blob.chunks * 4 + 64 * (4 if lies else 0)
 
 
 def test_an_answer_to_a_seeker_waits_until_the_last_has_left() -> None:
     """An experiment of 20 kB takes 20 s at 8 kbit/s; meanwhile the child asks every other second."""
     lab = Lab(names_of(1), link=LinkSettings(up_mbit=1.0, down_mbit=0.008), start=False)
-    lab.parent.session.announce(Announcement("e" * 20_000, LAYOUT))
+    lab.parent.session.link.announce(Announcement("e" * 20_000, LAYOUT))
     lab.rest(1.0)
     body = serialization.encode(WhoIsThere("n"), "n")
     for number in range(30):
@@ -526,13 +527,13 @@ def test_an_answer_to_a_seeker_waits_until_the_last_has_left() -> None:
             ),
         )
     lab.rest(35.0)
-    assert lab.kinds["Alive"] == 1 and len(lab.parent.session.outbox._waiting) <= 1
+    assert lab.kinds["Alive"] == 1 and len(lab.parent.session.link.outbox._waiting) <= 1
 
 
 def test_a_seeker_that_asks_twice_at_once_is_answered_a_second_time_soon() -> None:
     """By the timer of the answer alone: nothing else happens meanwhile."""
     lab = Lab(names_of(1), start=False)
-    lab.parent.session.announce(Announcement("{}", LAYOUT))
+    lab.parent.session.link.announce(Announcement("{}", LAYOUT))
     lab.rest(60.0)
     before = lab.kinds["Alive"]
     body = serialization.encode(WhoIsThere("n"), "n")
@@ -551,8 +552,8 @@ def test_a_child_that_clears_its_presence_has_left() -> None:
     lab.rest(1.0)
     assert lab.parent.session.present() == names_of(2)
     child = lab.children["device-0"]
-    child.session.own.leaving = True
-    for output in child.session.leave(keep_state=False):
+    child.session.link.own.leaving = True
+    for output in child.session.link.leave(keep_state=False):
         child._perform(output)
     lab.rest(1.0)
     assert [event.state for event in lab.parent.of(PeerChanged) if event.child == "device-0"][-1] == "left"
@@ -562,15 +563,15 @@ def test_a_child_that_clears_its_presence_has_left() -> None:
 
 def test_seekers_of_any_name_are_answered_in_bounds() -> None:
     lab = Lab(names_of(2))
-    lab.parent.session.announce(Announcement("{}", LAYOUT))
+    lab.parent.session.link.announce(Announcement("{}", LAYOUT))
     lab.rest(1.0)
     body = serialization.encode(WhoIsThere("n"), "n")
     before = lab.kinds["Alive"]
     for number in range(10_000):
         topic = topics.seek(LAB, PARENT, f"anybody-{number}")
         lab.parent.session.receive(topic, body, retained=False, now=lab.now)
-    assert len(lab.parent.session._answers._questions) <= SEEKERS_MOST + 2
-    assert lab.parent.session.refusals.of(Refusal.FLOOD) >= 10_000 - SEEKERS_MOST
+    assert len(lab.parent.session.link._questions._questions) <= SEEKERS_MOST + 2
+    assert lab.parent.session.link.refusals.of(Refusal.FLOOD) >= 10_000 - SEEKERS_MOST
     lab.parent.wake()
     assert set(lab.round().results) == set(lab.names)
     assert lab.kinds["Alive"] - before <= SEEKERS_MOST
@@ -793,7 +794,7 @@ def test_a_result_that_its_child_no_longer_holds_is_asked_for_again() -> None:
     lab.open()
     child = lab.children["device-0"]
     lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
-    child.session.offers.retire(child._answer_blob)
+    child.session.link.retire(child._answer_blob)
     child.session.participant._result = None  # as after a row that was written again
     closed = lab.play()
     assert isinstance(closed, Closed) and lab.kinds["Gone"] and len(lab.parent.of(UploadAnnounced)) == 2
@@ -834,7 +835,7 @@ def gone_parent() -> tuple[Lab, ChildNode]:
 
 def alive(child: ChildNode, *, nonce: str = "", announced: bool = True) -> Alive:
     announcement = Announcement("{}", LAYOUT) if announced else None
-    return Alive(nonce or child.session.identity.session, Presence(NodeState.READY, "cloud"), announcement)
+    return Alive(nonce or child.session.link.identity.session, Presence(NodeState.READY, "cloud"), announcement)
 
 
 def test_a_parent_that_went_on_to_another_run_is_followed_once() -> None:
@@ -854,7 +855,7 @@ def test_only_an_answer_to_its_own_question_moves_a_child() -> None:
     inject(child, PARENT, "elsewhere", Task(Key(0, 0, 0), 1, BLOB, None), run="run-2")
     inject(child, "stranger", "elsewhere", alive(child), run="run-2")
     lab.rest(1.0)
-    assert not child.of(ParentMoved) and not child.of(TaskReceived) and child.session.refusals.total == 3
+    assert not child.of(ParentMoved) and not child.of(TaskReceived) and child.session.link.refusals.total == 3
 
 
 def test_a_child_whose_parent_is_there_goes_nowhere() -> None:
@@ -913,10 +914,10 @@ def test_a_reply_to_the_last_report_is_not_counted() -> None:
     """The report cannot include it, and links.csv is made of reports."""
     lab = Lab(names_of(1))
     lab.round()
-    child, session = lab.children["device-0"], lab.parent.session.identity.session
+    child, session = lab.children["device-0"], lab.parent.session.link.identity.session
 
     def counted() -> int:
-        return child.session.counters.traffic(PARENT).received_control_message
+        return child.session.link.counters.traffic(PARENT).received_control_message
 
     before = counted()
     inject(child, PARENT, session, Goodbye())
@@ -943,13 +944,13 @@ def test_a_farewell_outlives_a_broker_that_restarts() -> None:
 def test_who_leaves_clears_what_it_kept_on_the_broker(keep_state: bool, announced: bool) -> None:
     lab = Lab(names_of(1))
     if announced:
-        lab.parent.session.announce(Announcement("{}", LAYOUT))
+        lab.parent.session.link.announce(Announcement("{}", LAYOUT))
     lab.parent.set_state(NodeState.FINISHED)
     lab.rest(1.0)
     state, spec = topics.state(LAB, RUN, PARENT), topics.spec(LAB, RUN, PARENT)
     assert state in lab.broker.retained and (spec in lab.broker.retained) is announced
-    lab.parent.session.own.leaving = True
-    for output in lab.parent.session.leave(keep_state=keep_state):
+    lab.parent.session.link.own.leaving = True
+    for output in lab.parent.session.link.leave(keep_state=keep_state):
         lab.parent._perform(output)
     lab.rest(1.0)
     assert (state in lab.broker.retained) is keep_state and spec not in lab.broker.retained
@@ -980,7 +981,7 @@ def test_nothing_is_sent_while_the_broker_is_away_and_nothing_is_kept() -> None:
             node.session.set_state(state, samples=10)
         for number in range(50):
             node.session.tick(lab.now + number)
-            assert node.session.to_send(lab.now + number) == [] and node.session.outbox.empty
+            assert node.session.to_send(lab.now + number) == [] and node.session.link.outbox.empty
         node.session.connected(lab.now)
         out = node.session.to_send(lab.now)
         assert isinstance(out[0], Subscribe) and out[0].first and not any(isinstance(o, Subscribe) for o in out[1:2])
@@ -1016,11 +1017,11 @@ def test_a_packet_limit_of_the_broker_is_kept() -> None:
     lab = Lab(names_of(1), transfer=TransferSettings(inline_bytes=262_144, idle_s=60.0))
     session = lab.parent.session
     session.connected(lab.now, packet_most=40_000)
-    assert session.offers.cut(["device-0"])[0] == 40_000
+    assert session.link.cut(["device-0"])[0] == 40_000
     large = manifest_of(bytes(50_000))
-    assert session.offers.offer(large, memoryview(bytes(50_000)), ["device-0"]) is None
+    assert session.link.offer(large, memoryview(bytes(50_000)), ["device-0"]) is None
     small = manifest_of(bytes(30_000))
-    assert session.offers.offer(small, memoryview(bytes(30_000)), ["device-0"]) == bytes(30_000)
+    assert session.link.offer(small, memoryview(bytes(30_000)), ["device-0"]) == bytes(30_000)
 
 
 def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere() -> None:
@@ -1029,18 +1030,18 @@ def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere()
     lab.open()
     child = lab.children["device-0"]
     silence_chunks(lab, PARENT)
-    lab.until(lambda: child.session.receiver.wanted() != set())
+    lab.until(lambda: child.session.link.receiver.wanted() != set())
     assert child.task is not None
     manifest = child.task.model
     topic = topics.chunk(LAB, RUN, PARENT, "all", manifest.blob, 0, 1)
-    landing = child.session.place(topic, CHUNK)
+    landing = child.session.link.place(topic, CHUNK)
     assert landing is not None and landing.view is not None
     child.session.stop_fetching(child.task, lab.now)
     assert landing.view is None
     child.session.landed(topic, landing, lab.now)
-    assert child.session.place(topic, CHUNK) is None
-    assert child.session.place(topics.state(LAB, RUN, PARENT), CHUNK) is None
-    assert child.session.place("no topic", CHUNK) is None
+    assert child.session.link.place(topic, CHUNK) is None
+    assert child.session.link.place(topics.state(LAB, RUN, PARENT), CHUNK) is None
+    assert child.session.link.place("no topic", CHUNK) is None
 
 
 # A connection, and what belongs to it
@@ -1053,9 +1054,9 @@ def fetching_child(**how: Any) -> tuple[Lab, ChildNode, str]:
     silence_chunks(lab, PARENT)
     lab.open()
     child = lab.children["device-0"]
-    lab.until(lambda: bool(child.session.receiver.wanted()))
+    lab.until(lambda: bool(child.session.link.receiver.wanted()))
     lab.rest(0.1)
-    ((_, blob),) = child.session.receiver.wanted()
+    ((_, blob),) = child.session.link.receiver.wanted()
     return lab, child, blob
 
 
@@ -1065,7 +1066,7 @@ def offered_upload() -> tuple[Lab, ChildNode]:
     lab.rest(1.0)
     silence_chunks(lab, "device-0")
     lab.open()
-    lab.until(lambda: bool(lab.parent.session.receiver.wanted()))
+    lab.until(lambda: bool(lab.parent.session.link.receiver.wanted()))
     lab.rest(0.1)
     return lab, lab.children["device-0"]
 
@@ -1077,7 +1078,7 @@ def asks_in(outputs: Iterable[object]) -> list[Ask]:
 
 def test_what_was_in_flight_is_asked_for_again_on_a_new_connection() -> None:
     lab, child, blob = fetching_child()
-    child.session.disconnected(lab.now)
+    child.session.link.disconnected(lab.now)
     child.session.connected(lab.now)
     (ask,) = asks_in(child.session.to_send(lab.now))
     assert ask.blob == blob and ask.restart
@@ -1089,27 +1090,30 @@ def test_what_waits_dies_with_its_connection() -> None:
     lab.open()
     lab.rest(0.5)
     session = lab.parent.session
-    assert not session.outbox.empty
+    assert not session.link.outbox.empty
     inject(
-        lab.parent, "device-0", lab.children["device-0"].session.identity.session, Ask("0" * 16, b"x", 0, 0, 8, True)
+        lab.parent,
+        "device-0",
+        lab.children["device-0"].session.link.identity.session,
+        Ask("0" * 16, b"x", 0, 0, 8, True),
     )
-    session.disconnected(lab.now)
-    assert session.outbox.empty
+    session.link.disconnected(lab.now)
+    assert session.link.outbox.empty
     session.connected(lab.now)
     session.to_send(lab.now)
-    assert not any(message for _, message in session._asks.take())
-    bodies = [entry[2].output.body for entry in session.outbox._waiting if isinstance(entry[2].output, Publish)]
+    assert not any(message for _, message in session.link._asks.take())
+    bodies = [entry[2].output.body for entry in session.link.outbox._waiting if isinstance(entry[2].output, Publish)]
     assert not any(isinstance(serialization.decode(body)[1], Gone) for body in bodies)
 
 
 def test_an_ask_is_answered_and_one_of_a_lost_connection_is_not() -> None:
     lab = Lab(names_of(1))
     lab.rest(1.0)
-    mine, session = lab.children["device-0"].session.identity.session, lab.parent.session
+    mine, session = lab.children["device-0"].session.link.identity.session, lab.parent.session
     for lost in (False, True):
         inject(lab.parent, "device-0", mine, Ask("0" * 16, b"x", 0, 0, 8, True))
         if lost:
-            session.disconnected(lab.now)
+            session.link.disconnected(lab.now)
             session.connected(lab.now)
         sent = [serialization.decode(o.body)[1] for o in session.to_send(lab.now) if isinstance(o, Publish) and o.body]
         assert any(isinstance(message, Gone) for message in sent) is not lost
@@ -1120,18 +1124,18 @@ def test_a_chunk_of_another_run_is_none_of_ours() -> None:
     data = model_of(0)[:CHUNK]
     for run, wanted in (("run-2", False), (RUN, True)):
         topic = topics.chunk(LAB, run, PARENT, "all", blob, 0, 1)
-        assert (child.session.place(topic, CHUNK) is not None) is wanted
+        assert (child.session.link.place(topic, CHUNK) is not None) is wanted
         child.session.receive(topic, data, retained=False, now=lab.now)
-        assert (child.session.receiver.lacks(PARENT, blob) == 5) is wanted
-    assert child.session.refusals.of(Refusal.STRANGER) == 1
+        assert (child.session.link.receiver.lacks(PARENT, blob) == 5) is wanted
+    assert child.session.link.refusals.of(Refusal.STRANGER) == 1
 
 
 def test_a_child_that_died_is_served_no_more_and_frees_its_slot() -> None:
     lab, _, _ = fetching_child()
-    assert lab.parent.session.sender.serving("device-0")
+    assert lab.parent.session.link.sender.serving("device-0")
     lab.kill("device-0", will_after_s=0.0)
     lab.rest(0.1)
-    assert not lab.parent.session.sender.serving("device-0")
+    assert not lab.parent.session.link.sender.serving("device-0")
     lab = Lab(names_of(2), transfer=TransferSettings(inline_bytes=0, idle_s=60.0, upload_slots=1))
     lab.rest(1.0)
     silence_chunks(lab, "device-0")
@@ -1164,7 +1168,7 @@ def test_a_buffer_that_was_found_too_late_is_not_written(monkeypatch: pytest.Mon
     lab.start("device-0")
     lab.rest(0.5)
     lab.parent.session.fetch(upload, memoryview(bytearray(upload.result.model.size)), lab.now)
-    assert not lab.parent.session.receiver.wanted() and not lab.parent.session._pending
+    assert not lab.parent.session.link.receiver.wanted() and not lab.parent.session._pending
 
 
 def test_an_upload_that_is_announced_twice_at_once_is_fetched_into_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1200,9 +1204,9 @@ def test_an_upload_that_is_void_is_not_written_any_more(why: str) -> None:
     for index in range(result.model.chunks):
         topic = topics.chunk(LAB, RUN, "device-0", "all", result.model.blob, index, index + 1)
         data = child._answer[result.model.span(index)]
-        assert session.place(topic, len(data)) is None
+        assert session.link.place(topic, len(data)) is None
         session.receive(topic, data, retained=False, now=lab.now)
-    assert buffer == bytes(len(buffer)) and not session.receiver.wanted() and not session._pending
+    assert buffer == bytes(len(buffer)) and not session.link.receiver.wanted() and not session._pending
 
 
 def test_a_parent_that_comes_back_learns_at_once_what_is_offered() -> None:
@@ -1235,7 +1239,7 @@ def test_an_old_end_that_was_disproved_is_forgotten() -> None:
     leave_remains(lab, PARENT, NodeState.FINISHED)
     child.disconnect(will_after_s=None, back_after_s=0.0)
     lab.rest(10.0)
-    assert child.session.proofs.proof(PARENT) is Proof.PROVEN
+    assert child.session.link.proofs.proof(PARENT) is Proof.PROVEN
     lab.stop_parent(will_after_s=None)
     lab.restart_broker(down_s=0.1, retained={})
     lab.rest(IDLE_S + 1.0)
@@ -1248,7 +1252,7 @@ def test_a_parent_that_dies_while_a_child_is_cut_off_is_missed() -> None:
     child = lab.children["device-0"]
     lab.stop_parent(will_after_s=None)
     lab.broker.retained.clear()
-    child.session.disconnected(lab.now)
+    child.session.link.disconnected(lab.now)
     child.connection = None
     child.connect()
     lab.rest(IDLE_S - 1.0)
@@ -1263,7 +1267,7 @@ def test_a_child_counts_its_bytes_for_each_ledger_of_its_parent() -> None:
     child, size = lab.children["device-0"].session, manifest_of(model_of(0)).size
     counted: dict[str, list[int]] = {}
     for books in ("a", "b", "a"):
-        lab.parent.session.own.presence = replace(lab.parent.session.own.presence, ledger=books)
+        lab.parent.session.link.own.presence = replace(lab.parent.session.link.own.presence, ledger=books)
         lab.parent.set_state(NodeState.READY)
         lab.rest(0.1)
         lab.round(model=model_of(sum(map(len, counted.values())), len(model_of(0))))
@@ -1310,7 +1314,7 @@ def any_message(draw: random.Random, lab: Lab) -> tuple[str, bytes]:
             "fs1" + "/+" * 6,
         ]
     )
-    session = draw.choice([*(each.session.identity.session for each in lab.processes), "unknown"])
+    session = draw.choice([*(each.session.link.identity.session for each in lab.processes), "unknown"])
     message = draw.choice(messages_of(Key(0, 0, draw.randrange(2)), draw.choice(blobs)))
     body = serialization.encode(message, session)
     how = draw.randrange(6)
@@ -1337,15 +1341,15 @@ def test_any_bytes_on_any_topic_raise_nothing(seed: int, moment: float) -> None:
     for _ in range(150):
         topic, body = any_message(draw, lab)
         for node in lab.nodes():
-            session, refused = node.session, node.session.refusals.total
-            session.place(topic, len(body))
+            session, refused = node.session, node.session.link.refusals.total
+            session.link.place(topic, len(body))
             session.receive(topic, body, retained=draw.random() < 0.3, now=lab.now)
             if is_malformed(topic, body):
-                assert session.refusals.total == refused + 1, (topic, body)
+                assert session.link.refusals.total == refused + 1, (topic, body)
             session.next_deadline(lab.now)
             node.wake()
         lab.rest(0.02)
-    for refusals in (node.session.refusals for node in lab.nodes()):
+    for refusals in (node.session.link.refusals for node in lab.nodes()):
         assert refusals.of(Refusal.MALFORMED) > 0 and len(refusals._counts) <= 6 * 3
     for node in lab.nodes():  # it is what it was: whoever speaks next is received
         node.session.tick(lab.now)
@@ -1398,7 +1402,7 @@ def test_nothing_grows_without_bound() -> None:
     lab = Lab(names_of(3), link=LinkSettings(up_mbit=10.0, down_mbit=0.1))
     lab.rest(1.0)
     draw, child = random.Random(1), lab.children["device-0"]
-    mine = child.session.identity.session
+    mine = child.session.link.identity.session
 
     def attack() -> None:
         session = lab.parent.session
@@ -1441,7 +1445,7 @@ def test_what_a_parent_does_to_a_child_is_bounded_too() -> None:
     lab = Lab(names_of(1))
     lab.rest(1.0)
     child = lab.children["device-0"]
-    mine = lab.parent.session.identity.session
+    mine = lab.parent.session.link.identity.session
     for number in range(600):
         for message in messages_of(Key(0, 0, number), f"{number:016x}"):
             if not isinstance(message, Alive):
@@ -1459,9 +1463,9 @@ def test_what_a_parent_does_to_a_child_is_bounded_too() -> None:
 def test_events_of_kinds_that_shells_know(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(names_of(1))
     lab.rest(1.0)
-    inject(lab.parent, "device-0", lab.children["device-0"].session.identity.session, Probed("0" * 16, 1.0, BLOB))
+    inject(lab.parent, "device-0", lab.children["device-0"].session.link.identity.session, Probed("0" * 16, 1.0, BLOB))
     presence = replace(READY, metrics="h:1")
-    lab.children["device-0"].session.own.presence = presence
+    lab.children["device-0"].session.link.own.presence = presence
     lab.children["device-0"].set_state(NodeState.READY, samples=10)
     lab.rest(2.0)
     assert [event.message for event in lab.parent.of(ProbeReceived)] == [Probed("0" * 16, 1.0, BLOB)]
@@ -1471,10 +1475,10 @@ def test_events_of_kinds_that_shells_know(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_node_that_lost_its_name_answers_no_question() -> None:
     lab = Lab(names_of(1))
-    lab.parent.session.announce(Announcement("{}", LAYOUT))
+    lab.parent.session.link.announce(Announcement("{}", LAYOUT))
     lab.rest(1.0)
     before = lab.kinds["Alive"]
-    lab.parent.session.identity.claim.lost = True  # on its other broker
+    lab.parent.session.link.identity.claim.lost = True  # on its other broker
     body = serialization.encode(WhoIsThere("n"), "n")
     lab.parent.session.receive(topics.seek(LAB, PARENT, "device-0"), body, retained=False, now=lab.now)
     lab.rest(1.0)

@@ -53,8 +53,8 @@ async def test_children_on_fast_links_do_not_wait_for_those_on_slow_ones(site: S
         assert sorted(begun) == sorted(fast) and sorted(played.missing) == sorted(slow)
         assert parent.now() - opened < 0.5  # 2 MB at 80 Mbit/s are 0.2 s
         # One publication of each chunk for all that are fast; the slow ones, 50 s each, have hardly begun.
-        assert chunks <= parent.session.sender.chunks_published < chunks + 5 * chunks // 2
-        assert parent.session.sender.chunks_repeated == 0
+        assert chunks <= parent.session.link.sender.chunks_published < chunks + 5 * chunks // 2
+        assert parent.session.link.sender.chunks_repeated == 0
 
 
 @pytest.mark.parametrize("shaped", [True, False])
@@ -74,7 +74,7 @@ async def test_a_small_model_goes_in_chunks_where_the_link_is_slow(site: Simulat
         assert 1.9 < seconds < 2.2 if shaped else seconds < 1
         for endpoint in (parent, child):
             chunks = -(-100_000 // (50_000 if shaped else 32_768))
-            assert endpoint.session.sender.chunks_published == chunks
+            assert endpoint.session.link.sender.chunks_published == chunks
 
 
 @virtual
@@ -89,7 +89,7 @@ async def test_every_message_comes_later_by_the_delay(site: SimulatedSite) -> No
         assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
         # Task, ask, chunk, result, ask, chunk: six ways one after the other, and nothing is sent twice for it.
         assert 0.6 <= parent.now() - begun < 0.7
-        assert [endpoint.session.sender.chunks_published for endpoint in (parent, child)] == [1, 1]
+        assert [endpoint.session.link.sender.chunks_published for endpoint in (parent, child)] == [1, 1]
 
 
 @virtual
@@ -117,4 +117,4 @@ async def test_a_model_takes_what_its_link_takes_though_the_broker_is_slower(sit
         row, begun = drawn(layout, 1), parent.now()
         assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
         assert 20 < parent.now() - begun < 22
-        assert [endpoint.session.sender.chunks_repeated for endpoint in (parent, child)] == [0, 0]
+        assert [endpoint.session.link.sender.chunks_repeated for endpoint in (parent, child)] == [0, 0]

@@ -66,8 +66,8 @@ class Sender:
         self.parent = parent_of(site, names, layout=layout, name=PARENT, transfer=transfer)
         self.published: list[Publication] = []
         self.waits: Callable[[int], bool] = lambda published: published == 0 and not self.asked_by(names)
-        self._publish = self.parent.session.sender.next_publication
-        self.parent.session.sender.next_publication = self._noted  # type: ignore[method-assign]
+        self._publish = self.parent.session.link.sender.next_publication
+        self.parent.session.link.sender.next_publication = self._noted  # type: ignore[method-assign]
 
     async def play(self, row: Row) -> ClosedRound:
         """Play the round from beginning to end, and end the run."""
@@ -89,7 +89,7 @@ class Sender:
         return Counter(publication.stream for publication in self.published)
 
     def asked_by(self, names: Iterable[str]) -> bool:
-        return all(self.parent.session.sender.serving(name) for name in names)
+        return all(self.parent.session.link.sender.serving(name) for name in names)
 
     async def keep_awake(self) -> None:
         while True:  # what it waits for happens elsewhere
@@ -118,7 +118,7 @@ def receiving(
     """Serve until the run is over: return each model as it is, having called `got`, and `per_chunk` for each chunk."""
     child = child_of(site, name, parent=PARENT, transfer=transfer)
     out = layout.empty()
-    receive = child.session.receiver.receive_chunk
+    receive = child.session.link.receiver.receive_chunk
 
     def slowly(*what: Any, **more: Any) -> bool:
         per_chunk()
@@ -129,7 +129,7 @@ def receiving(
         got()
         return WorkResult(out, 1, 0.5, 1, 1, 0.0, 0.0)
 
-    child.session.receiver.receive_chunk = slowly  # type: ignore[method-assign]
+    child.session.link.receiver.receive_chunk = slowly  # type: ignore[method-assign]
     made(child)
     return living(site, child, work=child.serve(LinkLayouts.plain(layout), work))
 
@@ -181,7 +181,7 @@ def test_what_a_broker_drops_for_a_slow_subscriber_is_sent_once_more(
             await asyncio.wrap_future(slow)
         again = sender.streams["slow"]
         assert sender.streams == {topics.ALL: chunks, "slow": again}
-        assert again == sender.parent.session.sender.chunks_repeated
+        assert again == sender.parent.session.link.sender.chunks_repeated
         assert 0 < again < chunks  # nothing twice, and by far not all
         assert len({p.index for p in sender.published if p.stream == "slow"}) == again
         assert "being dropped for client slow" in served.log.read_text()
@@ -334,12 +334,12 @@ async def test_a_thousand_hostile_chunks_spoil_nothing(site: SimulatedSite, forg
     children: list[ChildEndpoint] = []
 
     def all_came() -> bool:
-        return attack.made == 1000 and children[0].session.receiver.chunks_refused == attack.refused
+        return attack.made == 1000 and children[0].session.link.receiver.chunks_refused == attack.refused
 
     sender.waits = lambda published: published == chunks - 1 and not all_came()
     child = receiving(site, "device-0", layout, made=children.append)
     assert_exact(await sender.play(row), row, ["device-0"])
     await child
     assert attack.refused > 200
-    assert children[0].session.receiver.chunks_refused >= attack.refused
+    assert children[0].session.link.receiver.chunks_refused >= attack.refused
     assert len(sender.published) <= 2 * chunks

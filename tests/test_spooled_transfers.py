@@ -54,7 +54,7 @@ async def test_a_parent_that_crashed_in_mid_upload_goes_on_with_what_its_files_h
         trained.append(True)
 
     def received(endpoint: ParentEndpoint) -> int:
-        return endpoint.session.counters.traffic("device-0").received_model_payload
+        return endpoint.session.link.counters.traffic("device-0").received_model_payload
 
     first, child = parent(), child_of(site, "device-0", transfer=FINE, link=link)
     async with together(serving(site, child, layout, 0, count)):
@@ -80,7 +80,7 @@ async def test_a_child_that_crashed_in_mid_fetch_goes_on_with_what_its_file_hold
         return child_of(site, "device-0", transfer=FINE, link=link, spool=files)
 
     def received(endpoint: ChildEndpoint) -> int:
-        return endpoint.session.counters.traffic(PARENT).received_model_payload
+        return endpoint.session.link.counters.traffic(PARENT).received_model_payload
 
     parent, first = parent_of(site, ["device-0"], layout=layout, transfer=FINE, link=link), child()
     async with together(living(site, parent)):

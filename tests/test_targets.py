@@ -255,7 +255,7 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
 
         async def pass_on() -> None:
             while True:
-                up.session.own.set_targets(await down.targets_changed())
+                up.session.link.own.set_targets(await down.targets_changed())
                 up.wake()
 
         async def until(*wanted: str) -> None:

@@ -6,7 +6,7 @@ the work (`begin_work`), its progress (`progress`), and the result (`finish`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -21,7 +21,7 @@ from common.errors import Misfit, RefusedModel, WireError
 from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.model.layout import ROW_BYTES_MOST
-from common.protocol import serialization, topics
+from common.protocol import topics
 from common.protocol.bounds import SenderBounds
 from common.protocol.child_events import (
     ModelArrived,
@@ -33,7 +33,7 @@ from common.protocol.child_events import (
     RunEnded,
     TaskReceived,
 )
-from common.protocol.fetches import Fetched, FetchFailed, ReceiverEvent
+from common.protocol.fetches import Fetched, FetchFailed, Landing, ReceiverEvent
 from common.protocol.identity import Identity
 from common.protocol.limits import TaskLimits
 from common.protocol.manifest import ModelForm
@@ -41,6 +41,7 @@ from common.protocol.messages import (
     Acknowledgement,
     Alive,
     Declined,
+    Failure,
     Farewell,
     Goodbye,
     Message,
@@ -53,13 +54,12 @@ from common.protocol.messages import (
     Reports,
     Result,
     Task,
-    WhoIsThere,
 )
-from common.protocol.outbox import Output, Publish
+from common.protocol.outbox import Output
 from common.protocol.participant import PHASE_S, Acknowledged, Participant
+from common.protocol.peer_link import Arrival, Elsewhere, Heard, PeerLink, Proven, Received, Unproven
 from common.protocol.presence import Proof
 from common.protocol.round_state import HEARTBEAT_S, LIVING
-from common.protocol.session import Session
 from common.protocol.session_events import ByteMeter, ProbeReceived
 from common.protocol.time_zero import TimeZero
 from common.text import short
@@ -70,7 +70,7 @@ QUIET_BYTES: Final = 1024  # of acknowledgements and pings in that time; more by
 LEDGERS_KEPT: Final = 16  # of the parent: one per process
 
 
-class ChildSession(Session):
+class ChildSession:
     """One child's session with its parent on one broker.
 
     `parent_session`: the session that replied during discovery, empty if none did. `below`: the byte ledger of this
@@ -94,14 +94,14 @@ class ChildSession(Session):
         below: Ledger | None = None,
     ) -> None:
         ways = LinkSet(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
-        super().__init__(
+        self.link = PeerLink(
             identity,
             peers=(parent,),
             transfer=transfer,
             ways=ways,
             meter=meter,
             first_number=first_number,
-            persistent=True,
+            seeks=True,
         )
         self.parent = parent
         # When the institutions have a model is measured: they report it at once.
@@ -121,6 +121,7 @@ class ChildSession(Session):
         self._quiet_at = inf
         self._carried = 0
         self._ended = False
+        self._now = 0.0
         self._found_end: Presence | None = None
         self._declined: Declined | None = None
         self._preparing: Preparing | None = None
@@ -128,7 +129,7 @@ class ChildSession(Session):
         self._farewell: tuple[ChildReport, ...] | None = None
         self._farewell_at = inf
         if parent_session:
-            self.proofs.know(parent, parent_session)
+            self.link.proofs.know(parent, parent_session)
 
     # Before the rounds
 
@@ -158,9 +159,12 @@ class ChildSession(Session):
             return
         blob_bytes = ROW_BYTES_MOST if self._form is None else self._form.size
         above = SenderBounds(
-            nodes=limits.below_parent, blob_bytes=blob_bytes, inline_bytes=self.transfer.inline_bytes, plans=False
+            nodes=limits.below_parent, blob_bytes=blob_bytes, inline_bytes=self.link.transfer.inline_bytes, plans=False
         )
-        self._admission.bounds = {self.parent: above, self.identity.name: SenderBounds(nodes=limits.below_node)}
+        self.link.admission.bounds = {
+            self.parent: above,
+            self.link.identity.name: SenderBounds(nodes=limits.below_node),
+        }
 
     # A task
 
@@ -174,10 +178,10 @@ class ChildSession(Session):
         """
         self._fetching = task
         if task.inline is not None:
-            self.receiver.take(self.parent, task.model, buffer, task.inline)
+            self.link.receiver.take(self.parent, task.model, buffer, task.inline)
         else:
             assert buffer is not None
-            self.receiver.fetch(self.parent, task.model, buffer, lacking=lacking, now=now)
+            self.link.receiver.fetch(self.parent, task.model, buffer, lacking=lacking, now=now)
 
     def begin_work(self, now: float) -> None:
         """Note that the model has arrived and been decoded, and that the work begins."""
@@ -191,7 +195,7 @@ class ChildSession(Session):
         """Stop fetching a task's model; its buffer is not written any more."""
         if self._fetching is not None and self._fetching.model.blob == task.model.blob:
             self._fetching = None
-        self.receiver.drop(self.parent, blob=task.model.blob, now=now)
+        self.link.receiver.drop(self.parent, blob=task.model.blob, now=now)
 
     def finish(self, result: Result, now: float) -> None:
         """Announce a result until it is acknowledged; its model must have been offered."""
@@ -212,65 +216,131 @@ class ChildSession(Session):
         """Whether the parent has replied to the farewell, or none has been sent."""
         return self._farewell is None
 
-    # Implementation of Side
+    def set_state(
+        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
+    ) -> None:
+        """Publish this node's state, retained."""
+        self.link.own.set_state(state, reason=reason, samples=samples, failure=failure)
 
-    def _inboxes(self) -> Iterable[str]:
-        identity = self.identity  # any run: a parent that moved to another run replies from there
-        return [topics.inbox(identity.lab, "+", identity.name, self.parent)]
+    # Between the link and the endpoint
 
-    def _reconnected(self, now: float) -> None:
-        """Repeat what may have been lost with the old connection; ask the parent for proof of life."""
+    def connected(self, now: float, *, packet_most: float = inf) -> None:
+        """Note a new connection to a broker that accepts packets of at most `packet_most` bytes.
+
+        What may have been lost with the old one is repeated; the parent is asked for proof of life.
+        """
+        lab, name = self.link.identity.lab, self.link.identity.name
+        inboxes = [topics.inbox(lab, "+", name, self.parent)]  # any run: a parent that moved replies from its new one
+        self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.participant.reconnected(now)
         if self._gone_since is None:
             self._gone_since = now
         self._farewell_at = now if self._farewell is not None else inf
 
-    def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
-        body = serialization.encode(question, self.identity.session)
-        return [Publish(topics.seek(self.identity.lab, peer, self.identity.name), body)]
+    def receive(self, topic: str, body: bytes, *, retained: bool, now: float) -> None:
+        """Handle a message with any content."""
+        try:
+            for arrival in self.link.receive(topic, body, retained=retained, now=now):
+                self._take(arrival, now)
+        except WireError as error:
+            self.link.refuse(topic, len(body), error, now)
+        self._note_moves(now)
 
-    def _message(self, sender: str, session: str, message: Message, now: float) -> None:
+    def landed(self, topic: str, landing: Landing, now: float) -> bool:
+        """Handle a chunk that was written to its destination; return whether something follows from it at once."""
+        follows = self.link.landed(topic, landing, now)
+        self._note_moves(now)
+        return follows
+
+    def to_send(self, now: float) -> list[Output]:
+        """Return what is due, in order; nothing while the broker is away."""
+        out = self.link.to_send(now, self._due(now))
+        self._note_moves(now)
+        return out
+
+    def tick(self, now: float) -> None:
+        """Evaluate the state machines at this time."""
+        self._now = now
+        if self.link.tick(now) and self._found_end is not None:  # else the parent's absence is counted already
+            self._end(self._found_end)
+        if self.link.up and now >= self._quiet_at:
+            self._quiet(now)
+        if now >= self._gone_at():
+            self._ended = True
+            self.link.events.append(ParentGone())
+        self._collect(now)
+
+    def next_event(self) -> object | None:
+        """Return the next event; an event that follows from the handling of another one is returned too."""
+        if not self.link.events:
+            self._collect(self._now)
+        return self.link.events.popleft() if self.link.events else None
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when `tick` or `to_send` next has something to do."""
+        at = min(self.link.next_deadline(now), self._gone_at())
+        if self.link.up:
+            due = self.participant.next_deadline()
+            declined = -inf if self._declined is not None else inf
+            quiet = inf if self._ended else self._quiet_at
+            at = min(at, self._prepare_at, self._farewell_at, declined, quiet, inf if due is None else due)
+        return at if at < inf else None
+
+    # Handling of what has come
+
+    def _take(self, arrival: Arrival, now: float) -> None:
+        if isinstance(arrival, Received):
+            self._message(arrival.peer, arrival.message, now)
+        elif isinstance(arrival, Heard):
+            self._lives(arrival.peer, arrival.session, now)
+        elif isinstance(arrival, Proven):
+            self._presence(arrival, now)
+        elif isinstance(arrival, Unproven):
+            self._state_of_the_dead(arrival.peer, arrival.presence)
+        else:
+            self._elsewhere(arrival)
+
+    def _message(self, sender: str, message: Message, now: float) -> None:
         if isinstance(message, Task):
-            self._take(message, now)
+            self._take_task(message, now)
         elif isinstance(message, Acknowledgement):
             self.participant.receive(message, now=now)
         elif isinstance(message, Probe):
-            self._events.append(ProbeReceived(sender, message))
+            self.link.events.append(ProbeReceived(sender, message))
         elif isinstance(message, Goodbye):
             self._farewell, self._farewell_at = None, inf
         else:
             raise WireError(f"a parent does not send a {type(message).__name__}")
 
-    def _take(self, task: Task, now: float) -> None:
+    def _take_task(self, task: Task, now: float) -> None:
         try:
             if self._form is not None:
                 self._form.check(task.model)
             if self._limits is not None:
                 self._limits.check(task)
         except RefusedModel as error:
-            if self._budget.take(self.parent, now):  # the task is repeated until it is answered
+            if self.link.answers.take(self.parent, now):  # the task is repeated until it is answered
                 self._declined = Declined(task.key, short(str(error)))
             raise Misfit(f"a task: {error}") from None
         else:
             self.participant.receive(task, now=now)
 
-    def _presence(
-        self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
-    ) -> None:
+    def _presence(self, proven: Proven, now: float) -> None:
+        peer, session, presence, published = proven.peer, proven.session, proven.presence, proven.published
         if presence is not None and presence.state in LIVING:
             self._begin_count(presence.ledger)
             self._lives(peer, session, now)
             if (begun := self._zero.note(presence.elapsed_s, session, now, published=published)) is not None:
-                self.begin(begun)
-                self._events.append(RunBegan(begun))
+                self.link.begin(begun)
+                self.link.events.append(RunBegan(begun))
         elif presence is not None and self._parent_session not in ("", session):
             return  # the last message of a replaced process: a will may arrive a minute late
         else:
             if self._gone_since is None:
                 self._gone_since = now
             self._lost = True
-            self.proofs.doubt(peer, now)
-            self.sender.forget(peer)
+            self.link.proofs.doubt(peer, now)
+            self.link.sender.forget(peer)
         if presence is not None and presence.state in (NodeState.FINISHED, NodeState.FAILED):
             self._end(presence)
 
@@ -280,7 +350,7 @@ class ChildSession(Session):
         An old broker store may have the state of a run that was resumed later: a parent that was present before is
         asked first.
         """
-        proof = self.proofs.proof(peer)
+        proof = self.link.proofs.proof(peer)
         if presence.state is not NodeState.FINISHED or proof is Proof.PROVEN:
             return
         if proof is Proof.DOUBTED:
@@ -288,57 +358,52 @@ class ChildSession(Session):
         else:
             self._end(presence)
 
-    def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
-        if not isinstance(message, Alive) or message.nonce != self.proofs.nonce:
+    def _elsewhere(self, arrival: Elsewhere) -> None:
+        answer = arrival.message
+        if not isinstance(answer, Alive) or answer.nonce != self.link.proofs.nonce:
             raise WireError("of another run")
-        if self._gone_since is not None and message.announcement is not None and not self._ended:
+        if self._gone_since is not None and answer.announcement is not None and not self._ended:
             self._ended = True
-            self._events.append(ParentMoved(run, session, message.announcement))
+            self.link.events.append(ParentMoved(arrival.run, arrival.session, answer.announcement))
 
-    def _moved(self, peer: str, now: float) -> None:
-        if (task := self._fetching) is not None:
-            done = task.model.chunks - self.receiver.lacks(peer, task.model.blob)
-            self.participant.progress(Phase.FETCHING, done, task.model.chunks, now=now)
+    def _note_moves(self, now: float) -> None:
+        for peer in self.link.moved():
+            if (task := self._fetching) is not None:
+                done = task.model.chunks - self.link.receiver.lacks(peer, task.model.blob)
+                self.participant.progress(Phase.FETCHING, done, task.model.chunks, now=now)
 
-    def _transferred(self, event: ReceiverEvent, now: float) -> None:
+    def _collect(self, now: float) -> None:
+        """Handle the ended fetches, and what the participant has to say."""
+        for fetch in self.link.transferred():
+            self._transferred(fetch)
+        while (event := self.participant.next_event()) is not None:
+            if isinstance(event, Acknowledged):
+                if event.reason:
+                    self.link.events.append(ResultRefused(event.reason))
+            else:
+                self.link.events.append(TaskReceived(event.task, event.row))
+
+    def _transferred(self, event: ReceiverEvent) -> None:
         if self._fetching is None or event.blob != self._fetching.model.blob:
             return
         self._fetching = None
         if isinstance(event, Fetched):
-            self._events.append(ModelArrived(event.blob))
+            self.link.events.append(ModelArrived(event.blob))
         elif isinstance(event, FetchFailed):
-            self._events.append(ModelFailed(event.blob, event.reason))
-
-    def _silent(self, peer: str, now: float) -> None:
-        if self._found_end is not None:  # else its absence is counted already
-            self._end(self._found_end)
-
-    def _take_events(self, now: float) -> None:
-        while (event := self.participant.next_event()) is not None:
-            if isinstance(event, Acknowledged):
-                if event.reason:
-                    self._events.append(ResultRefused(event.reason))
-            else:
-                self._events.append(TaskReceived(event.task, event.row))
-
-    def _tick(self, now: float) -> None:
-        if self._connected and now >= self._quiet_at:
-            self._quiet(now)
-        if now >= self._gone_at():
-            self._ended = True
-            self._events.append(ParentGone())
+            self.link.events.append(ModelFailed(event.blob, event.reason))
 
     def _quiet(self, now: float) -> None:
         """Ask a parent that has been silent for proof of life: the message of its end may be lost."""
-        carried = self.meter.received()
+        carried = self.link.meter.received()
         if abs(carried - self._carried) > QUIET_BYTES:
             self._gone_since = None if not self._lost else self._gone_since
         elif self._gone_since is None:
             self._gone_since = now
-            self.proofs.doubt(self.parent, now)
+            self.link.proofs.doubt(self.parent, now)
         self._carried, self._quiet_at = carried, now + self._quiet_s
 
-    def _due(self, now: float) -> Iterable[tuple[str, Message]]:
+    def _due(self, now: float) -> Iterator[tuple[str, Message]]:
+        """Yield the messages that are due, each with the parent; asked when the link is about to send them."""
         messages: list[Message] = []
         if self._declined is not None:
             messages.append(self._declined)
@@ -353,27 +418,17 @@ class ChildSession(Session):
         due = self.participant.next_deadline()
         if due is not None and now >= due:  # the counts are summed only when they are sent
             messages += map(self._counted_since, self.participant.to_send(now, *self._traffic()))
-        return [(self.parent, message) for message in messages]
-
-    def _next_deadline(self) -> float | None:
-        due = self.participant.next_deadline()
-        declined = -inf if self._declined is not None else inf
-        quiet = inf if self._ended else self._quiet_at
-        times = (self._prepare_at, self._farewell_at, declined, self._gone_at(), quiet, inf if due is None else due)
-        return min(times) if min(times) < inf else None
-
-    def _next_deadline_away(self) -> float:
-        return self._gone_at()
+        yield from ((self.parent, message) for message in messages)
 
     def _gone_at(self) -> float:
-        gone = self._gone_since is not None and self._away_since is None and not self._ended
-        return (self._gone_since or 0.0) + self.transfer.idle_s if gone else inf
+        gone = self._gone_since is not None and self.link.away_since is None and not self._ended
+        return (self._gone_since or 0.0) + self.link.transfer.idle_s if gone else inf
 
     def _lives(self, peer: str, session: str, now: float) -> None:
         self._gone_since = self._found_end = None
         self._quiet_at = now + self._quiet_s
         if session != self._parent_session or self._lost:
-            self.receiver.ask_again(peer, now=now)  # its connection is new
+            self.link.receiver.ask_again(peer, now=now)  # its connection is new
         if session != self._parent_session:
             self._parent_session = session
             self.participant.parent_restarted(now)
@@ -384,7 +439,7 @@ class ChildSession(Session):
     def _end(self, presence: Presence) -> None:
         if not self._ended:
             self._ended = True
-            self._events.append(RunEnded(presence.state, short(presence.reason)))
+            self.link.events.append(RunEnded(presence.state, short(presence.reason)))
 
     def _begin_count(self, ledger: str) -> None:
         """Count from zero for a new ledger of the parent."""
@@ -411,5 +466,5 @@ class ChildSession(Session):
         return message
 
     def _counted(self) -> tuple[Traffic, tuple[Traffic, ...]]:
-        link = self.counters.traffic(self.parent, self.meter.sample())
+        link = self.link.counters.traffic(self.parent, self.link.meter.sample())
         return link, self._below.tiers() if self._below is not None else ()

@@ -6,7 +6,7 @@ For each upload the endpoint answers `UploadAnnounced` with a buffer (`fetch`), 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -25,7 +25,7 @@ from common.protocol import topics
 from common.protocol.attendance import Attendance, AwayWatch, readiness
 from common.protocol.bounds import SenderBounds
 from common.protocol.coordinator import Coordinator
-from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, ReceiverEvent
+from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
 from common.protocol.identity import Identity
 from common.protocol.limits import ANY, ChildLimits
 from common.protocol.manifest import ModelForm
@@ -43,7 +43,6 @@ from common.protocol.messages import (
     Progress,
     Reports,
     Result,
-    WhoIsThere,
 )
 from common.protocol.outbox import Output
 from common.protocol.parent_events import (
@@ -56,18 +55,19 @@ from common.protocol.parent_events import (
     UploadArrived,
     UploadRefused,
 )
+from common.protocol.peer_link import Arrival, Elsewhere, Heard, PeerLink, Proven, Received
 from common.protocol.reports import check_report
 from common.protocol.round_state import LIVING, Assignment, Restarted, ResultAnnounced
-from common.protocol.session import Session
 from common.protocol.session_events import ByteMeter, ProbeReceived
 from common.protocol.targets import Targets
+from common.protocol.timeline import Timeline
 from common.text import short
 
 QUIET_S: Final = 5.0  # without a report of a child that prepares; it reports every two seconds
 RATED_CHUNKS: Final = 8  # smaller models do not show the rate of their link
 
 
-class ParentSession(Session):
+class ParentSession:
     """One parent's session with its children on one broker.
 
     `links`: the children's names in order, each with its link; `shaped`: this end enforces their rates and delays.
@@ -90,22 +90,24 @@ class ParentSession(Session):
             from_={name: link.up for name, link in links.items()},
             shaped=shaped,
         )
-        super().__init__(
+        self.link = PeerLink(
             identity,
             peers=tuple(links),
             transfer=transfer,
             ways=ways,
             meter=meter,
             first_number=first_number,
-            persistent=False,
+            seeks=False,
         )
+        self.peers = self.link.peers
+        self.idle_s, self._inline_bytes = transfer.idle_s, transfer.inline_bytes
         self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})
         online = {name: limit.online for name, limit in self._limits.items()}
         self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s, online=online)
         self._absence = AwayWatch(idle_s=transfer.idle_s if any(online.values()) else inf)
         below = {name: limit.below.keys() for name, limit in self._limits.items()}
         self._bound()
-        self.ledger = Ledger(self.peers, self.counters, wire=meter.sample, below=below)
+        self.ledger = Ledger(self.peers, self.link.counters, wire=meter.sample, below=below)
         self.targets = Targets(below)
         self.samples: dict[str, int] = {}
         self._counted = dict.fromkeys(self.peers, "")  # the session that reported the samples
@@ -118,13 +120,14 @@ class ParentSession(Session):
         self._last: dict[str, Presence | None] = {}
         self._attendance = Attendance()
         self._waits_for: dict[str, str] = {}
+        self._now = 0.0
         self._prepared_at: dict[str, float] = {}
 
     # Rounds
 
     def begin(self, begun: float) -> None:
         """Note when the run began."""
-        super().begin(begun)
+        self.link.begin(begun)
         self.coordinator.begin(begun)
 
     def set_form(self, form: ModelForm) -> None:
@@ -161,13 +164,17 @@ class ParentSession(Session):
         Return False if the buffer is not used: the upload is void, or is being fetched into another one.
         """
         child, result = upload.child, upload.result
-        if not self.coordinator.is_announced(child, result.key):
+        if not self.is_announced(upload):
             return False  # its process ended, or the round closed, while the buffer was allocated
         self._pending[child, result.model.blob] = result
         if result.inline is not None:
-            self.receiver.take(child, result.model, buffer, result.inline)
+            self.link.receiver.take(child, result.model, buffer, result.inline)
             return True
-        return self.receiver.fetch(child, result.model, buffer, lacking=lacking, now=now)
+        return self.link.receiver.fetch(child, result.model, buffer, lacking=lacking, now=now)
+
+    def is_announced(self, upload: UploadAnnounced | UploadArrived) -> bool:
+        """Return whether an upload may still be accepted: its child's process lives, and its round is open."""
+        return self.coordinator.is_announced(upload.child, upload.result.key)
 
     def accept(self, upload: UploadArrived, now: float) -> None:
         """Accept an upload that is complete and valid."""
@@ -177,7 +184,16 @@ class ParentSession(Session):
         """Refuse a result permanently; the round continues with the other children."""
         reason = short(reason)
         self.coordinator.refuse(child, key, reason=reason, now=now)
-        self._events.append(UploadRefused(child, reason))
+        self.link.events.append(UploadRefused(child, reason))
+
+    def in_flight(self) -> list[str]:
+        """Return the children whose tasks go on after their round has closed."""
+        return self.coordinator.in_flight()
+
+    @property
+    def timeline(self) -> Timeline:
+        """Times of the events in the last round."""
+        return self.coordinator.timeline
 
     def end_round(self, now: float, *, in_flight: Collection[str] = ()) -> list[str]:
         """Stop all transfers with the children but those in flight; return the blobs that are not served any more.
@@ -189,9 +205,9 @@ class ParentSession(Session):
         served = {assignment.model.blob for assignment in kept.values()}
         retired = {assignment.model.blob for assignment in self._assignments.values()} - served
         for blob in retired:
-            self.offers.retire(blob)
+            self.link.retire(blob)
         for name in ended:
-            self.receiver.drop(name, now=now)
+            self.link.receiver.drop(name, now=now)
         self._pending = {key: result for key, result in self._pending.items() if key[0] in in_flight}
         self._assignments = kept
         self.coordinator.end(but=in_flight)
@@ -203,7 +219,7 @@ class ParentSession(Session):
         """Publish this node's state, retained. One that ends the run ends all tasks."""
         if state not in LIVING:
             self.coordinator.end()
-        super().set_state(state, reason=reason, samples=samples, failure=failure)
+        self.link.own.set_state(state, reason=reason, samples=samples, failure=failure)
 
     # Presence of the children
 
@@ -215,8 +231,8 @@ class ParentSession(Session):
             counted=self.samples.keys(),
             hanging=set(self.coordinator.hanging(now)),
             waits_for=self._waits_for,
-            other_releases=self.other_releases,
-            idle_s=self.transfer.idle_s,
+            other_releases=self.link.other_releases,
+            idle_s=self.idle_s,
         )
 
     @property
@@ -230,7 +246,7 @@ class ParentSession(Session):
         for name in preparing:
             if now >= self._prepared_at.setdefault(name, now) + QUIET_S:
                 self._prepared_at[name] = now
-                self.proofs.doubt(name, now)
+                self.link.proofs.doubt(name, now)
 
     def present(self) -> list[str]:
         """Return the children that are present."""
@@ -243,8 +259,8 @@ class ParentSession(Session):
 
     def _bound(self, blob_bytes: int = 0) -> None:
         """Set the bounds of the children's messages, and of the presences under this node's own name."""
-        inline_bytes = self.transfer.inline_bytes
-        self._admission.bounds = {
+        inline_bytes = self._inline_bytes
+        self.link.admission.bounds = {
             name: SenderBounds(
                 nodes=len(limit.below),
                 blob_bytes=blob_bytes,
@@ -253,24 +269,87 @@ class ParentSession(Session):
                 announces=False,
             )
             for name, limit in self._limits.items()
-        } | {self.identity.name: SenderBounds(nodes=sum(len(limit.below) + 1 for limit in self._limits.values()))}
+        } | {self.link.identity.name: SenderBounds(nodes=sum(len(limit.below) + 1 for limit in self._limits.values()))}
 
-    # Implementation of Side
+    # Between the link and the endpoint
 
-    def _inboxes(self) -> Iterable[str]:
-        lab, run, me = self.identity.lab, self.identity.run, self.identity.name
-        return [*(topics.inbox(lab, run, me, peer) for peer in self.peers), topics.seek(lab, me, "+")]
+    def connected(self, now: float, *, packet_most: float = inf) -> None:
+        """Note a new connection to a broker that accepts packets of at most `packet_most` bytes.
 
-    def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
-        self.outbox.send(peer, question, now)
-        return []
-
-    def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
-        raise WireError("of another run")
-
-    def _reconnected(self, now: float) -> None:
-        """Restart the children's idle times: without the broker nothing could arrive from them."""
+        The children's idle times begin again: without the broker nothing could arrive from them.
+        """
+        lab, run, me = self.link.identity.lab, self.link.identity.run, self.link.identity.name
+        inboxes = [*(topics.inbox(lab, run, me, peer) for peer in self.peers), topics.seek(lab, me, "+")]
+        self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.coordinator.reconnected(now)
+
+    def receive(self, topic: str, body: bytes, *, retained: bool, now: float) -> None:
+        """Handle a message with any content."""
+        try:
+            for arrival in self.link.receive(topic, body, retained=retained, now=now):
+                self._take(arrival, now)
+        except WireError as error:
+            self.link.refuse(topic, len(body), error, now)
+        self._note_moves(now)
+
+    def landed(self, topic: str, landing: Landing, now: float) -> bool:
+        """Handle a chunk that was written to its destination; return whether something follows from it at once."""
+        follows = self.link.landed(topic, landing, now)
+        self._note_moves(now)
+        return follows
+
+    def to_send(self, now: float) -> list[Output]:
+        """Return what is due, in order; nothing while the broker is away."""
+        out = self.link.to_send(now, self._due(now))
+        self._note_moves(now)
+        return out
+
+    def tick(self, now: float) -> None:
+        """Evaluate the state machines at this time."""
+        self._now = now
+        for peer in self.link.tick(now):
+            lost = Presence(NodeState.LOST, "", reason="no reply since the broker came back")
+            self._presence(Proven(peer, self.link.proofs.session(peer), lost), now)
+        if self.link.up:
+            self.coordinator.tick(now)
+        if now >= self._absence.due:
+            away, all_away = self.coordinator.away(now)
+            self.moves += bool(away)  # to wait for them is no idleness, whoever else is lost
+            if self._absence.look(away if all_away else (), now):
+                self.link.events.append(DevicesAway(away))
+        targets = self.targets.changed(now)
+        if targets is not None:
+            self.link.events.append(TargetsChanged(targets))
+        self._collect(now)
+
+    def next_event(self) -> object | None:
+        """Return the next event; an event that follows from the handling of another one is returned too."""
+        if not self.link.events:
+            self._collect(self._now)
+        return self.link.events.popleft() if self.link.events else None
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when `tick` or `to_send` next has something to do."""
+        at = min(self.link.next_deadline(now), self.targets.due)
+        if self.link.up:
+            due = self.coordinator.next_deadline()
+            at = min(at, self._absence.due, inf if due is None else due)
+        return at if at < inf else None
+
+    # Handling of what has come
+
+    def _take(self, arrival: Arrival, now: float) -> None:
+        if isinstance(arrival, Received):
+            self._message(arrival.peer, arrival.session, arrival.message, now)
+        elif isinstance(arrival, Heard):
+            last = self._last.get(arrival.peer)
+            if last is not None and last.state is NodeState.LOST:
+                self.link.proofs.want(arrival.peer, now)  # the presence with which it came back was lost
+        elif isinstance(arrival, Proven):
+            self._presence(arrival, now)
+        elif isinstance(arrival, Elsewhere):
+            raise WireError("of another run")
+        # a child with a retained state that nobody proved is absent until it joins
 
     def _message(self, sender: str, session: str, message: Message, now: float) -> None:
         if isinstance(message, Progress):
@@ -289,15 +368,15 @@ class ParentSession(Session):
             self.coordinator.declined(sender, message.key, short(message.reason))
             raise Misfit(f"it declined its task: {short(message.reason)}")
         elif isinstance(message, Probed):
-            self._events.append(ProbeReceived(sender, message))
+            self.link.events.append(ProbeReceived(sender, message))
         elif isinstance(message, Reports):
             self._enter_reports(sender, session, message.children)
         elif isinstance(message, Farewell):
             self.farewells.add(sender)
             self._attendance.owing.discard(sender)
-            if self._budget.take(sender, now):
-                self.outbox.send(sender, Goodbye(), now)
-            self._events.append(GoodbyeReceived(sender))
+            if self.link.answers.take(sender, now):
+                self.link.outbox.send(sender, Goodbye(), now)
+            self.link.events.append(GoodbyeReceived(sender))
             self._count(sender, session, message.traffic, message.below)
         else:
             raise WireError(f"a child does not send a {type(message).__name__}")
@@ -306,9 +385,9 @@ class ParentSession(Session):
         if reason := self.coordinator.receive(sender, message, now=now):
             raise Misfit(reason)
 
-    def _presence(
-        self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
-    ) -> None:
+    def _presence(self, proven: Proven, now: float) -> None:
+        """Handle a child's proven presence. Raises Misfit."""
+        peer, session, presence, published = proven.peer, proven.session, proven.presence, proven.published
         if presence is not None:
             most = self._limits[peer].samples
             if presence.samples > most:
@@ -319,24 +398,43 @@ class ParentSession(Session):
         self.targets.receive(peer, presence, now=now)
         before = self._last.get(peer)
         if presence is None or presence.state not in LIVING:
-            self.sender.forget(peer)
-            self.receiver.yield_slot(peer, now=now)
+            self.link.sender.forget(peer)
+            self.link.receiver.yield_slot(peer, now=now)
         elif published or before is None or before.state not in LIVING:  # its connection is new
-            self.receiver.ask_again(peer, now=now)
+            self.link.receiver.ask_again(peer, now=now)
         if presence is not None and presence.samples and (self._limits[peer].below or session != self._counted[peer]):
             if published and self.samples.get(peer, presence.samples) != presence.samples:
-                self.proofs.want(peer, now)  # possibly a stranger's: another count is taken from an answer only
+                self.link.proofs.want(peer, now)  # possibly a stranger's: another count is taken from an answer only
             else:  # a device's are the same all the time
                 self.samples[peer], self._counted[peer] = presence.samples, session
         self._last[peer] = presence
         self._attendance.note(peer, presence, counted=peer in self.samples, farewell=peer in self.farewells)
         if presence is None or before is None or (before.state, before.reason) != (presence.state, presence.reason):
             state, reason = ("left", "") if presence is None else (str(presence.state), presence.reason)
-            self._events.append(PeerChanged(peer, state, reason))
+            self.link.events.append(PeerChanged(peer, state, reason))
 
-    def _moved(self, peer: str, now: float) -> None:
-        self.coordinator.moved(peer, now=now)
-        self.moves += 1
+    def _note_moves(self, now: float) -> None:
+        for peer in self.link.moved():
+            self.coordinator.moved(peer, now=now)
+            self.moves += 1
+
+    def _collect(self, now: float) -> None:
+        """Handle the ended fetches, and what the coordinator has to say."""
+        for fetch in self.link.transferred():
+            self._transferred(fetch, now)
+        while (event := self.coordinator.next_event()) is not None:
+            if isinstance(event, ResultAnnounced):
+                self._announced(event, now)
+            elif isinstance(event, Restarted):
+                self.link.receiver.drop(event.child, now=now)
+                self.link.sender.forget(event.child)
+                self._pending = {key: result for key, result in self._pending.items() if key[0] != event.child}
+            else:
+                self.link.events.append(event)
+
+    def _due(self, now: float) -> Iterator[tuple[str, Message]]:
+        """Yield the messages that are due, each with its child; asked when the link is about to send them."""
+        yield from self.coordinator.to_send(now)
 
     def _transferred(self, event: ReceiverEvent, now: float) -> None:
         result = self._pending.pop((event.owner, event.blob), None)
@@ -345,59 +443,11 @@ class ParentSession(Session):
         if isinstance(event, Fetched):
             if event.rate and result.model.chunks >= RATED_CHUNKS:
                 self.rates[event.owner] = event.rate
-            self._events.append(UploadArrived(event.owner, result))
+            self.link.events.append(UploadArrived(event.owner, result))
         elif isinstance(event, FetchFailed) and event.cause is FetchFailure.GONE:
             self.coordinator.retry(event.owner, result.key, now=now)
         else:
             self.refuse(event.owner, result.key, event.reason, now)
-
-    def _lives(self, peer: str, session: str, now: float) -> None:
-        """Ask a child that was lost and sends for its presence: the one with which it came back was lost."""
-        last = self._last.get(peer)
-        if last is not None and last.state is NodeState.LOST:
-            self.proofs.want(peer, now)
-
-    def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
-        pass  # a child is absent until it joins
-
-    def _silent(self, peer: str, now: float) -> None:
-        session = self.proofs.session(peer)
-        lost = Presence(NodeState.LOST, "", reason="no reply since the broker came back")
-        self._presence(peer, session, lost, now)
-
-    def _tick(self, now: float) -> None:
-        if self._connected:
-            self.coordinator.tick(now)
-        if now >= self._absence.due:
-            away, all_away = self.coordinator.away(now)
-            self.moves += bool(away)  # to wait for them is no idleness, whoever else is lost
-            if self._absence.look(away if all_away else (), now):
-                self._events.append(DevicesAway(away))
-        targets = self.targets.changed(now)
-        if targets is not None:
-            self._events.append(TargetsChanged(targets))
-
-    def _take_events(self, now: float) -> None:
-        while (event := self.coordinator.next_event()) is not None:
-            if isinstance(event, ResultAnnounced):
-                self._announced(event, now)
-            elif isinstance(event, Restarted):
-                self.receiver.drop(event.child, now=now)
-                self.sender.forget(event.child)
-                self._pending = {key: result for key, result in self._pending.items() if key[0] != event.child}
-            else:
-                self._events.append(event)
-
-    def _due(self, now: float) -> Iterable[tuple[str, Message]]:
-        return self.coordinator.to_send(now)
-
-    def _next_deadline(self) -> float | None:
-        due = self.coordinator.next_deadline()
-        at = min(self.targets.due, self._absence.due, inf if due is None else due)
-        return at if at < inf else None
-
-    def _next_deadline_away(self) -> float:
-        return self.targets.due
 
     def _enter_reports(self, child: str, session: str, reports: tuple[ChildReport, ...]) -> None:
         self.ledger.enter_reports(child, session, reports)
@@ -415,7 +465,7 @@ class ParentSession(Session):
         except RefusedModel as error:
             self.refuse(child, result.key, str(error), now)
         else:
-            self._events.append(UploadAnnounced(child, result))
+            self.link.events.append(UploadAnnounced(child, result))
 
     def _count(self, child: str, session: str, traffic: Traffic, below: tuple[Traffic, ...]) -> None:
         self.ledger.enter(child, session, link=traffic, below=below)

@@ -64,10 +64,10 @@ class Probes:
 
     async def measure(self, peer: str) -> Measured:
         """Calibrate the link to a child. Raises TimeoutError, or RefusedModel on an invalid reply."""
-        session = self._endpoint.session
-        down, up = (ways[peer].rate or UNDECLARED for ways in (session.ways.to, session.ways.from_))
+        link = self._endpoint.link
+        down, up = (ways[peer].rate or UNDECLARED for ways in (link.ways.to, link.ways.from_))
         step = FIRST
-        async with asyncio.timeout(PATIENCE * session.transfer.idle_s):
+        async with asyncio.timeout(PATIENCE * link.transfer.idle_s):
             while True:
                 found = await self._exchange(peer, min(down, step))
                 asked = ((found.down, min(down, step)), (found.up, min(up, step)))
@@ -86,9 +86,9 @@ class Probes:
                 self._send(peer, Probe(noise))
                 await asyncio.wait((answered,), timeout=REPEAT_S)
             answer = answered.result()
-            most = PROBE_S * max(rate, self._endpoint.session.ways.from_[peer].rate or UNDECLARED)
+            most = PROBE_S * max(rate, self._endpoint.link.ways.from_[peer].rate or UNDECLARED)
             up = await self._fetch(peer, answer.model, most=2 * max(CHUNKS_LEAST * CHUNK_LEAST, most))
-            counters = self._endpoint.session.counters
+            counters = self._endpoint.link.counters
             return Measured(up, answer.rate, counters.probed(peer, "received"), counters.probed(peer, "sent"))
         finally:
             del self._answers[peer]
@@ -102,7 +102,7 @@ class Probes:
             if answered is not None and not answered.done() and message.asked == asked:
                 answered.set_result(message)
         elif self._asked != message.model:
-            rate = min(self._endpoint.session.ways.to[peer].rate or UNDECLARED, self._asked_rate)
+            rate = min(self._endpoint.link.ways.to[peer].rate or UNDECLARED, self._asked_rate)
             self._withdraw()
             self._asked = message.model
             self._answering = asyncio.create_task(self._respond(peer, message.model, rate), name="answer a probe")
@@ -150,33 +150,30 @@ class Probes:
     async def _fetch(self, peer: str, noise: Manifest, *, most: float) -> float:
         if noise.codec != CODEC or noise.size > most:
             raise RefusedModel(f"{peer} probes with {noise.size} bytes of {noise.codec[:32]!r}")
-        receiver, now = self._endpoint.session.receiver, self._endpoint.now
+        link, now = self._endpoint.link, self._endpoint.now
         fetched: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._fetches[peer, noise.blob] = fetched
         if peer in self._measuring:
             self._measuring[peer].append(fetched)
-        self._endpoint.session.outbox.add_noise(peer, noise.blob)
-        receiver.fetch(peer, noise, memoryview(bytearray(noise.size)), now=now())
+        link.fetch_noise(peer, noise, now())
         self._endpoint.wake()
         try:
             return await fetched
         finally:
             self._fetches.pop((peer, noise.blob), None)
-            receiver.drop(peer, blob=noise.blob, now=now())
+            link.drop_noise(peer, noise, now())
 
     def _offer(self, peer: str, rate: float) -> Manifest:
-        chunk_bytes = int(
-            min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), self._endpoint.session.offers.chunk_most)
-        )
+        link = self._endpoint.link
+        chunk_bytes = int(min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), link.chunk_most))
         chunks = int(min(max(rate * PROBE_S / chunk_bytes, CHUNKS_LEAST), CHUNKS_MOST))
         data = memoryview(self._world.noise(chunk_bytes * chunks))
         noise = describe(data, chunk_bytes=chunk_bytes, codec=CODEC, layout="")
-        self._endpoint.session.outbox.add_noise(self._endpoint.identity.name, noise.blob)
-        self._endpoint.session.sender.offer(noise, data, (peer,))
+        link.offer_noise(noise, data, peer)
         return noise
 
     def _send(self, peer: str, message: Probe | Probed) -> None:
-        self._endpoint.session.outbox.send(peer, message, self._endpoint.now())
+        self._endpoint.link.outbox.send(peer, message, self._endpoint.now())
         self._endpoint.wake()
 
 

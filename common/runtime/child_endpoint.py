@@ -119,8 +119,8 @@ class ChildEndpoint(Endpoint):
         """Wait until the run begins, or its time zero changes; return that in monotonic seconds."""
         await self._began.wait()
         self._began.clear()
-        assert self.session.own.begun is not None
-        return self.session.own.begun
+        assert self.link.own.begun is not None
+        return self.link.own.begun
 
     async def unless_over(self, preparing: Coroutine[Any, Any, _T]) -> _T | None:
         """Prepare for the run and return the result, None if the run finished before.
@@ -256,9 +256,9 @@ class ChildEndpoint(Endpoint):
             await _stop(self._decoding)  # it writes the row
         reference = DeltaReference(task.model.blob, model.row) if self.models.sent.delta else None
         manifest, blob = await self.models.encode(
-            layouts.up, result.row, cut=session.offers.cut(session.peers), reference=reference
+            layouts.up, result.row, cut=self.link.cut(self.link.peers), reference=reference
         )
-        inline = session.offers.offer(manifest, blob, session.peers)
+        inline = self.link.offer(manifest, blob, self.link.peers)
         self._result_model = manifest, result.row
         session.finish(result.announcement(task, manifest, inline), self.now())
         self.wake()

@@ -20,14 +20,16 @@ from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.packets import Place
 from common.protocol import serialization, topics
+from common.protocol.child_session import ChildSession
 from common.protocol.fetches import Landing, Skipped
 from common.protocol.identity import Identity
 from common.protocol.manifest import MIN_RATED_CHUNK
 from common.protocol.messages import Failure, NodeState, Presence
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
+from common.protocol.parent_session import ParentSession
+from common.protocol.peer_link import PeerLink
 from common.protocol.refusals import MessageRefused
 from common.protocol.sender import Publication
-from common.protocol.session import Session
 from common.protocol.session_events import BrokerAway, BrokerDrops, NameTaken
 from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.world import World, nothing
@@ -44,7 +46,7 @@ class Endpoint(ABC):
     `statistics` receives what the broker publishes about itself, None: no subscription to it.
     """
 
-    session: Session
+    session: ParentSession | ChildSession
 
     def __init__(
         self,
@@ -78,6 +80,11 @@ class Endpoint(ABC):
             lost=self._lost,
             will=(topics.state(identity.lab, identity.run, identity.name), will),
         )
+
+    @property
+    def link(self) -> PeerLink:
+        """The session's part in the connection: what it offers, sends and counts."""
+        return self.session.link
 
     def now(self) -> float:
         """Return monotonic seconds."""
@@ -114,14 +121,14 @@ class Endpoint(ABC):
 
     def release_name(self) -> None:
         """Stop defending this name: later messages on its state topic are this node's own clearing."""
-        self.session.own.leaving = True
+        self.link.own.leaving = True
 
     async def leave(self, *, keep_state: bool, timeout_s: float) -> None:
         """Clear this node's retained messages, if the broker can be reached within `timeout_s`.
 
         `keep_state`: keep its last state for nodes that are away.
         """
-        for output in self.session.leave(keep_state=keep_state):
+        for output in self.link.leave(keep_state=keep_state):
             self._perform(output)
         await self.flush(timeout_s=timeout_s)
 
@@ -142,13 +149,13 @@ class Endpoint(ABC):
 
     def retire(self, blob: str) -> None:
         """Stop serving a blob; its memory may be overwritten afterwards."""
-        self.session.offers.retire(blob)
+        self.link.retire(blob)
         self._detach()
 
     def _detach(self) -> None:
         """Copy chunks of blobs that are no longer served and that the client still holds."""
         for body, blob in self._bodies.items():
-            if not self.session.sender.holds(blob):
+            if not self.link.sender.holds(blob):
                 body.detach()
 
     def someone_is_away(self) -> bool:
@@ -165,7 +172,7 @@ class Endpoint(ABC):
     # From the connection
 
     def _find_place(self, topic: str, size: int) -> Landing | Skipped | None:
-        return self.session.place(topic, size)
+        return self.link.place(topic, size)
 
     def _landed(self, topic: str, place: Place) -> None:
         if isinstance(place, Landing) and self.session.landed(topic, place, self.now()):
@@ -186,7 +193,7 @@ class Endpoint(ABC):
     async def _connected(self) -> None:
         address = self.connection.attempts.address
         if address not in self._packet_most:
-            own, largest = self.identity, self.session.offers.largest() + PACKET_ROOM
+            own, largest = self.identity, self.link.largest() + PACKET_ROOM
             topic = topics.chunk(own.lab, own.run, own.name, own.name, own.session, 0, 0)
             limit = await self._world.packet_limit(address, topic=topic, most=largest)
             most = self._packet_most[address] = inf if limit is None else limit - PACKET_ROOM
@@ -202,7 +209,7 @@ class Endpoint(ABC):
     def _lost(self) -> None:
         if self._statistics is not None:
             self._statistics.disconnected(self.now())
-        self.session.disconnected(self.now())
+        self.link.disconnected(self.now())
         self.wake()
 
     def _subscribe_statistics(self) -> None:
@@ -220,7 +227,7 @@ class Endpoint(ABC):
             while (event := session.next_event()) is not None:
                 self._take_common(event)
             self._perform_all(session.to_send(now))
-            if session.outbox.empty and self.connection.up:
+            if self.link.outbox.empty and self.connection.up:
                 self._sent_all.set()
             self._after_pass()
             await self._sleep(session.next_deadline(now))
@@ -283,5 +290,5 @@ class Endpoint(ABC):
 
     def _left(self, body: Body, chunk: Publication) -> None:
         del self._bodies[body]
-        self.session.sent(chunk)
+        self.link.sent(chunk)
         self.wake()

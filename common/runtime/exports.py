@@ -24,7 +24,7 @@ UP: Final = {"init": 1, "ready": 1, "finished": 1, "failed": 0, "disconnected": 
 
 def export_child(metrics: Metrics, child: ChildEndpoint, node: NodeLabels, *, tier: str) -> None:
     """Export the metrics of a child's endpoint; `tier`: the name of the tier above the node."""
-    _export(metrics, child, node, tier=tier, connection=child.session.parent, peers=child.session.peers)
+    _export(metrics, child, node, tier=tier, connection=child.session.parent, peers=child.link.peers)
 
 
 def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *, tier: str) -> None:
@@ -32,7 +32,7 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *,
 
     `tier`: the name of the tier below the node.
     """
-    session = parent.session
+    session, ways = parent.session, parent.link.ways
     coordinator, ledger = session.coordinator, session.ledger
     broker = str(parent.connection.address)
 
@@ -42,7 +42,7 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *,
 
     def declared() -> Reading:
         for name in parent.peers:
-            for direction, way in (("sent", session.ways.to[name]), ("received", session.ways.from_[name])):
+            for direction, way in (("sent", ways.to[name]), ("received", ways.from_[name])):
                 if way.rate is not None:
                     yield (name, direction), way.rate
 
@@ -89,11 +89,11 @@ def _export(
     metrics: Metrics, endpoint: Endpoint, node: NodeLabels, *, tier: str, connection: str, peers: Sequence[str]
 ) -> None:
     """Export an endpoint's counts; `connection`: the parent that it serves, or `BROKER` for all children."""
-    session, mqtt = endpoint.session, endpoint.connection
+    link, mqtt = endpoint.link, endpoint.connection
 
     def tallies(part: str) -> Reading:
         cells = dict.fromkeys(product(peers, DIRECTIONS, KINDS), 0)
-        return (cells | {cell: getattr(tally, part) for cell, tally in list(session.counters.cells.items())}).items()
+        return (cells | {cell: getattr(tally, part) for cell, tally in list(link.counters.cells.items())}).items()
 
     def wire() -> Reading:
         sample = mqtt.meter.sample()
@@ -118,11 +118,11 @@ def _export(
     ):
         metrics.watch(name, (*node, tier), read)
     for name, read in (
-        ("ignored_messages", lambda: [((kind.value,), session.refusals.of(kind)) for kind in Refusal]),
+        ("ignored_messages", lambda: [((kind.value,), link.refusals.of(kind)) for kind in Refusal]),
         ("reconnects", lambda: [((), mqtt.reconnects)]),
-        ("chunks_published", lambda: [((), session.sender.chunks_published)]),
-        ("chunks_repeated", lambda: [((), session.sender.chunks_repeated)]),
-        ("chunks_refused", lambda: [((), session.receiver.chunks_refused)]),
-        ("chunks_lost", lambda: [((), session.receiver.chunks_lost)]),
+        ("chunks_published", lambda: [((), link.sender.chunks_published)]),
+        ("chunks_repeated", lambda: [((), link.sender.chunks_repeated)]),
+        ("chunks_refused", lambda: [((), link.receiver.chunks_refused)]),
+        ("chunks_lost", lambda: [((), link.receiver.chunks_lost)]),
     ):
         metrics.watch(name, node, read)

@@ -135,7 +135,7 @@ class ParentEndpoint(Endpoint):
 
     def announce(self, announcement: Announcement) -> None:
         """Publish the experiment, retained, and send it to nodes that look for a run."""
-        self.session.announce(announcement)
+        self.link.announce(announcement)
         self.wake()
 
     async def targets_changed(self) -> tuple[Target, ...]:
@@ -176,7 +176,7 @@ class ParentEndpoint(Endpoint):
         in_flight: Sequence[str] = ()
         try:
             closed = await self._closed
-            in_flight = () if dispatch.last else self.session.coordinator.in_flight()
+            in_flight = () if dispatch.last else self.session.in_flight()
         finally:  # after this the rows of both directions may be overwritten, but for those of children in flight
             self._on_progress = nothing
             retired = self.session.end_round(self.now(), in_flight=in_flight)
@@ -189,7 +189,7 @@ class ParentEndpoint(Endpoint):
         results = {name: closed.results[name] for name in children if name in closed.results}
         uploads = Uploads(children, self._uploads.array, tuple(map(results.get, children)), self._uploads.release)
         nbytes = {name: sent[name] + result.model.size for name, result in results.items()}
-        timeline, buffered = self.session.coordinator.timeline, dispatch.carried is not None
+        timeline, buffered = self.session.timeline, dispatch.carried is not None
         return ClosedRound(results, uploads, closed.missing, closed.refused, timeline, nbytes, buffered)
 
     async def gather(self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None) -> None:
@@ -229,7 +229,7 @@ class ParentEndpoint(Endpoint):
     async def measure(self, links: Links) -> None:
         """Calibrate the links to the ready children. Raises InvalidExperiment if one differs from its declaration."""
         ready = [name for name in self.peers if name in self.samples]
-        self.ledger.measured = await measure_all(self.probes, self.session.ways, links, ready)
+        self.ledger.measured = await measure_all(self.probes, self.link.ways, links, ready)
         for name, measured in self.ledger.measured.items():
             facts = {"node": name, "up_mbit": measured.up * 8e-6, "down_mbit": measured.down * 8e-6}
             self._observe("measured", {key: fact for key, fact in facts.items() if fact})
@@ -240,7 +240,7 @@ class ParentEndpoint(Endpoint):
             async with asyncio.timeout(timeout_s):
                 while self.session.owes_farewells:
                     if not await self._changed_within(REPEAT_END_S):
-                        self.session.own.repeat()
+                        self.link.own.repeat()
                         self.wake()
         except TimeoutError:
             log.info("not all children sent their farewell within %g s", timeout_s)
@@ -302,25 +302,25 @@ class ParentEndpoint(Endpoint):
 
     async def _offer(self, dispatch: Dispatch) -> dict[str, Assignment]:
         """Offer each model once per group of equal links: in a common stream the slowest link would set the pace."""
-        layout, session = self._require_layouts().down, self.session
+        layout, link = self._require_layouts().down, self.link
         groups: dict[tuple[int, LinkDirection], list[str]] = {}
         for i, (_, children) in enumerate(dispatch.models):
             for name in children:
-                groups.setdefault((i, session.ways.to[name]), []).append(name)
+                groups.setdefault((i, link.ways.to[name]), []).append(name)
         assignments: dict[str, Assignment] = {}
         for (i, _), receivers in groups.items():
             model, inline = dispatch.models[i][0], None
             if isinstance(model, Arriving) and self._forwards(model, receivers):
-                manifest = session.offers.forward(model.manifest, model.buffer, receivers, lacking=model.lacking)
+                manifest = link.forward(model.manifest, model.buffer, receivers, lacking=model.lacking)
                 model.on_chunk(self.wake)
                 self.models.keep(manifest.blob, model)
             else:
-                row, cut = await model.whole() if isinstance(model, Arriving) else model, session.offers.cut(receivers)
+                row, cut = await model.whole() if isinstance(model, Arriving) else model, link.cut(receivers)
                 try:
                     manifest, blob = await self.models.encode(layout, row, cut=cut, adopt=row is model)
                 except RefusedModel as error:
                     raise RunFailed(f"the model cannot be sent: {error}") from None
-                inline = session.offers.offer(manifest, blob, receivers)
+                inline = link.offer(manifest, blob, receivers)
             assignments |= {
                 name: Assignment(manifest, dispatch.epochs[name], inline, dispatch.follows.get(name, 0))
                 for name in receivers
@@ -330,10 +330,10 @@ class ParentEndpoint(Endpoint):
     def _forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
         """Return whether the same blob may be forwarded: decoding and encoding it again would give the same bytes."""
         same = model.manifest.codec == self.models.sent.name and not model.complete
-        return same and self.session.offers.forwards(model.manifest, receivers)
+        return same and self.link.forwards(model.manifest, receivers)
 
     def _fetch(self, upload: UploadAnnounced) -> None:
-        if not self.session.coordinator.is_announced(upload.child, upload.result.key):
+        if not self.session.is_announced(upload):
             return
         if upload.child in self._checking:  # an announcement after a restart must not change the row meanwhile
             self._soon(self._fetch_later(upload), name=f"fetch {upload.child}")
@@ -360,7 +360,7 @@ class ParentEndpoint(Endpoint):
 
     def _check(self, upload: UploadArrived) -> None:
         """Decode an upload and accept it if it is valid; a small one at once, without a task."""
-        if not self.session.coordinator.is_announced(upload.child, upload.result.key):
+        if not self.session.is_announced(upload):
             return  # the round has ended, and with it the references of its deltas
         layout, row = self._require_layouts().up, self._uploads.array[self._places[upload.child]]
         buffer, reference = self._buffers[upload.child], upload.result.model.reference

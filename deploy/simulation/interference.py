@@ -107,7 +107,7 @@ def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int) -> None:
     for endpoint in _endpoints(lab, node):
         identity = endpoint.identity
         session = rng.randbytes(8).hex()
-        peer = rng.choice(endpoint.session.peers)
+        peer = rng.choice(endpoint.link.peers)
         body = serialization.encode(rng.choice(_messages(node == CLOUD)), session)
         broker = endpoint.connection.address.host
         if rng.random() < 0.2:
@@ -129,7 +129,7 @@ def flood(lab: SimulatedLab, fault: Fault, number: int) -> None:
             lab.inject(topics.seek(identity.lab, fault.node, f"stranger-{number}"), body, qos=0, broker=broker)
         else:
             ask = Ask(rng.randbytes(8).hex(), b"\xff" * 8, 0, 0, 64, True)
-            for peer in endpoint.session.peers:
+            for peer in endpoint.link.peers:
                 topic = topics.inbox(identity.lab, identity.run, peer, fault.node)
                 lab.inject(topic, serialization.encode(ask, identity.session), qos=0, broker=broker)
 

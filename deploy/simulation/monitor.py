@@ -16,7 +16,6 @@ from common.protocol import serialization, topics
 from common.protocol.child_session import ChildSession
 from common.protocol.messages import Acknowledgement, Task
 from common.protocol.parent_session import ParentSession
-from common.protocol.session import Session
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.broker import Routed
 from deploy.simulation.connection import SimulatedConnection
@@ -172,12 +171,12 @@ class Monitor:
         if lost:
             self.evidence.unsettled.append(f"{node}: {lost} of {coordinator.accepted}")
 
-    def _count(self, node: str, session: Session) -> None:
+    def _count(self, node: str, session: ParentSession | ChildSession) -> None:
         evidence = self.evidence
         if isinstance(session, ParentSession):
             evidence.ledgers[node] = {name: report.traffic for name, report in session.ledger.reports().items()}
             evidence.late += session.coordinator.late
-        for (peer, direction, kind), tally in session.counters.cells.items():
+        for (peer, direction, kind), tally in session.link.counters.cells.items():
             if isinstance(session, ParentSession):
                 to = evidence.down if direction == "sent" else evidence.up
                 link = to.setdefault((node, peer), LinkCount())

@@ -282,14 +282,14 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, repor
             spool=Spool.open(spool, run=RUN, node=RECEIVER),
         )
         out = layout.empty()
-        receive = endpoint.session.receiver.receive_chunk
+        receive = endpoint.session.link.receiver.receive_chunk
 
         def counted(*what: Any, **more: Any) -> bool:
             fresh = receive(*what, **more)
             meter.arrived += fresh
             return fresh
 
-        endpoint.session.receiver.receive_chunk = counted  # type: ignore[method-assign]
+        endpoint.session.link.receiver.receive_chunk = counted  # type: ignore[method-assign]
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row = await model.whole()

@@ -105,8 +105,8 @@ class Reported:
     @classmethod
     def of(cls, endpoint: Endpoint) -> Reported:
         """Read an endpoint's counts."""
-        out = endpoint.session.sender
-        received = message_bytes(endpoint.session.counters, "received")
+        out = endpoint.session.link.sender
+        received = message_bytes(endpoint.session.link.counters, "received")
         meter, reconnects = endpoint.connection.meter, endpoint.connection.reconnects
         return cls(out.chunks_published, out.chunks_repeated, reconnects, received, meter.sample())
 

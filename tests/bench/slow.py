@@ -137,7 +137,7 @@ async def _send(
         await endpoint.farewells(timeout_s=5)
 
     await live((endpoint,), work(), connect_timeout_s=30, goodbye=goodbye)
-    return endpoint.session.sender.chunks_published, endpoint.session.sender.chunks_repeated
+    return endpoint.session.link.sender.chunks_published, endpoint.session.link.sender.chunks_repeated
 
 
 def _receivers(
@@ -163,7 +163,7 @@ async def _receiver(
         address, identity, parent=SENDER, parent_session=SESSION, transfer=transfer, link=LinkSettings()
     )
     out = layout.empty()
-    receive = endpoint.session.receiver.receive_chunk
+    receive = endpoint.session.link.receiver.receive_chunk
 
     def slowly(*what: Any, **more: Any) -> bool:
         time.sleep(pause_s)
@@ -179,7 +179,7 @@ async def _receiver(
         await endpoint.farewell((), timeout_s=2)
 
     if pause_s:
-        endpoint.session.receiver.receive_chunk = slowly  # type: ignore[method-assign]
+        endpoint.session.link.receiver.receive_chunk = slowly  # type: ignore[method-assign]
     endpoint.set_state(NodeState.READY, samples=1)
     await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=30, goodbye=goodbye)
 

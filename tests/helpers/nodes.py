@@ -258,7 +258,7 @@ def play(
 
 async def introduced(*children: ChildEndpoint) -> None:
     """Wait until these children know their parent's session, as those do that have found the run."""
-    await until(lambda: all(c.session.proofs.proof(c.session.parent) is Proof.PROVEN for c in children))
+    await until(lambda: all(c.session.link.proofs.proof(c.session.parent) is Proof.PROVEN for c in children))
 
 
 @asynccontextmanager
@@ -283,9 +283,9 @@ class Watched:
         self.asks: list[tuple[tuple[str, str], set[int], set[int]]] = []
         self.chunks = self.restarts = 0
         session = endpoint.session
-        self._chunk, self._send = session.receiver.receive_chunk, session.outbox.send
-        session.receiver.receive_chunk = self._receive  # type: ignore[method-assign]
-        session.outbox.send = self._ask  # type: ignore[method-assign]
+        self._chunk, self._send = session.link.receiver.receive_chunk, session.link.outbox.send
+        session.link.receiver.receive_chunk = self._receive  # type: ignore[method-assign]
+        session.link.outbox.send = self._ask  # type: ignore[method-assign]
 
     def of(self, owner: str) -> set[int]:
         """Return the chunks that arrived from an owner."""

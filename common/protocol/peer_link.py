@@ -1,0 +1,538 @@
+"""One node's part in one broker connection, without I/O: presence, admission, transfers and counts.
+
+    broker --receive, place, landed--> PeerLink --to_send--> broker
+                                          |
+                     messages of peers' present sessions --> the session
+
+A `ParentSession` and a `ChildSession` hold one, and their side of the rounds. A link knows no side: it yields what has
+come from a peer, and sends what it is given. It sends only state, which is repeated until it is answered. So nothing is
+sent or queued while the broker is away. Invalid messages are refused, counted and reported, and change nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from common.accounting.counters import Account, packet_bytes
+from common.errors import Flooded, Misfit, OtherRelease, WireError
+from common.experiment.links import LinkSet
+from common.experiment.schema import TransferSettings
+from common.protocol import serialization, topics
+from common.protocol.admission import Admission
+from common.protocol.bounds import SMALL_BYTES
+from common.protocol.fetches import SKIPPED, Landing, ReceiverEvent, Skipped
+from common.protocol.identity import Identity
+from common.protocol.manifest import chunk_bytes_for, renamed
+from common.protocol.messages import (
+    Alive,
+    Announcement,
+    Ask,
+    Failure,
+    Gone,
+    Manifest,
+    Message,
+    NodeState,
+    Presence,
+    WhoIsThere,
+)
+from common.protocol.outbox import Outbox, Output, Publish, Subscribe, Unsubscribe
+from common.protocol.pending import Budget, PendingAnswers, PendingAsks
+from common.protocol.presence import OwnPresence, PeerProofs
+from common.protocol.receiver import Receiver
+from common.protocol.refusals import Refusal, Refusals, refusal_of
+from common.protocol.sender import Publication, Sender
+from common.protocol.session_events import BrokerAway, BrokerDrops, ByteMeter, NameTaken, NoiseFetched
+
+SILENT_MOST_S: Final = 30.0
+LIVED_S: Final = 5.0  # a connection that lasts this long is none that the broker drops at once
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A sign of life of a peer's present session."""
+
+    peer: str
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of a peer's present session, for its session here to handle."""
+
+    peer: str
+    session: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A peer's proven presence, None: it left. `published`: on its topic, else a reply to this node."""
+
+    peer: str
+    session: str
+    presence: Presence | None
+    published: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """A retained final state of a session that never proved itself here."""
+
+    peer: str
+    presence: Presence
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A peer's message of another run."""
+
+    run: str
+    peer: str
+    session: str
+    message: Message
+
+
+Arrival: TypeAlias = Heard | Received | Proven | Unproven | Elsewhere
+
+
+class PeerLink:
+    """One node's connection to its peers. `seeks`: it asks for their proof of life where nodes look for a run, forever.
+
+    `first_number`: of the chunks' publications, from a clock, so that numbers grow over restarts. `events`: what the
+    endpoint has to know, in order.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        peers: Sequence[str],
+        transfer: TransferSettings,
+        ways: LinkSet,
+        meter: ByteMeter,
+        first_number: int,
+        seeks: bool,
+    ) -> None:
+        self.identity = identity
+        self.peers = tuple(peers)
+        self.transfer = transfer
+        self.ways = ways
+        self.meter = meter
+        self.counters = Account()
+        self.refusals = Refusals(frozenset(peers))
+        self.other_releases: dict[str, str] = {}  # peers, each with both versions of the protocol
+        self.sender = Sender(first_number=first_number)
+        self.receiver = Receiver(
+            window=transfer.window,
+            slots=transfer.upload_slots,
+            ways=ways.from_,
+            keepalive_s=transfer.keepalive_s,
+            exclusive=len(self.peers) == 1,
+            idle_s=transfer.idle_s,
+        )
+        self.outbox = Outbox(identity, sender=self.sender, counters=self.counters, ways=ways)
+        self.own = OwnPresence(identity)
+        silent_s = min(transfer.idle_s, SILENT_MOST_S)
+        self.proofs = PeerProofs(peers, identity, silent_s=silent_s, persistent=seeks)
+        self.admission = Admission()
+        self.answers = Budget()
+        self.events: deque[object] = deque()
+        self.up = False
+        self.away_since: float | None = None
+        self.chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
+        self._seeks = seeks
+        self._known = frozenset(peers)
+        self._connected_at = -inf
+        self._lossy = False
+        self._first: list[Output] = []  # first outputs on a new connection
+        self._streams: frozenset[tuple[str, str]] = frozenset()  # of chunks, subscribed to
+        self._announcement: Announcement | None = None
+        self._announce = False
+        self._asks = PendingAsks()
+        self._questions = PendingAnswers(self._known, namesake=identity.name)
+        self._moved: list[str] = []
+
+    # From the broker
+
+    def connected(self, now: float, *, inboxes: Iterable[str], packet_most: float = inf) -> None:
+        """Note a new connection to a broker that accepts packets of at most `packet_most` bytes.
+
+        `inboxes`: the topics of messages to this node.
+        """
+        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
+        self.up, self._connected_at = True, now
+        self.chunk_most = int(min(self.transfer.chunk_bytes, packet_most))
+        self._inline_most = int(min(self.transfer.inline_bytes, packet_most))
+        self._streams = frozenset()
+        states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
+        self._first = [Subscribe((*states, *inboxes), first=True)]
+        self.own.connected()
+        self._announce = self._announcement is not None
+        self.receiver.reconnected(now)
+        self.proofs.reconnected(now)
+
+    def disconnected(self, now: float) -> None:
+        """Note the loss of the connection."""
+        if self.away_since is None:
+            self.away_since = now
+        self.up = False
+        self.outbox.clear()
+        self._asks.clear()
+
+    def place(self, topic_text: str, size: int) -> Landing | Skipped | None:
+        """Return the destination of an arriving chunk, None if it is not wanted; SKIPPED for what is too large."""
+        if size <= SMALL_BYTES and not self.receiver.wanted():
+            return None
+        try:
+            topic = topics.parse(topic_text)
+        except WireError as error:
+            return self._skip("", topic_text, size, error) if size > SMALL_BYTES else None
+        try:
+            self.admission.check_size(topic, size)
+        except WireError as error:
+            return self._skip(topics.sender_of(topic), topic_text, size, error)
+        if not isinstance(topic, topics.ChunkTopic) or topic.run != self.identity.run:
+            return None
+        return self.receiver.place(topic, size)
+
+    def landed(self, topic_text: str, landing: Landing, now: float) -> bool:
+        """Handle a chunk that was written to its destination; return whether something follows from it at once."""
+        if landing.view is not None:
+            self._chunk(landing.topic, topic_text, landing.view, now)
+        return self.receiver.is_due() or bool(self.events)
+
+    def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> Iterator[Arrival]:
+        """Handle a message with any content; yield what the session has to handle, each before the next.
+
+        Raises WireError for an invalid message, which the session refuses as it does what does not fit.
+        """
+        self.away_since = None  # reset here: a broker that accepts a connection and drops it is still away
+        topic = topics.parse(topic_text)
+        self.admission.check_size(topic, len(body))
+        if isinstance(topic, topics.ChunkTopic):
+            self._chunk(topic, topic_text, body, now)
+        elif isinstance(topic, topics.InboxTopic):
+            yield from self._inbox(topic, topic_text, body, now)
+        elif isinstance(topic, topics.StateTopic):
+            yield from self._state(topic, body, now, retained=retained)
+        elif isinstance(topic, topics.SeekTopic):
+            yield from self._sought(topic, body, now)
+
+    def refuse(self, topic_text: str, size: int, error: WireError, now: float) -> None:
+        """Refuse a message of `size` bytes: count it, and report it now and then."""
+        try:
+            sender = topics.sender_of(topics.parse(topic_text))
+        except WireError:
+            sender = ""
+        if isinstance(error, OtherRelease) and sender in self._known:
+            self.other_releases[sender] = str(error)
+        if isinstance(error, Flooded) and sender in self._known:
+            self.proofs.want(sender, now)  # its presence may be among what is not read
+        self._refuse_message(sender, topic_text, size, error)
+
+    def moved(self) -> list[str]:
+        """Return the peers to or from which chunks of a model were transferred since the last call."""
+        moved, self._moved = self._moved, []
+        return moved
+
+    def transferred(self) -> Iterator[ReceiverEvent]:
+        """Yield the finished and failed fetches of models since the last call."""
+        while (event := self.receiver.next_event()) is not None:
+            if (event.owner, event.blob) in self.outbox.noise:
+                self.events.append(NoiseFetched(event))
+            else:
+                yield event
+
+    # To the broker
+
+    def to_send(self, now: float, messages: Iterable[tuple[str, Message]]) -> list[Output]:
+        """Return what is due, in order, with the session's messages, each with its peer; not while the broker is away.
+
+        The messages are made after the replies to questions have been counted.
+        """
+        if not self.up:
+            return []
+        out, self._first = self._first, []
+        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
+        for presence in self.own.to_send():
+            body = serialization.encode(self.own.timed(presence, now), self.identity.session)
+            out.append(Publish(topics.state(lab, run, name), body, retain=True))
+        for old in self.own.remains():
+            out += [Publish(topic(lab, old, name), b"", retain=True) for topic in (topics.state, topics.spec)]
+        if self._announce and self._announcement is not None:
+            self._announce = False
+            body = serialization.encode(self._announcement, self.identity.session)
+            out.append(Publish(topics.spec(lab, run, name), body, retain=True))
+        for peer, question in self.proofs.questions(now):
+            if self._seeks:
+                body = serialization.encode(question, self.identity.session)
+                out.append(Publish(topics.seek(lab, peer, name), body))
+            else:
+                self.outbox.send(peer, question, now)
+        self._answer_questions(now)
+        for peer, message in messages:
+            self.outbox.send(peer, message, now)
+        out += self._subscriptions()  # before the asks, so that their chunks are not missed
+        for owner, ask in self.receiver.to_send():
+            self.outbox.send(owner, ask, now)
+        self._take_asks(now)
+        out += self.outbox.to_send(now)
+        return out
+
+    def sent(self, chunk: Publication) -> None:
+        """Note that a chunk has left, or was lost with its connection."""
+        self.outbox.sent(chunk)
+
+    # Time
+
+    def tick(self, now: float) -> list[str]:
+        """Evaluate the transfers, and how long the broker has been away.
+
+        Return the peers that were alive before the reconnection and do not prove themselves.
+        """
+        silent: list[str] = []
+        if self.up:
+            fetches = self.receiver.next_deadline() is not None  # else nothing asks for the bytes, a system call
+            self.receiver.tick(now, carried=self.meter.received() if fetches else -1)
+            silent = list(self.proofs.silent(now))
+        if now >= self._away_at():
+            self.away_since = None
+            if not self.up or now < self._connected_at + LIVED_S:  # else nobody has sent anything since
+                self.events.append(BrokerAway())
+        return silent
+
+    def next_deadline(self, now: float) -> float:
+        """Return when `tick` or `to_send` next has something to do, inf for never."""
+        if not self.up:
+            return self._away_at()
+        times = (self.receiver.next_deadline(), self.outbox.next_deadline(now))
+        answers = (self.proofs.next_deadline(), self._questions.next_deadline(), self._away_at())
+        return min(*answers, *(time for time in times if time is not None))
+
+    def _away_at(self) -> float:
+        """Return when the broker will have been away for too long."""
+        return inf if self.away_since is None else self.away_since + self.transfer.idle_s
+
+    # What this node offers
+
+    def largest(self) -> int:
+        """Return the most bytes of a chunk, or of a model inside its announcement, on the links of all receivers."""
+        chunks = (chunk_bytes_for(way.rate, self.transfer.chunk_bytes) for way in self.ways.to.values())
+        return max(self.transfer.inline_bytes, *chunks)
+
+    def cut(self, receivers: Sequence[str]) -> tuple[int, str]:
+        """Return the chunk size and the salt of a blob for receivers with equal links."""
+        way = self.ways.to[receivers[0]]
+        return chunk_bytes_for(way.rate, self.chunk_most), str(way)
+
+    def offer(self, manifest: Manifest, blob: memoryview, receivers: Sequence[str]) -> bytes | None:
+        """Offer a model to receivers with equal links. It must not change until it is retired.
+
+        Return its bytes if they are few enough to be sent inside the announcement.
+        """
+        self.sender.offer(manifest, blob, receivers)
+        inline_most = min(self._inline_most, chunk_bytes_for(self.ways.to[receivers[0]].rate, self._inline_most))
+        return bytes(blob) if manifest.size <= inline_most else None
+
+    def forwards(self, manifest: Manifest, receivers: Sequence[str]) -> bool:
+        """Return whether to forward a model before it is complete: it is large, and its chunks suit the links."""
+        fine = manifest.chunk_bytes <= chunk_bytes_for(self.ways.to[receivers[0]].rate, self.chunk_most)
+        return fine and manifest.size > self._inline_most
+
+    def forward(
+        self, manifest: Manifest, buffer: memoryview, receivers: Sequence[str], *, lacking: npt.NDArray[np.bool_]
+    ) -> Manifest:
+        """Forward an arriving model to receivers with equal links until it is retired; return its new manifest."""
+        passed = renamed(manifest, salt=str(self.ways.to[receivers[0]]))
+        self.sender.offer(passed, buffer, receivers, to_come=lacking)
+        return passed
+
+    def retire(self, blob: str) -> None:
+        """Stop serving a blob."""
+        self.sender.retire(blob)
+        self.outbox.drop(blob)
+
+    # Noise, which calibrates a link
+
+    def offer_noise(self, noise: Manifest, data: memoryview, peer: str) -> None:
+        """Offer noise to a peer until it is retired."""
+        self.outbox.add_noise(self.identity.name, noise.blob)
+        self.sender.offer(noise, data, (peer,))
+
+    def fetch_noise(self, peer: str, noise: Manifest, now: float) -> None:
+        """Fetch a peer's noise; `NoiseFetched` follows."""
+        self.outbox.add_noise(peer, noise.blob)
+        self.receiver.fetch(peer, noise, memoryview(bytearray(noise.size)), now=now)
+
+    def drop_noise(self, peer: str, noise: Manifest, now: float) -> None:
+        """Stop fetching a peer's noise."""
+        self.receiver.drop(peer, blob=noise.blob, now=now)
+
+    # This node
+
+    def set_state(
+        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
+    ) -> None:
+        """Publish this node's state, retained."""
+        self.own.set_state(state, reason=reason, samples=samples, failure=failure)
+
+    def begin(self, begun: float) -> None:
+        """Note when the run's first global round began, in monotonic seconds: the time zero of all traces."""
+        self.own.begin(begun)
+        self.outbox.begin(begun)
+
+    def announce(self, announcement: Announcement) -> None:
+        """Publish the experiment, retained, and send it to nodes that look for a run."""
+        self._announcement, self._announce = announcement, True
+
+    def leave(self, *, keep_state: bool) -> list[Output]:
+        """Return the messages that clear this node's topics; `keep_state` keeps its state for nodes that were away."""
+        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
+        out: list[Output] = [] if keep_state else [Publish(topics.state(lab, run, name), b"", retain=True)]
+        if self._announcement is not None:
+            out.append(Publish(topics.spec(lab, run, name), b"", retain=True))
+            self._announcement = None
+        return out
+
+    # Handling of received messages
+
+    def _chunk(self, topic: topics.ChunkTopic, text: str, body: bytes | memoryview, now: float) -> None:
+        if topic.node not in self._known or topic.run != self.identity.run:
+            self._refuse(Refusal.STRANGER, topic.node, f"a chunk on {text[:80]}")
+            return
+        size = packet_bytes(text, len(body), qos=0)
+        if (topic.node, topic.blob) in self.outbox.noise:
+            self.counters.add(topic.node, "received", message=size, probe=len(body))
+        else:
+            extras = min(len(body), self.receiver.extras.in_chunk(topic.node, topic.blob, topic.index))
+            self.counters.add(topic.node, "received", message=size, model=len(body) - extras, extras=extras)
+        fresh = self.receiver.receive_chunk(
+            topic.node, topic.blob, stream=topic.stream, index=topic.index, number=topic.number, data=body, now=now
+        )
+        if fresh:
+            self._moved.append(topic.node)
+        if self.receiver.loses and not self._lossy:
+            self._lossy = True
+            self.events.append(BrokerDrops(self.receiver.chunks_lost, self.receiver.chunks_arrived))
+
+    def _inbox(self, topic: topics.InboxTopic, text: str, body: bytes, now: float) -> Iterator[Arrival]:
+        sender = topic.sender
+        if sender not in self._known:
+            self._refuse(Refusal.STRANGER, sender, f"a message of {len(body)} bytes")
+            return
+        session, message = self.admission.read(sender, self.proofs.session(sender), body, now)
+        if topic.run != self.identity.run:
+            yield Elsewhere(topic.run, sender, session, message)
+            return
+        if isinstance(message, WhoIsThere):
+            self._ask_for_proof(sender, message, now)
+        elif isinstance(message, Alive):
+            if message.announcement is not None:
+                return  # late reply to the search for this run, which has been found
+            if not self.proofs.answered(sender, session, message):
+                raise Misfit("a reply without a question")
+            yield Proven(sender, session, message.presence, published=False)
+        elif not self.proofs.speaks(sender, session, now):
+            self._refuse(Refusal.SESSION, sender, f"a {type(message).__name__} of session {session[:16]!r}")
+            return
+        else:
+            yield Heard(sender, session)
+        self.outbox.count_received(sender, text, body, message)
+        self.receiver.note_arrival(now)
+        if isinstance(message, Ask):
+            if not self._asks.receive(sender, message):
+                raise Flooded("asks for too many blobs at once")
+        elif isinstance(message, Gone):
+            self.receiver.gone(sender, message.blob, now=now)
+        elif not isinstance(message, WhoIsThere | Alive):
+            yield Received(sender, session, message)
+
+    def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> Iterator[Arrival]:
+        own = topic.node == self.identity.name
+        if not own and (topic.node not in self._known or topic.run != self.identity.run):
+            self._refuse(Refusal.STRANGER, topic.node, "a presence")
+            return
+        mine = self.identity.session if own else self.proofs.session(topic.node)
+        session, message = self.admission.read_presence(topic.node, mine, body, now, retained=retained)
+        if own:
+            self.own.receive(topic.run, session, message, retained=retained)
+            if self.own.taken:
+                self.events.append(NameTaken(self.own.taken))
+        elif message is None:
+            yield Proven(topic.node, session, None)
+        elif self.proofs.receive(topic.node, session, message, retained=retained, now=now):
+            yield Proven(topic.node, session, message)
+        elif retained:
+            yield Unproven(topic.node, message)
+
+    def _sought(self, topic: topics.SeekTopic, body: bytes, now: float) -> Iterator[Arrival]:
+        known = topic.child if topic.child in self._known else ""
+        session, message = self.admission.read(known, self.proofs.session(known) if known else "", body, now)
+        if not isinstance(message, WhoIsThere):
+            raise WireError(f"a seeker does not send a {type(message).__name__}")
+        if topic.parent != self.identity.name:
+            return
+        ours = topic.child in self._known and message.run == self.identity.run
+        if ours and self.proofs.speaks(topic.child, session, now):
+            yield Heard(topic.child, session)
+        self._ask_for_proof(topic.child, message, now)
+
+    def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
+        if not self._questions.receive(asker, question, now=now):
+            raise Flooded("too many unknown nodes ask for proof of life")
+
+    def _answer_questions(self, now: float) -> None:
+        for asker, question in self._questions.due(now):
+            peer, _ = asker
+            if self.identity.claim.lost:
+                continue  # the name belongs to another process, which answers for it
+            inside = question.run == self.identity.run
+            namesake = peer == self.identity.name  # another cloud asks whether the lab is free
+            if inside or namesake or self._announcement is not None:  # else there is nothing to join; it asks again
+                announcement = None if inside or namesake else self._announcement
+                answer = Alive(question.nonce, self.own.timed(self.own.presence, now), announcement)
+                self._questions.sent(asker, self.outbox.send(peer, answer, now))
+
+    def _take_asks(self, now: float) -> None:
+        for peer, ask in self._asks.take():
+            before = self.sender.chunks_delivered
+            answer = self.sender.receive(peer, ask, now=now)
+            if self.sender.chunks_delivered > before:
+                self._moved.append(peer)
+            if answer is not None and self.answers.take(peer, now):
+                self.outbox.send(peer, answer, now)
+
+    def _subscriptions(self) -> list[Output]:
+        """Return the outputs that change the subscriptions to streams of chunks to those of the active fetches."""
+        wanted = self.receiver.wanted()
+        if wanted == self._streams:
+            return []
+        ended, begun = self._streams - wanted, wanted - self._streams
+        self._streams = frozenset(wanted)
+        out: list[Output] = [Unsubscribe(self._filters(ended))] if ended else []
+        return [*out, Subscribe(self._filters(begun))] if begun else out
+
+    def _filters(self, fetches: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+        lab, run, me = self.identity.lab, self.identity.run, self.identity.name
+        return tuple(each for owner, blob in sorted(fetches) for each in topics.streams(lab, run, owner, me, blob))
+
+    def _skip(self, sender: str, topic_text: str, size: int, error: WireError) -> Skipped:
+        self._refuse_message(sender, topic_text, size, error)
+        return SKIPPED
+
+    def _refuse_message(self, sender: str, topic_text: str, size: int, error: WireError) -> None:
+        refusal = refusal_of(error)
+        where = f"{size} bytes on {topic_text[:80]}: " if refusal is Refusal.MALFORMED else ""
+        self._refuse(refusal, sender, f"{where}{error}")
+
+    def _refuse(self, refusal: Refusal, sender: str, reason: str) -> None:
+        event = self.refusals.add(refusal, sender, reason)
+        if event is not None:
+            self.events.append(event)
