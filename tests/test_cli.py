@@ -152,7 +152,7 @@ def test_a_resume_of_nothing_ends_with_4(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "role",
-    [["cloud", DEMO], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--institution", "i"]],
+    [["cloud", DEMO], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--parent", "i"]],
     ids=lambda role: role[0],
 )
 def test_no_broker_ends_with_3_and_names_the_address(role: list[str | Path], tmp_path: Path) -> None:
