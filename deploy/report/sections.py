@@ -17,8 +17,7 @@ from deploy.report.figures import PHASES, Figure
 from deploy.report.link_sections import file_name
 from deploy.report.maps import NODES_MOST, quantiles
 from deploy.runs.groups import Series, by_seed, firsts, paired
-from deploy.runs.records import Event
-from deploy.runs.run import Run, columns_of, tiers_of
+from deploy.runs.run import Event, Run, columns_of, tiers_of
 
 EVENTS_MOST: Final = 200
 

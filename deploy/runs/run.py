@@ -11,6 +11,7 @@ import json
 import shutil
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
@@ -25,13 +26,13 @@ from common.experiment.schema import Experiment
 from common.experiment.score import Score
 from common.experiment.tiers import Tree
 from common.host.files import writing
-from deploy.runs.records import PREDICTION, Event, Prediction
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 STARTED: Final = "%Y%m%dT%H%M%SZ"
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
+PREDICTION: Final = "prediction.json"  # in a run's folder, if a prediction was made
 SWEEP: Final = "sweep.json"  # in a sweep's folder, beside its runs: the names of its cells
 
 _R = TypeVar("_R", bound=Record)
@@ -54,6 +55,23 @@ class State(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of events.jsonl."""
+
+    time: str
+    name: str
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A prediction of one global round: seconds by phase, MQTT bytes by `source target` of a link's direction."""
+
+    seconds: Mapping[str, float]
+    bytes_: Mapping[str, float]
 
 
 class Run:
