@@ -662,10 +662,10 @@ def test_the_limits_are_those_of_the_experiment() -> None:
         (replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(below))), True),
         (replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(50))), False),
     ]:
-        body, large = serialization.encode(message, "s1"), parent.refusals.of(Refusal.LARGE)
+        body, large = serialization.encode(message, "s1"), parent.link.refusals.of(Refusal.LARGE)
         state, inbox = topics.state(LAB, RUN, "institution-0"), topics.inbox(LAB, RUN, "cloud", "institution-0")
         parent.receive(state if isinstance(message, Presence) else inbox, body, retained=False, now=0.0)
-        assert (parent.refusals.of(Refusal.LARGE) == large) is fits, type(message)
+        assert (parent.link.refusals.of(Refusal.LARGE) == large) is fits, type(message)
 
 
 def test_json_of_control_characters_is_given_up_once_it_is_too_long(traced: Callable[[], int]) -> None:

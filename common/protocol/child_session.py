@@ -57,7 +57,7 @@ from common.protocol.messages import (
 )
 from common.protocol.outbox import Output
 from common.protocol.participant import PHASE_S, Acknowledged, Participant
-from common.protocol.peer_link import Arrival, Elsewhere, Heard, PeerLink, Proven, Received, Unproven
+from common.protocol.peer_link import Arrival, Elsewhere, Living, PeerLink, Proven, Received, Unproven
 from common.protocol.presence import Proof
 from common.protocol.round_state import HEARTBEAT_S, LIVING
 from common.protocol.session_events import ByteMeter, ProbeReceived
@@ -291,7 +291,7 @@ class ChildSession:
     def _take(self, arrival: Arrival, now: float) -> None:
         if isinstance(arrival, Received):
             self._message(arrival.peer, arrival.message, now)
-        elif isinstance(arrival, Heard):
+        elif isinstance(arrival, Living):
             self._lives(arrival.peer, arrival.session, now)
         elif isinstance(arrival, Proven):
             self._presence(arrival, now)

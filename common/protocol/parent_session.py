@@ -55,7 +55,7 @@ from common.protocol.parent_events import (
     UploadArrived,
     UploadRefused,
 )
-from common.protocol.peer_link import Arrival, Elsewhere, Heard, PeerLink, Proven, Received
+from common.protocol.peer_link import Arrival, Elsewhere, Living, PeerLink, Proven, Received
 from common.protocol.reports import check_report
 from common.protocol.round_state import LIVING, Assignment, Restarted, ResultAnnounced
 from common.protocol.session_events import ByteMeter, ProbeReceived
@@ -341,7 +341,7 @@ class ParentSession:
     def _take(self, arrival: Arrival, now: float) -> None:
         if isinstance(arrival, Received):
             self._message(arrival.peer, arrival.session, arrival.message, now)
-        elif isinstance(arrival, Heard):
+        elif isinstance(arrival, Living):
             last = self._last.get(arrival.peer)
             if last is not None and last.state is NodeState.LOST:
                 self.link.proofs.want(arrival.peer, now)  # the presence with which it came back was lost

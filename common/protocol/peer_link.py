@@ -55,7 +55,7 @@ LIVED_S: Final = 5.0  # a connection that lasts this long is none that the broke
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Living:
     """A sign of life of a peer's present session."""
 
     peer: str
@@ -99,7 +99,7 @@ class Elsewhere:
     message: Message
 
 
-Arrival: TypeAlias = Heard | Received | Proven | Unproven | Elsewhere
+Arrival: TypeAlias = Living | Received | Proven | Unproven | Elsewhere
 
 
 class PeerLink:
@@ -443,7 +443,7 @@ class PeerLink:
             self._refuse(Refusal.SESSION, sender, f"a {type(message).__name__} of session {session[:16]!r}")
             return
         else:
-            yield Heard(sender, session)
+            yield Living(sender, session)
         self.outbox.count_received(sender, text, body, message)
         self.receiver.note_arrival(now)
         if isinstance(message, Ask):
@@ -481,7 +481,7 @@ class PeerLink:
             return
         ours = topic.child in self._known and message.run == self.identity.run
         if ours and self.proofs.speaks(topic.child, session, now):
-            yield Heard(topic.child, session)
+            yield Living(topic.child, session)
         self._ask_for_proof(topic.child, message, now)
 
     def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
