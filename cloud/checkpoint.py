@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common.aggregation.aggregator import Aggregator
 from common.errors import InvalidExperiment, RefusedModel
 from common.host.files import replacing
+from common.methods.aggregator import Aggregator
 from common.model import tensors
 from common.model.layout import ModelLayout, Row
 from common.storage import rule_states

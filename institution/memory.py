@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from common.aggregation.aggregator import Aggregator
-from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import StateLost
+from common.methods.aggregator import Aggregator
+from common.methods.selection.client_selection import ClientSelection
 from common.storage.spool import Spool
 from common.storage.task_states import TaskStates
 

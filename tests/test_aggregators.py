@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from common.aggregation import fedcross, fedmr
-from common.aggregation.aggregator import Aggregator, Uploads, build
-from common.aggregation.fedadp import gompertz
-from common.aggregation.statistics import gram, gram_by_entry
-from common.aggregation.uploads import Aggregated, Dispatched
 from common.experiment.aggregation import RULES, FedCross, FedMR
 from common.experiment.reading import parse
+from common.methods import fedcross, fedmr
+from common.methods.aggregator import Aggregator, Uploads, build
+from common.methods.fedadp import gompertz
+from common.methods.statistics import gram, gram_by_entry
+from common.methods.uploads import Aggregated, Dispatched
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
 

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation import aggregator
-from common.aggregation.aggregator import Aggregator, Uploads
-from common.aggregation.clusamp import distances, linked
-from common.aggregation.clustered_draws import Merges, cut, distributions, draw
-from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
 from common.experiment.tiers import Tier
+from common.methods import aggregator
+from common.methods.aggregator import Aggregator, Uploads
+from common.methods.clusamp import distances, linked
+from common.methods.clustered_draws import Merges, cut, distributions, draw
+from common.methods.selection.client_selection import ClientSelection
 from common.model.layout import ModelLayout, Section
 from tests.helpers.examples import examples
 from tests.test_aggregators import Report
@@ -201,6 +201,6 @@ def test_another_selector_beside_it_is_refused() -> None:
 
 
 def test_without_scipy_one_line_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.aggregation.clusamp.find_spec", lambda name: None)
+    monkeypatch.setattr("common.methods.clusamp.find_spec", lambda name: None)
     with pytest.raises(InvalidExperiment, match=r"clusamp.*scipy.*pip install 'fedstrata\[methods\]'"):
         rule_of()

@@ -18,14 +18,14 @@ from torch import nn
 from torch.nn import functional
 
 from cloud.results import RunFolder
-from common.aggregation.aggregator import Aggregator, Uploads, build
-from common.aggregation.extras import link_layouts
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.aggregation import RULES
 from common.experiment.codecs import UP
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
+from common.methods.aggregator import Aggregator, Uploads, build
+from common.methods.extras import link_layouts
 from common.model.codecs import CODECS
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.protocol.manifest import describe

@@ -16,15 +16,15 @@ import torch
 from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
-from common.aggregation.columns import Columns
-from common.aggregation.own_rule import OwnColumns
-from common.aggregation.uploads import RuleContext
 from common.errors import InvalidExperiment
 from common.experiment.own import permit
 from common.experiment.reading import parse, to_toml
 from common.experiment.rules import OwnRule
 from common.learning import datasets
 from common.learning.inputs import Inputs
+from common.methods.columns import Columns
+from common.methods.own_rule import OwnColumns
+from common.methods.uploads import RuleContext
 from common.model.layout import ModelLayout, Section
 from deploy.local.direct import run_in_process
 from deploy.simulation.outcome import model_digest
@@ -53,7 +53,7 @@ aggregation = { name = "clipping:Clipped", weights = "uniform" }
 """
 WRONG: Final = '''
 import numpy as np
-from common.aggregation.own_rule import ColumnRule
+from common.methods.own_rule import ColumnRule
 from device.training.objectives.objective import Objective
 
 class Whole(ColumnRule):

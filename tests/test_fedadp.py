@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation import fedadp, fedavg
-from common.aggregation.fedadp import Angle, gompertz
-from common.aggregation.statistics import Gram, Statistics, gram
+from common.methods import fedadp, fedavg
+from common.methods.fedadp import Angle, gompertz
+from common.methods.statistics import Gram, Statistics, gram
 
 Floats = npt.NDArray[np.float32]
 

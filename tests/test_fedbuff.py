@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
-from common.aggregation import aggregator
-from common.aggregation.aggregator import Aggregator, Uploads
-from common.aggregation.selection.client_selection import ClientSelection
-from common.aggregation.selection.situation import ResultFacts
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
 from common.experiment.tiers import Tier
+from common.methods import aggregator
+from common.methods.aggregator import Aggregator, Uploads
+from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection.situation import ResultFacts
 from common.model.layout import ModelLayout, Section
 from common.protocol.coordinator import Coordinator
 from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task

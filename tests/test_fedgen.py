@@ -17,9 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.aggregation.aggregator import build
-from common.aggregation.extras import link_layouts
-from common.aggregation.uploads import Aggregator, Uploads
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.refined_rules import FEATURES, HIDDEN, LABEL_COUNTS, FedGen
@@ -31,6 +28,9 @@ from common.learning.head import classifier_of, head_places
 from common.learning.inputs import Inputs
 from common.learning.node_samples import NodeDraws
 from common.learning.refiner import NodeRefiner
+from common.methods.aggregator import build
+from common.methods.extras import link_layouts
+from common.methods.uploads import Aggregator, Uploads
 from common.model.generator import GeneratorLayout, head_of
 from common.model.layout import ModelLayout, Row, Section
 from common.model.refinement import Refiner, RoundModels

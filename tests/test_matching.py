@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from cloud.results import RunFolder
-from common.aggregation import matching
-from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.readers.made import read_digits
+from common.methods import matching
+from common.methods.aggregator import Aggregator, Uploads, build
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import groups_of, permute
 from deploy.local.direct import run_in_process

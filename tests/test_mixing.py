@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.aggregation import blocks, fedavg, mixing
-from common.aggregation.blocks import COLUMNS
-from common.aggregation.mixing import MixedColumns, Mixture, whole
-from common.aggregation.statistics import Statistics, gram, tensor_distances
+from common.methods import blocks, fedavg, mixing
+from common.methods.blocks import COLUMNS
+from common.methods.mixing import MixedColumns, Mixture, whole
+from common.methods.statistics import Statistics, gram, tensor_distances
 from common.model.layout import ModelLayout, Section
 from tests.helpers.examples import examples
 

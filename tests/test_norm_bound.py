@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation.aggregator import Aggregated, Uploads, build
-from common.aggregation.uploads import Aggregator
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import RULES, NormBound
 from common.experiment.reading import parse
+from common.methods.aggregator import Aggregated, Uploads, build
+from common.methods.uploads import Aggregator
 from common.model.layout import ModelLayout, Section
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.examples import examples

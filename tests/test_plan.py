@@ -18,9 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation import aggregator
-from common.aggregation.extras import link_layouts
-from common.aggregation.uploads import Uploads
 from common.experiment.aggregation import RULES, FedAvg
 from common.experiment.links import LinkDirection
 from common.experiment.reading import parse, to_toml
@@ -28,6 +25,9 @@ from common.experiment.rules import RuleSettings
 from common.experiment.schema import Experiment, TransferSettings
 from common.experiment.training import TrainingSettings
 from common.host.load import LoadMeter, MachineLoad
+from common.methods import aggregator
+from common.methods.extras import link_layouts
+from common.methods.uploads import Uploads
 from common.model.layout import ModelLayout, Row, Section
 from deploy.planning import calibration, footprint, predicting, recording, trainings, workload
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes, seconds

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pytest
 
 from cloud.results import RunFolder
-from common.aggregation.aggregator import Aggregated, Aggregator, Uploads, build
 from common.experiment.reading import parse
 from common.learning.refiner import NodeRefiner
 from common.learning.splits import split_of
+from common.methods.aggregator import Aggregated, Aggregator, Uploads, build
 from common.model.layout import ModelLayout, Section
 from common.model.refinement import RoundModels
 from deploy.local.direct import run_in_process

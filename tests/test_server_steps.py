@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from common.aggregation.aggregator import Aggregated, Aggregator, Uploads, build
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
+from common.methods.aggregator import Aggregated, Aggregator, Uploads, build
 from common.model.layout import ModelLayout, Section
 from tests.test_aggregators import STEPPED, Report
 

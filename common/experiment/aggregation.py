@@ -1,6 +1,6 @@
 """The `aggregation` tables of an experiment: one per rule, selected by `name`.
 
-The formulas and their sources are in `common/aggregation/`, one file per rule. Rounds are counted by the node and never
+The formulas and their sources are in `common/methods/`, one file per rule. Rounds are counted by the node and never
 reset: global rounds at the cloud, local rounds at an institution.
 
 `weights` applies where a tier takes a plain mean. `data` weights a child by its samples, p_k = n_k / sum of n, and

@@ -1,6 +1,6 @@
 """Warnings about settings that are known to work badly or to have no effect, given before the run.
 
-The accuracies are from an independent simulation on scikit-learn's digits; the formulas are in `common/aggregation/`.
+The accuracies are from an independent simulation on scikit-learn's digits; the formulas are in `common/methods/`.
 """
 
 from __future__ import annotations

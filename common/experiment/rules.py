@@ -35,7 +35,7 @@ class RuleSettings(SettingsTable):
 
     @property
     def sends(self) -> Sequence[str]:
-        """The vectors behind the models that go down, float32; their shapes: `common/aggregation/extras.py`."""
+        """The vectors behind the models that go down, float32; their shapes: `common/methods/extras.py`."""
         return ()
 
     @property

@@ -12,16 +12,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from common.aggregation import aggregator
-from common.aggregation.blocks import COLUMNS, cut
-from common.aggregation.columns import Columns
-from common.aggregation.extras import link_layouts
-from common.aggregation.own_rule import KEY, ColumnRule, OwnColumns
-from common.aggregation.selection.client_selection import ClientSelection
-from common.aggregation.selection.own_selector import Selector
-from common.aggregation.selection.situation import ResultFacts
-from common.aggregation.statistics import Statistics, gram
-from common.aggregation.uploads import RuleContext, Uploads
 from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.reading import parse
@@ -29,6 +19,16 @@ from common.experiment.rules import OwnRule
 from common.experiment.tiers import Tier
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
+from common.methods import aggregator
+from common.methods.blocks import COLUMNS, cut
+from common.methods.columns import Columns
+from common.methods.extras import link_layouts
+from common.methods.own_rule import KEY, ColumnRule, OwnColumns
+from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection.own_selector import Selector
+from common.methods.selection.situation import ResultFacts
+from common.methods.statistics import Statistics, gram
+from common.methods.uploads import RuleContext, Uploads
 from common.model.layout import ModelLayout, Section
 
 CHILDREN: Final = 5

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cloud import tempo
-from common.aggregation.aggregator import Uploads, build
-from common.aggregation.fedadp import gompertz
-from common.aggregation.statistics import Doubles
 from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent
 from common.experiment.rules import RuleSettings
+from common.methods.aggregator import Uploads, build
+from common.methods.fedadp import gompertz
+from common.methods.statistics import Doubles
 from common.model.layout import ModelLayout, Section
 from deploy.report.charts import Axis, Curve, curves
 from docs.tools.svg import SvgPanel, matrices

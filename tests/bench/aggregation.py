@@ -26,15 +26,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.aggregation import fedcross, fedmr, mixing
-from common.aggregation.aggregator import Aggregator, Uploads, build
-from common.aggregation.fedcross import FedCrossStage
-from common.aggregation.mixing import Mixture, whole
-from common.aggregation.statistics import gram
 from common.experiment.aggregation import RULES, FedCDA, FedMR
 from common.experiment.rules import RuleSettings
 from common.learning import models
 from common.learning.inputs import Inputs
+from common.methods import fedcross, fedmr, mixing
+from common.methods.aggregator import Aggregator, Uploads, build
+from common.methods.fedcross import FedCrossStage
+from common.methods.mixing import Mixture, whole
+from common.methods.statistics import gram
 from common.model.layout import ModelLayout
 from tests.helpers.rules import LEAST
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.aggregation.mixing import Floats
 from common.experiment.objectives import GeneratedFeatures
 from common.experiment.refined_rules import FEATURES, HIDDEN, LABEL_COUNTS
+from common.methods.mixing import Floats
 from device.training.objectives.objective import LocalUpdate, Minibatch, Objective
 
 

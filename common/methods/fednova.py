@@ -1,0 +1,78 @@
+"""FedNova (Wang et al., NeurIPS 2020): steps are divided by their number before they are averaged.
+
+    next = z + tau_eff sum of p_k (v_k - z) / a_k        tau_eff = sum of p_k a_k
+
+z: the dispatched model. a_k: the sum of the weights that child k's gradients got in v_k - z, the L1 norm of the paper's
+vector a_k: for tau_k steps of plain SGD it is tau_k, see `gradient_weights`. An institution's steps are those on its
+critical path, spread evenly over the local rounds of its devices, each of which begins with a fresh momentum. So a
+child that took more steps than others, because it has more samples or epochs, does not pull the model its way. Over
+trainable columns; buffers are the mean by p_k, as in the authors' code (JYWa/FedNova).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from common.experiment.aggregation import FedNova
+from common.experiment.objectives import FedProx
+from common.experiment.training import TrainingSettings
+from common.methods.columns import ColumnMean, Columns
+from common.methods.mixing import Mixture
+from common.methods.statistics import Doubles, Gram, Statistics
+from common.methods.uploads import RuleContext
+
+
+class NormalisedSteps(ColumnMean):
+    """The plan of a round."""
+
+    reads_model = True
+
+    def __init__(self, settings: FedNova, context: RuleContext) -> None:
+        super().__init__(settings)
+        self._context = context
+        self._factors_K: Doubles = np.ones(0)
+
+    def of(
+        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
+    ) -> tuple[Mixture, Mapping[str, object]]:
+        """Return the weights p_k; facts: each child's a_k, and tau_eff."""
+        mixture, _ = super().of(r, statistics, products, children)
+        shares_K, rounds = mixture.dense(len(children)), self._context.rounds_below
+        rate = self._context.learning_rate(r * rounds)
+        norms_K = rounds * gradient_weights(statistics.steps_K / rounds, self._context.training, rate)
+        effective = float(shares_K @ norms_K)
+        self._factors_K = effective * shares_K / norms_K
+        return mixture, {"steps": dict(zip(children, norms_K.tolist(), strict=True)), "effective_steps": effective}
+
+    def columns(self, block: Columns) -> Doubles:
+        """Return z + sum of factors (v_k - z)."""
+        z = block.model_C.astype(np.float64)
+        found: Doubles = z + self._factors_K @ (block.uploads_KC - z)
+        return found
+
+
+def gradient_weights(steps_K: Doubles, training: TrainingSettings, learning_rate: float) -> Doubles:
+    """Return the sums a_k of the weights of the gradients in tau_k steps of SGD, at least one step each.
+
+    Of a linear loss, whose gradient is g, steps of `device.training.sgd.step` move the parameters by -eta s g. With
+    momentum m and c = eta (weight_decay + mu), mu being FedProx's, each step is
+
+        x = 1 - c s        b = m b + x        s = s + (x + m b with Nesterov momentum, else b)        s = b = 0 at first
+
+    A fraction of a step counts as this share of the next one.
+    """
+    steps_K = np.maximum(steps_K, 1.0)
+    prox = training.objective.mu if isinstance(training.objective, FedProx) else 0.0
+    m, c = training.momentum, learning_rate * (training.weight_decay + prox)
+    if not m and not c:
+        return steps_K
+    ahead = m if training.nesterov else 0.0
+    own = 1 + ahead  # the share of x in a step
+    step = np.array([[1 - own * c, m * (ahead or 1), own], [-c, m, 1], [0, 0, 1]])  # of (s, b, 1)
+    low_K, high_K = np.floor(steps_K), np.ceil(steps_K)
+    sums = {count: float(np.linalg.matrix_power(step, int(count))[0, 2]) for count in {*low_K, *high_K}}
+    lows_K, highs_K = (np.array([sums[count] for count in counts_K]) for counts_K in (low_K, high_K))
+    found: Doubles = lows_K + (steps_K - low_K) * (highs_K - lows_K)
+    return found
