@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from common.experiment.aggregation import (
     GAMF,
     CluSamp,
@@ -33,6 +30,7 @@ from common.experiment.aggregation import (
 from common.experiment.refined_rules import FedBE, FedDF, FedGen, FedLAW
 from common.experiment.rules import OwnRule, RuleSettings
 from common.experiment.training import TrainingSettings
+from common.lazy import np, npt
 from common.methods.cached_uploads import CachedUploadRule
 from common.methods.clusamp import ClusteredSampling
 from common.methods.extras import link_layouts, single_model

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.experiment.aggregation import FedCDA
+from common.lazy import np
 from common.methods import fedavg, fedcda, mixing
 from common.methods.blocks import cut, over
 from common.methods.fedcda import Candidates

@@ -15,10 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import CluSamp, FedAvg
+from common.lazy import np
 from common.methods.blocks import COLUMNS, cut, over
 from common.methods.clustered_draws import Merges, distributions, draw
 from common.methods.mixing import Floats

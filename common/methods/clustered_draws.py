@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import numpy as np
+from common.lazy import np
 
 Merges = Sequence[tuple[int, int]]
 """The nodes 0 .. N - 1 are the children; merge i makes node N + i of two nodes. Empty: nothing is known of them."""

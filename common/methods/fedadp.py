@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from math import exp
 from typing import Any
 
-import numpy as np
-
 from common.experiment.aggregation import FedAdp
+from common.lazy import np
 from common.methods.mixing import Mixture
 from common.methods.statistics import Doubles, Gram, Statistics, shares
 

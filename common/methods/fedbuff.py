@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.experiment.aggregation import FedBuff
+from common.lazy import np
 from common.methods import fedavg, mixing
 from common.methods.blocks import cut, over
 from common.methods.mixing import Mixture, whole

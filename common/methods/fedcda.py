@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
+from common.lazy import np
 from common.methods.statistics import Doubles, Gram
 
 TIE: Final = 1e-12  # of the terms' scale

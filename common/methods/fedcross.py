@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from common.experiment.aggregation import FedCross
+from common.lazy import np, npt
 from common.methods.mixing import MixedColumns, Mixture, Mixtures, whole
 from common.methods.statistics import Gram, gram_by_entry
 from common.methods.uploads import Planner, RuleContext, Uploads

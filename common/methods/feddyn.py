@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from common.experiment.aggregation import FedDyn
 from common.experiment.objectives import DynamicRegulariser
+from common.lazy import np
 from common.methods.mixing import Floats
 from common.methods.statistics import Doubles, Gram
 from common.methods.uploads import RuleContext

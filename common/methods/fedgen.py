@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.experiment.refined_rules import LABEL_COUNTS, FedGen
+from common.lazy import np
 from common.methods import server_steps
 from common.methods.extras import ExtrasRule, link_layouts
 from common.methods.single_model import SingleModelRule

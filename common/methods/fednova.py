@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from common.experiment.aggregation import FedNova
 from common.experiment.objectives import FedProx
 from common.experiment.training import TrainingSettings
+from common.lazy import np
 from common.methods.columns import ColumnMean, Columns
 from common.methods.mixing import Mixture
 from common.methods.statistics import Doubles, Gram, Statistics

@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from common.experiment.aggregation import GAMF
+from common.lazy import np, npt
 from common.methods.matching import MatchedRule, assigned
 from common.methods.statistics import Doubles
 from common.methods.uploads import RuleContext

@@ -24,10 +24,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Final
 
-import numpy as np
-
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import FedMA, MatchedSettings
+from common.lazy import np
 from common.methods.single_model import SingleModelRule
 from common.methods.statistics import Doubles
 from common.methods.uploads import Aggregated, RuleContext, Uploads

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from common.lazy import np, npt
 from common.methods.blocks import cut, over
 from common.model.layout import Entry, ModelLayout, Row, Section
 
-Floats = npt.NDArray[np.float32]
+Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 FLOAT32_TERMS: Final = 3
 

@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from common.experiment.aggregation import FedCross, FedMR, Independent, MultiModelSettings
+from common.lazy import np, npt
 from common.methods import fedcross, fedmr, independent, mixing
 from common.methods.mixing import MixedColumns, Mixture, whole
 from common.methods.statistics import Doubles, Gram, gram, spread

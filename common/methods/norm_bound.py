@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-import numpy as np
-
 from common.experiment.aggregation import NormBound
+from common.lazy import np
 from common.methods.blocks import cut, over
 from common.methods.mixing import Floats
 from common.methods.selection.situation import Choose

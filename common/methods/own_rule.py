@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Never
 
-import numpy as np
-
 from common.experiment import own
 from common.experiment.rules import OwnRule
+from common.lazy import np
 from common.methods.columns import ColumnMean, Columns
 from common.methods.mixing import Floats, Mixture
 from common.methods.statistics import Doubles, Gram, Statistics

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from common.experiment.rules import RuleSettings
+from common.lazy import np
 from common.methods import mixing
 from common.methods.mixing import MixedColumns, Mixture
 from common.methods.single_model import SingleModelRule

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from common.experiment.aggregation import Krum, Median, TrimmedMean
 from common.experiment.rounds import share_of
+from common.lazy import np
 from common.methods.columns import ColumnMean, Columns
 from common.methods.fedavg import UNIFORM, ShareMean
 from common.methods.mixing import Mixture

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from common.experiment.aggregation import Scaffold
+from common.lazy import np
 from common.methods import server_steps
 from common.methods.blocks import cut, over
 from common.methods.extras import ExtrasRule, link_layouts

@@ -22,9 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import numpy as np
-
 from common.experiment.aggregation import FedAdagrad, FedAdam, FedAvgM, FedDyn, FedExP, FedYogi, Scaffold
+from common.lazy import np
 from common.methods.blocks import cut, over
 from common.methods.feddyn import DynamicStep
 from common.methods.mixing import Floats

@@ -7,10 +7,9 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import numpy as np
-
 from common.experiment.aggregation import FedAdp, FedDyn, FedNova, Krum, Median, Scaffold, TrimmedMean
 from common.experiment.rules import OwnRule, RuleSettings
+from common.lazy import np
 from common.methods import fedadp, fedavg, mixing, robust, server_steps
 from common.methods.blocks import cut, over
 from common.methods.columns import Columns

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from common.lazy import np, npt
 from common.methods.blocks import cut, over
 from common.model.layout import Entry, ModelLayout, Row, Section
 
-Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int64]
-Doubles = npt.NDArray[np.float64]
+Numbers: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.int64]"
+Doubles: TypeAlias = "npt.NDArray[np.float64]"
 
 COLUMNS: Final = 65_536  # per block and thread
 PIECE_COLUMNS: Final = 8_192

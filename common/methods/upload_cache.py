@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-
 from common.host.files import PARTIAL, writing
+from common.lazy import np
 from common.model.layout import Row
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from common.experiment.training import TrainingSettings
+from common.lazy import np, npt
 from common.methods.mixing import Floats, MixedColumns
 from common.methods.selection.situation import Choose
 from common.methods.statistics import Gram, Statistics, Trained

@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
-
-import numpy as np
-import numpy.typing as npt
+from typing import Final, TypeAlias
 
 from common.errors import InvalidExperiment
 from common.experiment.refined_rules import FEATURES, HIDDEN, LABEL_COUNTS
+from common.lazy import np, npt
 from common.model.layout import Entry, ModelLayout, Row, Section
 
 BATCH_NORM_EPSILON: Final = 1e-5  # torch's
 
-Floats = npt.NDArray[np.float32]
+Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 
 def head_of(layout: ModelLayout) -> tuple[Entry, Entry | None]:

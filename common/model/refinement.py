@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from common.lazy import np, npt
 from common.model.layout import ModelLayout, Row
 
-Doubles = npt.NDArray[np.float64]
+Doubles: TypeAlias = "npt.NDArray[np.float64]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

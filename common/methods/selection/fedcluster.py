@@ -8,9 +8,8 @@ model that the cluster before has made. One cluster is `fraction`.
 
 from __future__ import annotations
 
-import numpy as np
-
 from common.experiment.selection import FedCluster
+from common.lazy import np
 from common.methods.selection.situation import Choose, Situation
 from common.randomness import Purpose, generator
 

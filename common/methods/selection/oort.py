@@ -16,10 +16,8 @@ from __future__ import annotations
 
 from math import log, sqrt
 
-import numpy as np
-import numpy.typing as npt
-
 from common.experiment.selection import Oort
+from common.lazy import np, npt
 from common.methods.selection.situation import Choose, Situation
 
 CLIP_QUANTILE = 0.95

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from math import inf
 
-import numpy as np
-
 from common.experiment.selection import PowerOfChoice
+from common.lazy import np
 from common.methods.selection.situation import Choose, Situation
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
+from common.lazy import np
 from common.randomness import Purpose, generator
 
 
