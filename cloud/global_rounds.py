@@ -21,11 +21,10 @@ from common.experiment.schema import Experiment
 from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
-from common.methods.aggregator import Aggregator
+from common.methods.rule import Aggregated, Rule
 from common.methods.selection.client_selection import ClientSelection
 from common.methods.selection.situation import Choose
 from common.methods.statistics import tensor_distances
-from common.methods.uploads import Aggregated
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout, Row
 from common.model.refinement import Refiner
@@ -53,7 +52,7 @@ class GlobalRounds:
         *,
         layout: ModelLayout,
         row: Row,
-        rule: Aggregator,
+        rule: Rule,
         down: Children,
         evaluate: Evaluate,
         metrics: Metrics,

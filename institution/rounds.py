@@ -14,9 +14,9 @@ from common.accounting.child_report import ChildReport
 from common.experiment.schema import Experiment
 from common.host.offload import offload
 from common.methods import aggregator
+from common.methods.rule import Aggregated
 from common.methods.selection.client_selection import ClientSelection
 from common.methods.selection.situation import Choose
-from common.methods.uploads import Aggregated
 from common.metrics import Metrics, node_labels
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout

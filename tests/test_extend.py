@@ -22,10 +22,8 @@ from common.experiment.reading import parse, to_toml
 from common.experiment.rules import OwnRule
 from common.learning import datasets
 from common.learning.inputs import Inputs
-from common.methods.columns import Columns
-from common.methods.own_rule import OwnColumns
-from common.methods.uploads import RuleContext
-from common.model.layout import ModelLayout, Section
+from common.methods.column_rule import Columns
+from common.methods.own_rule import GuardedRule
 from deploy.local.direct import run_in_process
 from deploy.simulation.outcome import model_digest
 from device.training.objectives.table import objective_of
@@ -53,7 +51,7 @@ aggregation = { name = "clipping:Clipped", weights = "uniform" }
 """
 WRONG: Final = '''
 import numpy as np
-from common.methods.own_rule import ColumnRule
+from common.methods.column_rule import ColumnRule
 from device.training.objectives.objective import Objective
 
 class Whole(ColumnRule):
@@ -179,10 +177,9 @@ def test_a_vector_without_a_name_in_the_experiment_is_named(keywords: list[str],
 def test_an_assignment_writes_a_vector_that_is_kept(home: Path) -> None:
     settings = parse({"cloud": {"aggregation": {"name": "wrong:Assigning"}}}).cloud.aggregation
     assert isinstance(settings, OwnRule)
-    layout = ModelLayout.build((("w", (3,), Section.PARAMETER),))
-    rule = OwnColumns(settings, RuleContext(layout, "cloud", 1, measures=False, rows=lambda *_: np.empty(0, np.uint8)))
-    kept = np.zeros(3, np.float32)
-    block = Columns(np.ones((1, 3), np.float32), np.zeros(3, np.float32), np.ones(1), {"mean": kept})
+    rule, kept = GuardedRule(settings), np.zeros(3, np.float32)
+    zeros_C = np.zeros(3, np.float32)
+    block = Columns(np.ones((1, 3), np.float32), zeros_C, zeros_C, np.ones(1), {"mean": kept})
     assert rule.columns(block).tolist() == [0.5] * 3 and kept.tolist() == [0.5] * 3
 
 

@@ -22,7 +22,7 @@ from common.experiment.reading import parse
 from common.experiment.rounds import Closing
 from common.experiment.tiers import Tier
 from common.methods import aggregator
-from common.methods.aggregator import Aggregator, Uploads
+from common.methods.rule import Rule, Uploads
 from common.methods.selection.client_selection import ClientSelection
 from common.methods.selection.situation import ResultFacts
 from common.model.layout import ModelLayout, Section
@@ -51,7 +51,7 @@ ONE_OF_TWO: Final = Closing.model_construct(rule="quorum", quorum=1, deadline_s=
 # The rule
 
 
-def rule_of(**keys: Any) -> Aggregator:
+def rule_of(**keys: Any) -> Rule:
     return aggregator.build(
         RULES["fedbuff"](name="fedbuff", **keys), layout=LAYOUT, node="cloud", seed=1, measures=True,
         rows=lambda name, count: np.zeros((count, LAYOUT.row_bytes), np.uint8), children=len(NAMES),

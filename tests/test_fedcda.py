@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import FedCDA
 from common.experiment.reading import parse
-from common.methods.cached_uploads import CachedUploadRule
-from common.methods.fedcda import Candidates, group, plan, search
+from common.methods.fedcda import CachedUploadRule, Candidates, group, plan, search
+from common.methods.rule import Aggregated, RuleContext, Uploads
 from common.methods.statistics import gram
-from common.methods.uploads import Aggregated, RuleContext, Uploads
 from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
 from tests.helpers.examples import examples

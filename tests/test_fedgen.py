@@ -30,7 +30,7 @@ from common.learning.node_samples import NodeDraws
 from common.learning.refiner import NodeRefiner
 from common.methods.aggregator import build
 from common.methods.extras import link_layouts
-from common.methods.uploads import Aggregator, Uploads
+from common.methods.rule import Rule, Uploads
 from common.model.generator import GeneratorLayout, head_of
 from common.model.layout import ModelLayout, Row, Section
 from common.model.refinement import Refiner, RoundModels
@@ -223,7 +223,7 @@ class Stand:
         raise AssertionError
 
 
-def rule_of(refiner: Refiner | None, **settings: Any) -> Aggregator:
+def rule_of(refiner: Refiner | None, **settings: Any) -> Rule:
     return build(
         FedGen(noise=Z, hidden=H, **settings), layout=LAYOUT, node="institution-0", seed=1, measures=True,
         refiner=refiner, rows=lambda name, count: np.empty(0, np.uint8),
@@ -233,7 +233,7 @@ def rule_of(refiner: Refiner | None, **settings: Any) -> Aggregator:
 LINKS: Final = link_layouts(FedGen(noise=Z, hidden=H), LAYOUT)
 
 
-def play(rule: Aggregator, r: int = 0) -> tuple[Row, npt.NDArray[np.uint8]]:
+def play(rule: Rule, r: int = 0) -> tuple[Row, npt.NDArray[np.uint8]]:
     """Return what children received, and what they sent."""
     if r == 0:
         rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))

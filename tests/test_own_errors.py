@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.methods.own_rule import ColumnRule
+from common.methods.column_rule import ColumnRule
 from common.methods.selection.own_selector import Selector
 from device.training.objectives.objective import Objective
 

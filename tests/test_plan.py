@@ -27,7 +27,7 @@ from common.experiment.training import TrainingSettings
 from common.host.load import LoadMeter, MachineLoad
 from common.methods import aggregator
 from common.methods.extras import link_layouts
-from common.methods.uploads import Uploads
+from common.methods.rule import Uploads
 from common.model.layout import ModelLayout, Row, Section
 from deploy.planning import calibration, footprint, predicting, recording, trainings, workload
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes, seconds

@@ -1,10 +1,4 @@
-"""One node's aggregation rule: it chooses each child's model and aggregates the uploads.
-
-Call order: `begin` with the parent's model (at the cloud once, with the initial model), then `dispatch` and `aggregate`
-in each of the node's rounds. An institution calls `begin` in every global round. To resume from a checkpoint, the cloud
-calls `begin` with the saved model and then `restore`; an institution calls `restore`, and `begin` when the next model
-arrives.
-"""
+"""Building a node's rule."""
 
 from __future__ import annotations
 
@@ -15,54 +9,97 @@ from typing import Any, Final
 from common.experiment.aggregation import (
     GAMF,
     CluSamp,
+    FedAdagrad,
+    FedAdam,
     FedAdp,
     FedAvg,
+    FedAvgM,
     FedBuff,
     FedCDA,
     FedCross,
+    FedDyn,
+    FedExP,
     FedMA,
     FedMR,
+    FedNova,
+    FedYogi,
     Independent,
     Krum,
+    Median,
     NormBound,
     Scaffold,
+    TrimmedMean,
 )
+from common.experiment.objectives import DynamicRegulariser
 from common.experiment.refined_rules import FedBE, FedDF, FedGen, FedLAW
-from common.experiment.rules import OwnRule, RuleSettings
+from common.experiment.rules import OwnRule, RuleSettings, Weights
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
-from common.methods.cached_uploads import CachedUploadRule
+from common.methods import fedcross, fedmr, optimisers, robust
 from common.methods.clusamp import ClusteredSampling
-from common.methods.extras import link_layouts, single_model
+from common.methods.column_rule import MeanRule
+from common.methods.extras import link_layouts, with_extras
+from common.methods.fedadp import AngleMean
 from common.methods.fedbuff import BufferedRule
+from common.methods.fedcda import CachedUploadRule
+from common.methods.feddyn import DynamicMean
 from common.methods.fedgen import GeneratorRule
-from common.methods.graph_matching import GraphMatchedRule
-from common.methods.matching import LayerMatchedRule
-from common.methods.multi_model import MultiModelRule
+from common.methods.fedma import LayerMatchedRule
+from common.methods.fednova import NormalisedSteps
+from common.methods.gamf import GraphMatchedRule
+from common.methods.multi_model import MultiModelRule, unmixed
 from common.methods.norm_bound import NormBoundedRule
+from common.methods.own_rule import GuardedRule
 from common.methods.refined import DistilledRule, LearnedWeightsRule
-from common.methods.scaffold import ControlVariateRule
-from common.methods.server_steps import STEPS
-from common.methods.single_model import COLUMNS, SingleModelRule
-from common.methods.uploads import NO_TRAINING, Aggregated, Aggregator, RuleContext, Uploads
+from common.methods.rule import NO_TRAINING, Rule, RuleContext
+from common.methods.scaffold import ControlledMean
+from common.methods.single_model import SingleModelRule
 from common.model.layout import ModelLayout
 from common.model.refinement import Refiner
 
-__all__ = ["Aggregated", "Aggregator", "Uploads", "build"]
-
-
 NO_BOUND: Final = NormBound()
 
-BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator]]] = {
-    FedAvg: SingleModelRule,
-    FedAdp: SingleModelRule,
-    **dict.fromkeys((*STEPS, *COLUMNS, Krum), SingleModelRule),
-    OwnRule: single_model,
-    Independent: MultiModelRule,
-    FedCross: MultiModelRule,
-    FedMR: MultiModelRule,
+
+def _of(rule: Callable[[Any, RuleContext], MeanRule]) -> Callable[[Any, RuleContext], Rule]:
+    def built(settings: Any, context: RuleContext) -> Rule:
+        weights: Weights = getattr(settings, "weights", "data" if isinstance(settings, FedAdp) else "uniform")
+        made = rule(settings, context)
+        return with_extras(
+            settings,
+            context,
+            SingleModelRule(context, made, weights=weights, uploads_least=settings.uploads_least),
+        )
+
+    return built
+
+
+def _keys(made: Callable[..., MeanRule]) -> Callable[[Any, RuleContext], Rule]:
+    return _of(lambda s, _: made(**s.model_dump(exclude={"name", "weights"})))
+
+
+BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Rule]]] = {
+    FedAvg: _keys(MeanRule),
+    FedAdp: _keys(AngleMean),
+    FedAvgM: _keys(optimisers.Momentum),
+    FedAdagrad: _keys(optimisers.Adaptive),
+    FedAdam: _keys(optimisers.AdamMoments),
+    FedYogi: _keys(optimisers.YogiMoments),
+    FedExP: _keys(optimisers.Extrapolation),
+    FedNova: _keys(NormalisedSteps),
+    Scaffold: _keys(ControlledMean),
+    Median: _keys(robust.Medians),
+    TrimmedMean: _keys(robust.TrimmedMeans),
+    Krum: _keys(robust.CloseMean),
+    FedDyn: _of(
+        lambda s, context: DynamicMean(
+            moves=isinstance(o := context.training.objective, DynamicRegulariser) and o.alpha > 0
+        )
+    ),
+    OwnRule: _of(lambda s, _: GuardedRule(s)),
+    Independent: lambda s, context: MultiModelRule(s, context, unmixed(context)),
+    FedCross: lambda s, context: MultiModelRule(s, context, fedcross.planner(s, context)),
+    FedMR: lambda s, context: MultiModelRule(s, context, fedmr.planner(s, context)),
     FedCDA: CachedUploadRule,
-    Scaffold: ControlVariateRule,
     CluSamp: ClusteredSampling,
     FedBuff: BufferedRule,
     FedMA: LayerMatchedRule,
@@ -88,7 +125,7 @@ def build(
     rounds_below: int = 1,
     refiner: Refiner | None = None,
     bound: NormBound = NO_BOUND,
-) -> Aggregator:
+) -> Rule:
     """Return a node's rule, behind the bound of its children's steps; for the other arguments see `RuleContext`."""
     rate = learning_rate or (lambda _: training.learning_rate)
     context = RuleContext(layout, node, seed, measures, rows, folder, children, training, rate, rounds_below, refiner)

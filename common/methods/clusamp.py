@@ -3,12 +3,13 @@
     next = 1/m sum over the m draws of v_k                    a child that is drawn twice trains once, with weight 2/m
 
 The node keeps the last step of each child, float32 [N, D], zeros for one without. From the distances of the steps
-Ward's linkage makes a dendrogram, and `clustered_draws` m distributions. As in the authors' code the rows of the
-distance matrix are the points that are linked.
+Ward's linkage makes a dendrogram, and that makes m distributions over the children (Algorithm 2), one for each draw. As
+in the authors' code the rows of the distance matrix are the points that are linked.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -16,20 +17,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import CluSamp, FedAvg
+from common.experiment.aggregation import CluSamp
 from common.lazy import np
 from common.methods.blocks import COLUMNS, cut, over
-from common.methods.clustered_draws import Merges, distributions, draw
+from common.methods.column_rule import MeanRule
 from common.methods.mixing import Floats
+from common.methods.rule import Aggregated, Dispatched, RuleContext, Uploads, WrappedRule
 from common.methods.selection.situation import Choose, Situation
 from common.methods.single_model import SingleModelRule
 from common.methods.statistics import Doubles
-from common.methods.uploads import Aggregated, Dispatched, RuleContext, Uploads
 from common.model.layout import Row
 
 STEPS_FILE: Final = "steps"
 PAIRS_FILE: Final = "pairs"
 NUMBERS: Final = 2**20  # of a block of all steps
+
+Merges = Sequence[tuple[int, int]]
+"""The nodes 0 .. N - 1 are the children; merge i makes node N + i of two nodes. Empty: nothing is known of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +45,21 @@ class Drawn:
     path_steps: int
 
 
-class ClusteredSampling:
-    """The rule of one node, and its client selection."""
-
-    reads_start: Final = False
+class ClusteredSampling(WrappedRule):
+    """FedAvg of the draws, and the client selection that makes them."""
 
     def __init__(self, settings: CluSamp, context: RuleContext) -> None:
         if find_spec("scipy") is None:
             remedy = "pip install 'fedstrata[methods]'."
             raise InvalidExperiment("aggregation.name", settings.name, "needs scipy, which is not installed", remedy)
-        self._rule = SingleModelRule(FedAvg(), context)
+        super().__init__(SingleModelRule(context, MeanRule(), weights="data"))
         self._distance = settings.distance
         self._layout = context.layout
         self._rows = context.rows("steps", context.children)
         self._rows[:] = 0
         self._pairs_NN: Doubles = np.zeros((context.children, context.children))
         self._merges: Merges = ()
-        self._received: Row = self._rule.model
+        self._received: Row = self.model
         self._places: Mapping[str, int] = {}
         self._draws: Mapping[str, int] = {}
 
@@ -65,20 +67,6 @@ class ClusteredSampling:
     def choose(self) -> Choose | None:
         """Its own client selection."""
         return self._choose
-
-    @property
-    def model(self) -> Row:
-        """The mean of the last draws."""
-        return self._rule.model
-
-    @property
-    def mixed(self) -> Row | None:
-        """None: nothing is mixed."""
-        return self._rule.mixed
-
-    def begin(self, model: Row) -> None:
-        """Dispatch this model next."""
-        self._rule.begin(model)
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the one model for all children."""
@@ -175,3 +163,61 @@ def distances(distance: str, pairs_NN: Doubles) -> Doubles:
 def _columns(children: int) -> int:
     """Return how many columns of all steps a block has, in float64 some megabytes."""
     return max(256, min(COLUMNS, NUMBERS // children))
+
+
+def distributions(samples_N: Sequence[int], draws: int, merges: Merges) -> list[dict[int, int]]:
+    """Return `draws` distributions: children with their masses, which sum to sum(samples_N). All samples are positive.
+
+    Each distribution r_k sums to 1, and sum_k r_k[i] = m p_i, so that the expected weight of child i in a mean of the m
+    draws is p_i. Masses are whole numbers, in units of 1 / (sum of n): both hold exactly.
+
+    A child with a share of 1 / m or more has distributions of its own first. Of the clusters the heaviest ones begin a
+    distribution each, and the members of the others take the room that is left.
+    """
+    whole = sum(samples_N)
+    own, left = [], [0] * len(samples_N)
+    for k, samples in enumerate(samples_N):
+        times, left[k] = divmod(draws * samples, whole)
+        own += [{k: whole}] * times
+    clusters = clusters_below(merges, left, whole)
+    clusters.sort(key=lambda cluster: (sum(left[k] for k in cluster), cluster))
+    others = len(clusters) - (draws - len(own))
+    found = [{k: left[k] for k in cluster if left[k]} for cluster in clusters[others:]]
+    room = [whole - sum(masses.values()) for masses in found]
+    at = 0
+    for k in (k for cluster in clusters[:others] for k in cluster):
+        while left[k]:
+            while not room[at]:
+                at += 1
+            taken = min(room[at], left[k])
+            found[at][k] = taken
+            room[at] -= taken
+            left[k] -= taken
+    return own + found
+
+
+def clusters_below(merges: Merges, masses_N: Sequence[int], most: int) -> list[list[int]]:
+    """Return the largest clusters of a dendrogram whose mass is at most `most`, which no child alone exceeds."""
+    members = [[k] for k in range(len(masses_N))]
+    masses = list(masses_N)
+    tops = set(range(len(masses_N)))
+    for a, b in merges:
+        members.append(sorted(members[a] + members[b]))
+        masses.append(masses[a] + masses[b])
+        if masses[-1] <= most:
+            tops -= {a, b}
+            tops.add(len(masses) - 1)
+    return [members[node] for node in sorted(tops)]
+
+
+def draw(found: Sequence[Mapping[int, int]], chance: np.random.Generator) -> Counter[int]:
+    """Return how often each child is drawn: once from each distribution."""
+    drawn: Counter[int] = Counter()
+    for masses in found:
+        left = chance.random() * sum(masses.values())
+        for k in sorted(masses):
+            left -= masses[k]
+            if left < 0:
+                break
+        drawn[k] += 1  # the last one, if rounding has left anything
+    return drawn

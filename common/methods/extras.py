@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from common.experiment.refined_rules import LABEL_COUNTS, FedGen
 from common.experiment.rules import RuleSettings
 from common.methods.mixing import Floats
+from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads, WrappedRule
 from common.methods.single_model import SingleModelRule
-from common.methods.uploads import Aggregated, Dispatched, RuleContext, Uploads
 from common.model.generator import GeneratorLayout
-from common.model.layout import LinkLayouts, ModelLayout, Row
+from common.model.layout import LinkLayouts, ModelLayout
 
 
 def _of_generator(rule: FedGen, model: ModelLayout) -> Mapping[str, Sequence[int]]:
@@ -37,43 +36,22 @@ def link_layouts(rule: RuleSettings, model: ModelLayout) -> LinkLayouts:
     return LinkLayouts(model, down, up)
 
 
-def single_model(settings: RuleSettings, context: RuleContext) -> SingleModelRule | ExtrasRule:
-    """Return a rule of one model, with the extras that its settings name; those sent are vectors of its state."""
-    rule = SingleModelRule(settings, context)
-    if not (settings.sends or settings.returns):
-        return rule
-    sent = {name: rule.vectors[name] for name in settings.sends}
-    return ExtrasRule(rule, link_layouts(settings, context.layout), sent=sent)
-
-
-class ExtrasRule:
+class ExtrasRule(WrappedRule):
     """A rule of one model whose children receive vectors behind the model, and return others.
 
     `sent`: the vectors by name, in the shapes of `links.down`, as they are at each dispatch.
     """
 
-    choose: Final = None
-    reads_start = True  # the row that is dispatched is another one
-
     def __init__(self, rule: SingleModelRule, links: LinkLayouts, *, sent: Mapping[str, Floats]) -> None:
-        self._rule = rule
+        super().__init__(rule)
         self._links = links
         self._sent = sent
         self._row = links.down.empty()
 
     @property
-    def model(self) -> Row:
-        """The rule's."""
-        return self._rule.model
-
-    @property
-    def mixed(self) -> Row | None:
-        """The rule's."""
-        return self._rule.mixed
-
-    def begin(self, model: Row) -> None:
-        """Dispatch this model next."""
-        self._rule.begin(model)
+    def reads_start(self) -> bool:
+        """Always: the row that is dispatched is another one."""
+        return True
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the model and the vectors for all children."""
@@ -91,10 +69,10 @@ class ExtrasRule:
         models_K = rows_K[:, : up.model_bytes]
         return self._rule.aggregate(r, replace(uploads, rows_K=models_K, extras=up.extras_of(rows_K)))
 
-    def save(self, folder: Path) -> dict[str, object]:
-        """Write the rule's state."""
-        return self._rule.save(folder)
 
-    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Restore the rule's state."""
-        self._rule.restore(folder, facts)
+def with_extras(settings: RuleSettings, context: RuleContext, rule: SingleModelRule) -> Rule:
+    """Return a rule of one model, with the extras that its settings name; those sent are vectors of its state."""
+    if not (settings.sends or settings.returns):
+        return rule
+    sent = {name: rule.vectors[name] for name in settings.sends}
+    return ExtrasRule(rule, link_layouts(settings, context.layout), sent=sent)

@@ -10,30 +10,40 @@ j counts the child's participations, not the rounds. The angle of a child that d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import exp
-from typing import Any
 
-from common.experiment.aggregation import FedAdp
 from common.lazy import np
-from common.methods.mixing import Mixture
-from common.methods.statistics import Doubles, Gram, Statistics, shares
+from common.methods.column_rule import MeanRule, RoundFacts
+from common.methods.statistics import Doubles, Gram, shares
 
 
-@dataclass(frozen=True, slots=True)
-class Angle:
-    """A child's smoothed angle in radians, and the number of its participations."""
+class AngleMean(MeanRule):
+    """The mean by angles. `numbers` has each child's participations j, and its smoothed angle s in radians."""
 
-    count: int = 0
-    smoothed: float = 0.0
+    compares = True
 
-    def with_next(self, theta: float) -> Angle:
-        """Return the mean of all angles including `theta`."""
-        return Angle(self.count + 1, (self.count * self.smoothed + theta) / (self.count + 1))
+    def __init__(self, *, a: float) -> None:
+        self._a = a
 
+    def begin(self, facts: RoundFacts) -> Mapping[str, object]:
+        """Smooth the children's angles; return those of this round."""
+        assert facts.products is not None
+        thetas = facts.by_child(angles(facts.products, facts.weights_K))
+        seen = {}
+        for child, theta in thetas.items():
+            count, smoothed = self.numbers.get(child, (0, 0.0))
+            seen[child] = [count + 1, (count * smoothed + theta) / (count + 1)]
+        self.numbers = {**self.numbers, **seen}
+        return {"angles": thetas}
 
-Angles = Mapping[str, Angle]
+    def weights(self, facts: RoundFacts) -> Doubles:
+        """Return the weights by the smoothed angles."""
+        gains_K = np.array([gompertz(self.numbers[child][1], self._a) for child in facts.children])
+        counts_K = facts.samples_K.astype(np.float64)
+        if not counts_K.any():
+            counts_K[:] = 1.0
+        return shares(counts_K * np.exp(gains_K - gains_K.max()))  # relative to the largest: equal angles give p_k
 
 
 def angles(products: Gram, shares_K: Doubles) -> Doubles:
@@ -49,49 +59,3 @@ def angles(products: Gram, shares_K: Doubles) -> Doubles:
 def gompertz(angle: float, a: float) -> float:
     """Return f: near a for small angles, falling around 1 rad."""
     return a * (1 - exp(-exp(-a * (angle - 1))))
-
-
-def plan(
-    known: Angles, statistics: Statistics, products: Gram, *, children: Sequence[str], a: float
-) -> tuple[Mixture, Angles, dict[str, object]]:
-    """Return W [1, K] for the children's uploads, the updated angles, and facts for the plan."""
-    thetas_K = angles(products, statistics.shares_K)
-    seen = {
-        child: known.get(child, Angle()).with_next(float(theta))
-        for child, theta in zip(children, thetas_K, strict=True)
-    }
-    gains_K = np.array([gompertz(seen[child].smoothed, a) for child in children])
-    counts_K = statistics.samples_K.astype(np.float64)
-    if not counts_K.any():
-        counts_K[:] = 1.0
-    weights_K = shares(counts_K * np.exp(gains_K - gains_K.max()))  # relative to the largest: equal angles give p_k
-    facts: dict[str, object] = {"angles": dict(zip(children, thetas_K.tolist(), strict=True))}
-    return Mixture.of(weights_K), {**known, **seen}, facts
-
-
-class AngleMean:
-    """The mean by angles, which are kept from round to round."""
-
-    compares = True
-
-    def __init__(self, settings: FedAdp) -> None:
-        self._a = settings.a
-        self._angles: Angles = {}
-
-    def of(
-        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
-    ) -> tuple[Mixture, Mapping[str, object]]:
-        """Return the weights, and the angles as facts."""
-        assert products is not None
-        mixture, self._angles, facts = plan(self._angles, statistics, products, children=children, a=self._a)
-        return mixture, facts
-
-    def save(self) -> dict[str, object]:
-        """Return the children's angles."""
-        return {"angles": {child: [angle.count, angle.smoothed] for child, angle in self._angles.items()}}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Restore the children's angles."""
-        self._angles = {
-            child: Angle(int(count), float(smoothed)) for child, (count, smoothed) in facts["angles"].items()
-        }

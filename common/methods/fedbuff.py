@@ -5,23 +5,22 @@
 
 p_k is 1/K, or the share of the samples in the buffer. The children that are not in the buffer go on training; one that
 is in it gets the next model at once. Each model that a child in flight received is kept: at most as many as train at
-once. Buffers of the model, such as batch statistics, are the mean by p_k s(t_k), normalised.
+once. None is kept on disk: after a restart all children get the present model. Buffers of the model, such as batch
+statistics, are the mean by p_k s(t_k), normalised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from common.experiment.aggregation import FedBuff
 from common.lazy import np
-from common.methods import fedavg, mixing
+from common.methods import mixing
 from common.methods.blocks import cut, over
 from common.methods.mixing import Mixture, whole
+from common.methods.rule import Aggregated, Dispatched, RuleContext, Uploads
 from common.methods.single_model import OneModel
 from common.methods.statistics import Doubles, shares
-from common.methods.uploads import Aggregated, Dispatched, RuleContext, Uploads
 from common.model.layout import Row
 
 
@@ -53,7 +52,7 @@ class BufferedRule(OneModel):
         answered, statistics, settings = uploads.answered, uploads.statistics, self._settings
         children = [uploads.children[k] for k in answered]
         ages_K = np.array([r - self._received[child] for child in children])
-        shares_K = fedavg.plan(statistics, weights=settings.weights).dense(len(answered))
+        shares_K = statistics.weights_K(settings.weights)
         weights_K: Doubles = shares_K / (1.0 + ages_K) ** settings.staleness
         starts = [self._versions[self._received[child]] for child in children]
         mixture = Mixture.of(shares(weights_K))
@@ -72,13 +71,6 @@ class BufferedRule(OneModel):
         distances = self._distances(uploads) if self._measures else []
         loss = float(shares_K @ statistics.losses_K)
         return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
-
-    def save(self, folder: Path) -> dict[str, object]:
-        """Return nothing: after a restart all children get the present model."""
-        return {}
-
-    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
     def _step(self, uploads: Uploads, weights_K: Doubles, starts: Sequence[Row]) -> None:
         """Write the trainable columns of the next model."""

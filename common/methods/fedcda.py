@@ -10,14 +10,171 @@ distance, so with e = x - z, s0 = the sum of e over the fixed selections, G = e 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
+from common.experiment.aggregation import FedCDA
 from common.lazy import np
-from common.methods.statistics import Doubles, Gram
+from common.methods import mixing
+from common.methods.blocks import cut, over
+from common.methods.mixing import Mixture, whole
+from common.methods.rule import Aggregated, RuleContext, Uploads
+from common.methods.single_model import OneModel
+from common.methods.statistics import Doubles, Gram, gram
+from common.methods.upload_cache import CachedUpload, UploadCache
+from common.model.layout import Row
+from common.randomness import Purpose, generator
 
 TIE: Final = 1e-12  # of the terms' scale
+
+
+class CachedUploadRule(OneModel):
+    """One model at one node, and each child's last uploads.
+
+    A running float64 sum of all selected uploads is kept, so that a round reads only the participants' candidates.
+    Children without any upload are in no mean. The selection of a child that fails does not change.
+    """
+
+    def __init__(self, settings: FedCDA, context: RuleContext) -> None:
+        layout = context.layout
+        super().__init__(layout)
+        self._settings = settings
+        self._node = context.node
+        self._seed = context.seed
+        self._measures = context.measures
+        self._cache = UploadCache(context.folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
+        self._queues: dict[str, list[CachedUpload]] = {}  # oldest first
+        self._selected: dict[str, CachedUpload] = {}
+        self._sum_F: Doubles = np.zeros(layout.columns)
+
+    def begin(self, model: Row) -> None:
+        """Dispatch this model next, and drop the cached uploads unless the history is kept."""
+        super().begin(model)
+        if self._settings.history == "clear":
+            for kept in (kept for queue in self._queues.values() for kept in queue):
+                self._cache.drop(kept)
+            self._queues, self._selected = {}, {}
+            self._sum_F.fill(0.0)
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Add the uploads to their histories, select one per participant, and take the mean of all selected ones."""
+        participants = [uploads.children[k] for k in uploads.answered]
+        old = [self._selected.pop(child) for child in participants if child in self._selected]
+        if self._selected:
+            self._add(old, -1)
+        else:
+            self._sum_F.fill(0.0)  # removes the rounding errors too
+        for k, child in zip(uploads.answered, participants, strict=True):
+            report = uploads.reports[k]
+            assert report is not None
+            queue = self._queues.setdefault(child, [])
+            while len(queue) >= self._settings.depth:
+                self._cache.drop(queue.pop(0))
+            queue.append(self._cache.keep(child, r, uploads.rows_K[k], loss=report.loss))
+        if r < self._settings.warmup_rounds:
+            outcome = self._warm_up(uploads, participants)
+        else:
+            outcome = self._select(r, uploads, participants)
+        for child in participants:
+            for kept in self._queues[child]:
+                kept.close()
+        self._current = self._mean
+        return outcome
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the histories, as links if they are files already, and the sum of the selected uploads."""
+        self._cache.save(folder, (kept for queue in self._queues.values() for kept in queue))
+        (folder / "sum").write_bytes(self._sum_F.data)  # `tofile` hides the errno of a full disk
+        return {
+            "queues": {child: [[kept.r, kept.loss] for kept in queue] for child, queue in self._queues.items()},
+            "selected": {child: kept.r for child, kept in self._selected.items()},
+        }
+
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Restore the histories."""
+        self._queues = {
+            child: [self._cache.restore(folder, child, r, loss=loss) for r, loss in queue]
+            for child, queue in facts["queues"].items()
+        }
+        self._selected = {
+            child: next(kept for kept in self._queues[child] if kept.r == r) for child, r in facts["selected"].items()
+        }
+        self._sum_F[:] = np.fromfile(folder / "sum")
+
+    def _warm_up(self, uploads: Uploads, participants: list[str]) -> Aggregated:
+        """Select this round's uploads and return their mean."""
+        layout, answered, statistics = self._layout, uploads.answered, uploads.statistics
+        newest = {child: self._queues[child][-1] for child in participants}
+        self._selected |= newest
+        self._add(list(newest.values()), 1)
+        mixture = Mixture.of(statistics.weights_K(self._settings.weights))
+        weights_K = mixture.dense(len(answered))
+        distances: list[float] = []
+        if self._measures:
+            distances = self._products(uploads).distances(weights_K).tolist()
+        mix = whole(layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
+        mixing.apply(mix, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
+        facts: dict[str, object] = {"stage": "warm-up", "seen": len(self._selected)}
+        loss = float(weights_K @ statistics.losses_K)
+        return Aggregated(loss, dict(zip(participants, distances, strict=False)), None, facts)
+
+    def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:
+        """Select one upload from each participant's history; take the mean of all selected ones."""
+        layout, settings, fixed = self._layout, self._settings, len(self._selected)
+        kept = [kept for child in participants for kept in reversed(self._queues[child])]
+        places = iter(range(len(kept)))
+        of = [[next(places) for _ in self._queues[child]] for child in participants]
+        z = layout.floats(self._current)
+
+        def others(columns: slice) -> Doubles:
+            offset: Doubles = self._sum_F[columns] - fixed * z[columns].astype(np.float64)
+            return offset
+
+        def release() -> None:
+            for candidate in kept:
+                candidate.release()
+
+        rows = [layout.floats(candidate.row)[: layout.parameters] for candidate in kept]
+        products = gram(rows, z[: layout.parameters], along=others, release=release)
+        candidates = Candidates(products, np.array([candidate.loss for candidate in kept]), of, fixed)
+        draw = generator(self._seed, Purpose.GROUPING, self._node, r)
+        groups = group(len(participants), settings.groups, draw)
+        choice = plan(candidates, groups, smoothness=settings.smoothness)
+        chosen = [kept[c] for c in choice.chosen]
+        self._add(chosen, 1)
+        self._selected |= dict(zip(participants, chosen, strict=True))
+        n = len(self._selected)
+        np.divide(self._sum_F, n, out=layout.floats(self._mean), casting="same_kind")
+        first = self._selected[min(self._selected)]  # equal weights: the counters are those of the first
+        layout.integers(self._mean)[:] = layout.integers(first.row)
+        first.close()
+        facts: dict[str, object] = {
+            "stage": "selection",
+            "seen": n,
+            "groups": [[participants[p] for p in members] for members in groups],
+            "selected": {child: candidate.r for child, candidate in zip(participants, chosen, strict=True)},
+        }
+        distances = choice.distances([own[0] for own in of], n)
+        loss = float(np.mean([self._selected[child].loss for child in sorted(self._selected)]))
+        return Aggregated(loss, dict(zip(participants, distances, strict=True)), None, facts)
+
+    def _add(self, uploads: Sequence[CachedUpload], sign: int) -> None:
+        rows = [self._layout.floats(kept.row) for kept in uploads]
+
+        def add(columns: slice) -> None:
+            total = self._sum_F[columns]
+            term = np.empty(len(total))
+            for row in rows:
+                np.copyto(term, row[columns])
+                (np.add if sign > 0 else np.subtract)(total, term, out=total)
+
+        def release() -> None:
+            for kept in uploads:
+                kept.release()
+
+        over(list(cut(0, len(self._sum_F))), add, release=release)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Final
 from common.experiment.aggregation import FedCross
 from common.lazy import np, npt
 from common.methods.mixing import MixedColumns, Mixture, Mixtures, whole
+from common.methods.rule import Planner, RuleContext, Uploads
 from common.methods.statistics import Gram, gram_by_entry
-from common.methods.uploads import Planner, RuleContext, Uploads
 
 LEAST_ALPHA: Final = 0.5
 

@@ -11,40 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from common.experiment.aggregation import FedDyn
-from common.experiment.objectives import DynamicRegulariser
 from common.lazy import np
-from common.methods.mixing import Floats
-from common.methods.statistics import Doubles, Gram
-from common.methods.uploads import RuleContext
+from common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from common.methods.statistics import Doubles
 
 
-class DynamicStep:
-    """What follows the mean of a round."""
+class DynamicMean(ColumnRule):
+    """The mean - u; without `moves`, the objective's alpha being 0, the mean."""
 
-    compares = averages = False
+    vectors = ("offset",)
 
-    def __init__(self, settings: FedDyn, context: RuleContext) -> None:
-        objective = context.training.objective
-        self._moves = isinstance(objective, DynamicRegulariser) and objective.alpha > 0
-        self._children = context.children
-        self._taking_part = 0
-        self._offset = np.zeros(context.layout.parameters, np.float32)
+    def __init__(self, *, moves: bool) -> None:
+        self._moves = moves
+        self._share = 0.0
 
-    def begin(self, products: Gram | None, weights_K: Doubles) -> Mapping[str, object]:
-        """Note how many uploads there are."""
-        self._taking_part = len(weights_K)
-        return {}
+    def begin(self, facts: RoundFacts) -> Mapping[str, object]:
+        """Note the share of the children that have an upload."""
+        self._share = len(facts.children) / facts.all_children
+        return {"weights": facts.by_child(facts.weights_K)}
 
-    def apply(self, z: Doubles, delta: Doubles, columns: slice) -> Doubles:
-        """Return the mean - u, z + delta being the mean."""
+    def columns(self, block: Columns) -> Doubles:
+        """Return the mean - u."""
+        z = block.model_C.astype(np.float64)
+        delta = block.mean_C - z
         mean: Doubles = z + delta
         if not self._moves:
             return mean
-        offset: Doubles = self._offset[columns] - self._taking_part / self._children * delta
-        self._offset[columns] = offset
+        offset: Doubles = block.state["offset"] - self._share * delta
+        block.state["offset"][:] = offset
         return mean - offset
-
-    def state(self) -> Mapping[str, Floats]:
-        """Return u."""
-        return {"offset": self._offset}

@@ -14,10 +14,10 @@ from typing import Any
 
 from common.experiment.refined_rules import LABEL_COUNTS, FedGen
 from common.lazy import np
-from common.methods import server_steps
+from common.methods.column_rule import MeanRule
 from common.methods.extras import ExtrasRule, link_layouts
-from common.methods.single_model import SingleModelRule
-from common.methods.uploads import Aggregated, RuleContext, Uploads
+from common.methods.rule import Aggregated, RuleContext, Uploads
+from common.methods.single_model import SingleModelRule, read_vectors, write_vectors
 from common.model.generator import GeneratorLayout, head_of
 from common.model.layout import Row
 from common.model.refinement import RoundModels
@@ -42,7 +42,8 @@ class GeneratorRule(ExtrasRule):
         self._learned = False
         self._received = {name: np.zeros(shape, np.float32) for name, shape in self._made.sent.items()}
         links = link_layouts(settings, layout)
-        super().__init__(SingleModelRule(settings, context), links, sent=self._received)
+        rule = SingleModelRule(context, MeanRule(), weights=settings.weights)
+        super().__init__(rule, links, sent=self._received)
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Aggregate the models, then teach the generator."""
@@ -58,12 +59,12 @@ class GeneratorRule(ExtrasRule):
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the generator, and the state of the rule below."""
-        server_steps.save({GENERATOR: self._columns}, folder)
+        write_vectors({GENERATOR: self._columns}, folder)
         return {**super().save(folder), "learned": self._learned}
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Restore both."""
-        server_steps.restore({GENERATOR: self._columns}, folder)
+        read_vectors({GENERATOR: self._columns}, folder)
         self._learned = facts["learned"]
         self._publish()
         super().restore(folder, facts)

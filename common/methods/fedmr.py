@@ -13,8 +13,8 @@ from itertools import groupby
 
 from common.experiment.aggregation import FedMR
 from common.methods.mixing import MixedColumns, Mixture
+from common.methods.rule import Planner, RuleContext, Uploads
 from common.methods.statistics import Gram
-from common.methods.uploads import Planner, RuleContext, Uploads
 from common.model.layout import Entry, ModelLayout
 from common.randomness import Purpose, generator
 

@@ -11,39 +11,25 @@ trainable columns; buffers are the mean by p_k, as in the authors' code (JYWa/Fe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from common.experiment.aggregation import FedNova
 from common.experiment.objectives import FedProx
 from common.experiment.training import TrainingSettings
 from common.lazy import np
-from common.methods.columns import ColumnMean, Columns
-from common.methods.mixing import Mixture
-from common.methods.statistics import Doubles, Gram, Statistics
-from common.methods.uploads import RuleContext
+from common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from common.methods.statistics import Doubles
 
 
-class NormalisedSteps(ColumnMean):
-    """The plan of a round."""
+class NormalisedSteps(ColumnRule):
+    """The mean of the steps, each divided by its a_k."""
 
-    reads_model = True
-
-    def __init__(self, settings: FedNova, context: RuleContext) -> None:
-        super().__init__(settings)
-        self._context = context
-        self._factors_K: Doubles = np.ones(0)
-
-    def of(
-        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
-    ) -> tuple[Mixture, Mapping[str, object]]:
-        """Return the weights p_k; facts: each child's a_k, and tau_eff."""
-        mixture, _ = super().of(r, statistics, products, children)
-        shares_K, rounds = mixture.dense(len(children)), self._context.rounds_below
-        rate = self._context.learning_rate(r * rounds)
-        norms_K = rounds * gradient_weights(statistics.steps_K / rounds, self._context.training, rate)
+    def begin(self, facts: RoundFacts) -> Mapping[str, object]:
+        """Return each child's a_k, and tau_eff."""
+        shares_K, rounds = facts.weights_K, facts.local_rounds
+        norms_K = rounds * gradient_weights(facts.steps_K / rounds, facts.training, facts.learning_rate)
         effective = float(shares_K @ norms_K)
         self._factors_K = effective * shares_K / norms_K
-        return mixture, {"steps": dict(zip(children, norms_K.tolist(), strict=True)), "effective_steps": effective}
+        return {"steps": facts.by_child(norms_K), "effective_steps": effective}
 
     def columns(self, block: Columns) -> Doubles:
         """Return z + sum of factors (v_k - z)."""

@@ -9,30 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from common.experiment.aggregation import FedCross, FedMR, Independent, MultiModelSettings
+from common.experiment.aggregation import MultiModelSettings
 from common.lazy import np, npt
-from common.methods import fedcross, fedmr, independent, mixing
+from common.methods import mixing
 from common.methods.mixing import MixedColumns, Mixture, whole
+from common.methods.rule import Aggregated, Dispatched, Planner, Rule, RuleContext, Uploads
 from common.methods.statistics import Doubles, Gram, gram, spread
-from common.methods.uploads import Aggregated, Dispatched, Planner, RuleContext, Uploads
 from common.model.layout import Row
 from common.randomness import Purpose, generator
 
-PLANNERS: Final[Mapping[type[MultiModelSettings], Callable[[Any, RuleContext], Planner]]] = {
-    Independent: independent.planner,
-    FedCross: fedcross.planner,
-    FedMR: fedmr.planner,
-}
 
-
-class MultiModelRule:
+class MultiModelRule(Rule):
     """K models at one node; equal models are stored once."""
 
-    choose: Final = None
-
-    def __init__(self, settings: MultiModelSettings, context: RuleContext) -> None:
+    def __init__(self, settings: MultiModelSettings, context: RuleContext, planner: Planner) -> None:
         layout = context.layout
         self._settings = settings
         self._measures = context.measures
@@ -40,7 +32,7 @@ class MultiModelRule:
         self._node = context.node
         self._seed = context.seed
         self._memory = context.rows
-        self._planner = PLANNERS[type(settings)](settings, context)
+        self._planner = planner
         self._mean = layout.empty()
         self._start: Row = self._mean  # the common value of all models while they are equal
         self._rows: npt.NDArray[np.uint8] | None = None
@@ -145,10 +137,9 @@ class MultiModelRule:
                 file.write(row.data)
         return {"models": len(self._rows)}
 
-    def restore(self, folder: Path, facts: Mapping[str, object]) -> None:
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Read the models."""
-        count = facts["models"]
-        assert isinstance(count, int)
+        count: int = facts["models"]
         self._distinct = count > 0
         if count:
             self._rows = self._memory("models", count)
@@ -171,3 +162,14 @@ class MultiModelRule:
         if len(uploads.children) == 1:
             return (), {"stage": "one model"}
         return self._planner(r, uploads, compare)
+
+
+def unmixed(context: RuleContext) -> Planner:
+    """Return what decides the rounds of `independent`: each model continues from its own upload."""
+
+    def decide(
+        r: int, uploads: Uploads, compare: Callable[[], Gram]
+    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
+        return whole(context.layout, [Mixture.copy(k) for k in range(len(uploads.children))]), {"stage": "unmixed"}
+
+    return decide

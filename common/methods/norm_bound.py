@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 
 from common.experiment.aggregation import NormBound
 from common.lazy import np
 from common.methods.blocks import cut, over
 from common.methods.mixing import Floats
-from common.methods.selection.situation import Choose
+from common.methods.rule import Aggregated, Dispatched, Rule, Uploads, WrappedRule
 from common.methods.statistics import Doubles
-from common.methods.uploads import Aggregated, Aggregator, Dispatched, Uploads
 from common.model.layout import LinkLayouts, Row
 
 STEP = "step"
@@ -39,38 +37,14 @@ class _Vectors:
 Measured = tuple[_Vectors, Mapping[str, float]]  # with the lengths of the uploads that came, by child
 
 
-class NormBoundedRule:
+class NormBoundedRule(WrappedRule):
     """A rule whose uploads are bounded first. `links`: what the children's links carry."""
 
-    def __init__(self, rule: Aggregator, settings: NormBound, links: LinkLayouts) -> None:
-        self._rule = rule
+    def __init__(self, rule: Rule, settings: NormBound, links: LinkLayouts) -> None:
+        super().__init__(rule)
         self._settings = settings
         self._links = links
         self._received: Mapping[str, Row] = {}
-
-    @property
-    def choose(self) -> Choose | None:
-        """The rule's."""
-        return self._rule.choose
-
-    @property
-    def reads_start(self) -> bool:
-        """As the rule's."""
-        return self._rule.reads_start
-
-    @property
-    def model(self) -> Row:
-        """The rule's."""
-        return self._rule.model
-
-    @property
-    def mixed(self) -> Row | None:
-        """The rule's."""
-        return self._rule.mixed
-
-    def begin(self, model: Row) -> None:
-        """Start the rule from a model."""
-        self._rule.begin(model)
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the rule's models."""
@@ -93,14 +67,6 @@ class NormBoundedRule:
         kept = tuple(None if name in reasons else report for name, report in reports)
         done = self._rule.aggregate(r, replace(uploads, reports=kept))
         return replace(done, facts={**done.facts, **facts}, left_out={**done.left_out, **reasons})
-
-    def save(self, folder: Path) -> dict[str, object]:
-        """Write the rule's state."""
-        return self._rule.save(folder)
-
-    def restore(self, folder: Path, facts: Mapping[str, object]) -> None:
-        """Restore the rule's state."""
-        self._rule.restore(folder, facts)
 
     def _vectors(self, uploads: Uploads) -> list[_Vectors]:
         """Return the uploads' trainable columns, then each of their extras."""

@@ -14,20 +14,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from common.experiment.rules import RuleSettings
+from common.experiment.refined_rules import FedBE, FedDF, FedLAW
 from common.lazy import np
 from common.methods import mixing
+from common.methods.column_rule import MeanRule
 from common.methods.mixing import MixedColumns, Mixture
+from common.methods.rule import Aggregated, RuleContext, Uploads
 from common.methods.single_model import SingleModelRule
-from common.methods.uploads import Aggregated, RuleContext, Uploads
 from common.model.refinement import RoundModels
 
 
 class DistilledRule(SingleModelRule):
     """FedDF or FedBE."""
 
-    def __init__(self, settings: RuleSettings, context: RuleContext) -> None:
-        super().__init__(settings, context)
+    def __init__(self, settings: FedDF | FedBE | FedLAW, context: RuleContext) -> None:
+        super().__init__(context, MeanRule(), weights=settings.weights)
         if settings.refines and context.refiner is None:
             raise RuntimeError(f"the rule {settings.name} needs a refiner")
         self._refiner = context.refiner if settings.refines else None
@@ -40,8 +41,7 @@ class DistilledRule(SingleModelRule):
             return outcome
         answered = uploads.answered
         children = [uploads.children[k] for k in answered]
-        found: Any = outcome.facts["weights"]
-        weights_K = np.array([found[child] for child in children])
+        weights_K = uploads.statistics.weights_K(self._weights)
         rows = [uploads.rows_K[k] for k in answered]
         facts = self._refiner.refine(RoundModels(r, self._layout, self._mean, received, rows, weights_K))
         outcome = self._after(outcome, uploads, facts)

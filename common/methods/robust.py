@@ -11,36 +11,29 @@ fewer uploads than protect (`uploads_least` of the settings) the node keeps its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from common.experiment.aggregation import Krum, Median, TrimmedMean
 from common.experiment.rounds import share_of
 from common.lazy import np
-from common.methods.columns import ColumnMean, Columns
-from common.methods.fedavg import UNIFORM, ShareMean
-from common.methods.mixing import Mixture
-from common.methods.statistics import Doubles, Gram, Statistics
-from common.methods.uploads import RuleContext
+from common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts
+from common.methods.mixing import Floats
+from common.methods.statistics import Doubles, Gram
 
 
-class MedianColumns(ColumnMean):
+class Medians(ColumnRule):
     """The median of each column."""
 
-    def __init__(self, settings: Median, context: RuleContext) -> None:
-        super().__init__(UNIFORM)
-
-    def columns(self, block: Columns) -> Doubles:
+    def columns(self, block: Columns) -> Floats:
         """Return the medians [C]."""
-        found: Doubles = np.median(block.uploads_KC, axis=0)
+        found: Floats = np.median(block.uploads_KC, axis=0)
         return found
 
 
-class TrimmedColumns(ColumnMean):
+class TrimmedMeans(ColumnRule):
     """The trimmed mean of each column."""
 
-    def __init__(self, settings: TrimmedMean, context: RuleContext) -> None:
-        super().__init__(UNIFORM)
-        self._trim = settings.trim
+    def __init__(self, *, trim: float) -> None:
+        self._trim = trim
 
     def columns(self, block: Columns) -> Doubles:
         """Return the means [C] of the values that are left."""
@@ -50,29 +43,26 @@ class TrimmedColumns(ColumnMean):
         return found
 
 
-class KrumMean(ShareMean):
-    """The mean of the uploads that lie closest to most others."""
+class CloseMean(MeanRule):
+    """Krum: the mean of the uploads that lie closest to most others."""
 
     compares = True
 
-    def __init__(self, settings: Krum) -> None:
-        super().__init__(UNIFORM)
-        self._settings = settings
+    def __init__(self, *, wrong: int, keep: int) -> None:
+        self._wrong, self._keep = wrong, keep
 
-    def of(
-        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
-    ) -> tuple[Mixture, Mapping[str, object]]:
-        """Return equal weights for the chosen uploads; facts: each child's score, and who was chosen."""
-        assert products is not None
-        scores_K = scores(products, self._settings.wrong)
-        chosen = sorted(np.argsort(scores_K, kind="stable")[: self._settings.keep].tolist())
-        weights_K = np.zeros(len(children))
-        weights_K[chosen] = 1 / len(chosen)
-        facts = {
-            "scores": dict(zip(children, scores_K.tolist(), strict=True)),
-            "chosen": [children[k] for k in chosen],
-        }
-        return Mixture.of(weights_K), facts
+    def begin(self, facts: RoundFacts) -> Mapping[str, object]:
+        """Choose uploads; return each child's score, and the chosen children."""
+        assert facts.products is not None
+        scores_K = scores(facts.products, self._wrong)
+        chosen = sorted(np.argsort(scores_K, kind="stable")[: self._keep].tolist())
+        self._weights_K = np.zeros(len(scores_K))
+        self._weights_K[chosen] = 1 / len(chosen)
+        return {"scores": facts.by_child(scores_K), "chosen": [facts.children[k] for k in chosen]}
+
+    def weights(self, facts: RoundFacts) -> Doubles:
+        """Return equal weights for the chosen uploads."""
+        return self._weights_K
 
 
 def scores(products: Gram, wrong: int) -> Doubles:

@@ -10,50 +10,29 @@ c is the mean of the c_k. Buffers are the uniform mean.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final
 
-from common.experiment.aggregation import Scaffold
 from common.lazy import np
-from common.methods import server_steps
-from common.methods.blocks import cut, over
-from common.methods.extras import ExtrasRule, link_layouts
-from common.methods.single_model import SingleModelRule
-from common.methods.uploads import Aggregated, RuleContext, Uploads
-
-CONTROL: Final = "control"
+from common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from common.methods.statistics import Doubles
 
 
-class ControlVariateRule(ExtrasRule):
-    """A rule of one model whose children receive the control variate c behind the model, and return its change."""
+class ControlledMean(ColumnRule):
+    """The step towards the mean, and c, which the children receive with the model."""
 
-    def __init__(self, settings: Scaffold, context: RuleContext) -> None:
-        links = link_layouts(settings, context.layout)
-        self._children = context.children
-        self._control = np.zeros(context.layout.parameters, np.float32)
-        rule = SingleModelRule(settings, context)
-        super().__init__(rule, links, sent={CONTROL: self._control})
+    vectors = ("control",)
 
-    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Aggregate the models, then add the mean change of the control variates."""
-        outcome = super().aggregate(r, uploads)
-        changes_K = self._links.up.extra_columns(uploads.rows_K)
+    def __init__(self, *, learning_rate: float) -> None:
+        self._learning_rate = learning_rate
+        self._children = 0
 
-        def block(columns: slice) -> None:
-            total = np.zeros(columns.stop - columns.start)
-            for k in uploads.answered:
-                total += changes_K[k, columns]
-            self._control[columns] += total / self._children
+    def begin(self, facts: RoundFacts) -> Mapping[str, object]:
+        """Note the number of children."""
+        self._children = facts.all_children
+        return {"weights": facts.by_child(facts.weights_K)}
 
-        over(list(cut(0, len(self._control))), block, release=uploads.release)
-        return outcome
-
-    def save(self, folder: Path) -> dict[str, object]:
-        """Write c, and the state of the rule below."""
-        server_steps.save({CONTROL: self._control}, folder)
-        return super().save(folder)
-
-    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Restore both."""
-        server_steps.restore({CONTROL: self._control}, folder)
-        super().restore(folder, facts)
+    def columns(self, block: Columns) -> Doubles:
+        """Return x + eta (mean - x), and add the mean change to c."""
+        changes_KC = block.extras["control_change"]
+        block.state["control"][:] += changes_KC.sum(axis=0, dtype=np.float64) / self._children
+        x = block.model_C.astype(np.float64)
+        return x + self._learning_rate * (block.mean_C - x)

@@ -1,74 +1,25 @@
-"""Rules of one model that all children train: the next model is a mean of the uploads, or a step towards it."""
+"""Rules of one model that all children train: the mean of the uploads, or a function of their columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any
 
-from common.experiment.aggregation import FedAdp, FedDyn, FedNova, Krum, Median, Scaffold, TrimmedMean
-from common.experiment.rules import OwnRule, RuleSettings
+from common.experiment.rules import Weights
 from common.lazy import np
-from common.methods import fedadp, fedavg, mixing, robust, server_steps
+from common.methods import mixing
 from common.methods.blocks import cut, over
-from common.methods.columns import Columns
-from common.methods.fednova import NormalisedSteps
+from common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts
 from common.methods.mixing import Floats, Mixture, whole
-from common.methods.own_rule import OwnColumns
-from common.methods.server_steps import STEPS
+from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads
 from common.methods.statistics import Doubles, Gram, Statistics, gram
-from common.methods.uploads import Aggregated, Dispatched, RuleContext, Uploads
 from common.model.layout import ModelLayout, Row
 
 
-class MeanPlan(Protocol):
-    """How the uploads are averaged."""
-
-    compares: bool  # whether `of` needs the products of the uploads' steps
-
-    def of(
-        self, r: int, statistics: Statistics, products: Gram | None, children: Sequence[str]
-    ) -> tuple[Mixture, Mapping[str, object]]:
-        """Return W [1, K] for the uploads of these children in round r, and facts for the plan."""
-
-    def save(self) -> dict[str, object]:
-        """Return the state, in a form that JSON can hold."""
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Restore what `save` returned."""
-
-
-class ColumnPlan(MeanPlan, Protocol):
-    """A mean whose trainable columns are not a mixture of the uploads."""
-
-    reads_model: bool  # whether `columns` reads the model that the children received
-
-    def columns(self, block: Columns) -> Doubles:
-        """Return columns of the next model, float64 [C]."""
-
-    def state(self) -> Mapping[str, Floats]:
-        """Return the state besides that of `save`, float32 [D] each, by name; written in place by `restore`."""
-
-
-COLUMNS: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], ColumnPlan]]] = {
-    Median: robust.MedianColumns,
-    TrimmedMean: robust.TrimmedColumns,
-    FedNova: NormalisedSteps,
-    OwnRule: OwnColumns,
-}
-MEANS: Final[Mapping[type[RuleSettings], Callable[[Any], MeanPlan]]] = {  # others: by shares
-    FedAdp: fedadp.AngleMean,
-    Krum: robust.KrumMean,
-    Scaffold: fedavg.uniform,
-    FedDyn: fedavg.uniform,
-}
-
-
-class OneModel:
+class OneModel(Rule):
     """Base of the rules of one model: `_current` is dispatched to the children, `_mean` is the result."""
-
-    choose: Final = None
 
     def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
@@ -76,19 +27,9 @@ class OneModel:
         self._current: Row = self._mean
 
     @property
-    def reads_start(self) -> bool:
-        """Whether `begin` reads the model's values: never, it only passes the model on."""
-        return False
-
-    @property
     def model(self) -> Row:
         """The mean of the last uploads, or of the selected ones."""
         return self._mean
-
-    @property
-    def mixed(self) -> Row | None:
-        """The mean after mixing: None, because nothing is mixed."""
-        return None
 
     def begin(self, model: Row) -> None:
         """Dispatch this model next."""
@@ -120,23 +61,29 @@ class OneModel:
 
 
 class SingleModelRule(OneModel):
-    """A mean of the uploads, and what follows it: nothing, or a server optimiser's step."""
+    """The mean of the uploads by a rule, and the columns that it replaces, if it does.
 
-    def __init__(self, settings: RuleSettings, context: RuleContext) -> None:
+    `weights`: of the mean, unless the rule has its own. `uploads_least`: with fewer the node keeps its model.
+    """
+
+    def __init__(self, context: RuleContext, rule: MeanRule, *, weights: Weights, uploads_least: int = 1) -> None:
         super().__init__(context.layout)
+        self._context = context
         self._measures = context.measures
-        self._uploads_least = settings.uploads_least
-        column_plan = COLUMNS.get(type(settings))
-        self._columns = column_plan(settings, context) if column_plan is not None else None
-        self._mean_plan: MeanPlan = self._columns or MEANS.get(type(settings), fedavg.ShareMean)(settings)
-        step = STEPS.get(type(settings))
-        self._step = step(settings, context) if step is not None else None
-        self._before_D: Floats | None = None  # the model before the last step
+        self._rule = rule
+        self._columns = rule if isinstance(rule, ColumnRule) else None
+        self._weights = weights
+        self._uploads_least = uploads_least
+        self._before_D: Floats | None = None  # the model before the last one, of a rule of columns
+        self.vectors: dict[str, Floats] = {}
+        if self._columns is not None:
+            for name in self._columns.vectors:
+                self.vectors[name] = np.full(context.layout.parameters, self._columns.first(name), np.float32)
 
     @property
     def mixed(self) -> Row | None:
         """The mean of the last two models, in a new row, of a rule that is judged by it; else None."""
-        if self._step is None or not self._step.averages or self._before_D is None:
+        if self._columns is None or not self._columns.averages or self._before_D is None:
             return None
         row = self._mean.copy()
         trainable = self._trainable(row)
@@ -145,35 +92,43 @@ class SingleModelRule(OneModel):
         return row
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Write the mean of the uploads, then take the step."""
-        answered, statistics, step = uploads.answered, uploads.statistics, self._step
+        """Write the mean of the uploads, then the rule's columns."""
+        answered, statistics, rule = uploads.answered, uploads.statistics, self._rule
         children = [uploads.children[k] for k in answered]
         if len(answered) < self._uploads_least:
             return self._keep(children, statistics)
-        mixes = step is None and self._columns is None  # then the next model is a mixture of the uploads
-        compares = self._mean_plan.compares or (self._measures if mixes else step is not None and step.compares)
-        products = self._products(uploads) if compares else None
-        mixture, facts = self._mean_plan.of(r, statistics, products, children)
+        mixes = self._columns is None  # then the next model is a mixture of the uploads
+        products = self._products(uploads) if rule.compares or (mixes and self._measures) else None
+        given = products if rule.compares else None
+        known = RoundFacts.of(self._context, r, children, statistics, weights=self._weights, products=given)
+        facts = dict(rule.begin(known) or {})
+        mixture = Mixture.of(rule.weights(known))
         weights_K = mixture.dense(len(answered))
-        reads_model = step is not None or (self._columns is not None and self._columns.reads_model)
-        self._before_D = self._trainable(self._current).copy() if reads_model else None
-        rows = Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)
-        plan = whole(self._layout, [rows])
+        if mixes:  # else the weights are those of buffers and of the loss
+            facts["weights"] = known.by_child(weights_K)
+        else:
+            self._before_D = self._trainable(self._current).copy()
+        plan = whole(self._layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
         mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
         self._current = self._mean
-        facts = dict(facts)
-        if self._columns is None:  # else the weights are those of buffers and of the loss alone
-            facts["weights"] = dict(zip(children, weights_K.tolist(), strict=True))
-        distances = [] if products is None else products.distances(weights_K).tolist()
-        if self._columns is not None:
-            self._replace_columns(self._columns, uploads, weights_K)
-        if step is not None and self._before_D is not None:
-            facts |= step.begin(products, weights_K)
-            server_steps.take(step, self._before_D, self._trainable(self._mean))
-        if not mixes:
+        distances: list[float] = []
+        if mixes and products is not None:
+            distances = products.distances(weights_K).tolist()
+        elif self._columns is not None:
+            self._replace(self._columns, uploads, weights_K)
             distances = self._distances(uploads) if self._measures else []
         loss = float(weights_K @ statistics.losses_K)
         return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the rule's vectors; return its numbers."""
+        write_vectors(self.vectors, folder)
+        return {"numbers": self._rule.numbers}
+
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Restore both."""
+        read_vectors(self.vectors, folder)
+        self._rule.numbers = facts["numbers"]
 
     def _keep(self, children: Sequence[str], statistics: Statistics) -> Aggregated:
         """Keep the model of a round that has fewer uploads than protect from wrong ones."""
@@ -184,32 +139,31 @@ class SingleModelRule(OneModel):
         facts = {"uploads": len(children), "uploads_least": self._uploads_least}
         return Aggregated(float(statistics.losses_K.mean()), {}, None, facts, dict.fromkeys(children, reason))
 
-    def save(self, folder: Path) -> dict[str, object]:
-        """Write the state of the plan and of the step."""
-        server_steps.save(self.vectors, folder)
-        return self._mean_plan.save()
-
-    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Restore both."""
-        server_steps.restore(self.vectors, folder)
-        self._mean_plan.restore(facts)
-
-    @property
-    def vectors(self) -> Mapping[str, Floats]:
-        """The vectors of its state, float32 [D] each, by name."""
-        owner = self._step or self._columns
-        return owner.state() if owner is not None else {}
-
-    def _replace_columns(self, plan: ColumnPlan, uploads: Uploads, weights_K: Doubles) -> None:
-        """Write the trainable columns of the next model."""
-        floats_K, answered = self._layout.floats(uploads.rows_K), list(uploads.answered)
-        target_D, state = self._trainable(self._mean), plan.state()
-        model_D = self._before_D if self._before_D is not None else target_D
+    def _replace(self, rule: ColumnRule, uploads: Uploads, weights_K: Doubles) -> None:
+        """Write the rule's columns over those of the mean."""
+        floats_K, next_D, before_D = self._layout.floats(uploads.rows_K), self._trainable(self._mean), self._before_D
+        assert before_D is not None
+        missing = len(uploads.answered) < len(uploads.children)
+        rows = list(uploads.answered) if missing else slice(None)  # a slice copies nothing
 
         def block(columns: slice) -> None:
-            found = {name: values[columns] for name, values in state.items()}
-            extras = {name: values_K[answered, columns] for name, values_K in uploads.extras.items()}
-            part = Columns(floats_K[answered, columns], model_D[columns], weights_K, found, extras)
-            target_D[columns] = plan.columns(part)
+            state = {name: values[columns] for name, values in self.vectors.items()}
+            extras = {name: values_K[rows, columns] for name, values_K in uploads.extras.items()}
+            found = Columns(
+                floats_K[rows, columns], before_D[columns], next_D[columns], weights_K, state=state, extras=extras
+            )
+            next_D[columns] = rule.columns(found)
 
         over(list(cut(0, self._layout.parameters)), block, release=uploads.release)
+
+
+def write_vectors(vectors: Mapping[str, Floats], folder: Path) -> None:
+    """Write vectors of state as files."""
+    for name, values in vectors.items():
+        (folder / name).write_bytes(values.data)
+
+
+def read_vectors(vectors: Mapping[str, Floats], folder: Path) -> None:
+    """Read what `write_vectors` wrote."""
+    for name, values in vectors.items():
+        values[:] = np.fromfile(folder / name, np.float32)

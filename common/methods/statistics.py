@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
+from common.experiment.rules import Weights
 from common.lazy import np, npt
 from common.methods.blocks import cut, over
 from common.model.layout import Entry, ModelLayout, Row, Section
@@ -57,6 +58,11 @@ class Statistics:
     def shares_K(self) -> Doubles:
         """The shares p_k = n_k / sum of n; equal if all counts are zero."""
         return shares(self.samples_K.astype(np.float64))  # unchecked counts may be huge: an int64 sum could wrap
+
+    def weights_K(self, weights: Weights) -> Doubles:
+        """Return the weights of a mean: the shares, or 1/K each."""
+        count = len(self.samples_K)
+        return self.shares_K if weights == "data" else np.full(count, 1 / count)
 
 
 def shares(amounts_K: Doubles) -> Doubles:

@@ -16,7 +16,7 @@ from common.experiment.links import LinkDirection, Links, LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.offload import offload
-from common.methods.uploads import Uploads
+from common.methods.rule import Uploads
 from common.model.layout import LinkLayouts, Row
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity

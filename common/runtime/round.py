@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from common.errors import InvalidBelow, NoProgress, RunFailed
 from common.experiment.rounds import Closing
+from common.methods.rule import Uploads
 from common.methods.selection.situation import ResultFacts
-from common.methods.uploads import Uploads
 from common.model.layout import Row
 from common.protocol.messages import Failure, Result
 from common.protocol.round_state import Closed, Stalled

@@ -19,8 +19,9 @@ import numpy.typing as npt
 from cloud import tempo
 from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent
 from common.experiment.rules import RuleSettings
-from common.methods.aggregator import Uploads, build
+from common.methods.aggregator import build
 from common.methods.fedadp import gompertz
+from common.methods.rule import Uploads
 from common.methods.statistics import Doubles
 from common.model.layout import ModelLayout, Section
 from deploy.report.charts import Axis, Curve, curves

@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from common.experiment.aggregation import GAMF
 from common.lazy import np, npt
-from common.methods.matching import MatchedRule, assigned
+from common.methods.fedma import MatchedRule, assigned
+from common.methods.rule import RuleContext
 from common.methods.statistics import Doubles
-from common.methods.uploads import RuleContext
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import NeuronGroup, NeuronPlace, folded, permute
 

@@ -1,11 +1,17 @@
-"""Input and output of an aggregation."""
+"""A node's aggregation rule, what it is built for, what it gets and what it returns.
+
+Call order: `begin` with the parent's model (at the cloud once, with the initial model), then `dispatch` and `aggregate`
+in each of the node's rounds. An institution calls `begin` in every global round. To resume from a checkpoint, the cloud
+calls `begin` with the saved model and then `restore`; an institution calls `restore`, and `begin` when the next model
+arrives.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
@@ -100,24 +106,28 @@ class Aggregated:
         return {"loss": self.loss, **spread, **self.facts}
 
 
-class Aggregator(Protocol):
-    """One node's aggregation rule over its children."""
+class Rule:
+    """One node's aggregation rule over its children, and the defaults of what it may leave out."""
 
     @property
     def reads_start(self) -> bool:
         """Whether the next `begin` reads the model's values, which must have arrived then."""
+        return False
 
     @property
     def choose(self) -> Choose | None:
         """The client selection of a rule that selects the children itself; None: the tier's selector does."""
+        return None
 
     @property
     def model(self) -> Row:
         """The mean: evaluated, uploaded and deployed. One array, written by each `aggregate`."""
+        raise NotImplementedError
 
     @property
     def mixed(self) -> Row | None:
         """The mean of the models after mixing if it differs from `model`, else None."""
+        return None
 
     def begin(self, model: Row) -> None:
         """Start from a model, uint8 [row_bytes], which must not change until the next `begin`.
@@ -125,6 +135,7 @@ class Aggregator(Protocol):
         Unless `reads_start`, it may still be arriving: all children receive it in the next round. It must be complete
         when the first uploads are aggregated.
         """
+        raise NotImplementedError
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the models of round r with their children, whose order is that of the uploads' rows.
@@ -133,12 +144,62 @@ class Aggregator(Protocol):
         the children decode of them, so a rule that remembers what it sent keeps these arrays, not others.
         Raises ValueError if a multi-model rule has another number of models than there are children.
         """
+        raise NotImplementedError
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Compute the next models from round r's uploads, whose values are finite. May overwrite missing rows."""
+        raise NotImplementedError
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the state besides `model` as files into a new folder; return facts that JSON can hold."""
+        return {}
 
-    def restore(self, folder: Path, facts: Mapping[str, object]) -> None:
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Restore the state that `save` wrote; the folder may be removed afterwards."""
+
+
+class WrappedRule(Rule):
+    """A rule around another one: what it does not replace is the other's."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    @property
+    def reads_start(self) -> bool:
+        """As the rule's."""
+        return self._rule.reads_start
+
+    @property
+    def choose(self) -> Choose | None:
+        """The rule's."""
+        return self._rule.choose
+
+    @property
+    def model(self) -> Row:
+        """The rule's."""
+        return self._rule.model
+
+    @property
+    def mixed(self) -> Row | None:
+        """The rule's."""
+        return self._rule.mixed
+
+    def begin(self, model: Row) -> None:
+        """Start the rule from a model."""
+        self._rule.begin(model)
+
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the rule's models."""
+        return self._rule.dispatch(r, children)
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Aggregate by the rule."""
+        return self._rule.aggregate(r, uploads)
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the rule's state."""
+        return self._rule.save(folder)
+
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Restore the rule's state."""
+        self._rule.restore(folder, facts)

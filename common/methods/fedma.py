@@ -27,9 +27,10 @@ from typing import Final
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import FedMA, MatchedSettings
 from common.lazy import np
+from common.methods.column_rule import MeanRule
+from common.methods.rule import Aggregated, RuleContext, Uploads
 from common.methods.single_model import SingleModelRule
 from common.methods.statistics import Doubles
-from common.methods.uploads import Aggregated, RuleContext, Uploads
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import Indices, NeuronGroup, folded, groups_of, permute
 
@@ -40,7 +41,7 @@ class MatchedRule(SingleModelRule):
     """FedAvg of matched uploads; how they are matched is the subclass's."""
 
     def __init__(self, settings: MatchedSettings, context: RuleContext) -> None:
-        super().__init__(settings, context)
+        super().__init__(context, MeanRule(), weights=settings.weights)
         self._groups = groups_of(context.layout) if settings.matching else []
         if not self._groups:
             return
