@@ -20,7 +20,7 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.energy import EnergyMeter
 from common.host.offload import offload
-from common.methods.extras import link_layouts
+from common.methods.rule import link_layouts
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.net.address import BrokerAddress

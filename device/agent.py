@@ -17,7 +17,7 @@ from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.host.examination import examine_host
 from common.host.offload import offload
-from common.methods.extras import link_layouts
+from common.methods.rule import link_layouts
 from common.metrics import Metrics, node_labels
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress

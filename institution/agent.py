@@ -14,7 +14,7 @@ from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
 from common.host.examination import examine_host
-from common.methods.extras import link_layouts
+from common.methods.rule import link_layouts
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress

@@ -12,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from common.experiment.aggregation import RULES, FedCross, FedMR
 from common.experiment.reading import parse
+from common.experiment.rules import RULES
 from common.methods import fedcross, fedmr
 from common.methods.aggregator import build
 from common.methods.fedadp import gompertz
+from common.methods.fedcross import FedCross
+from common.methods.fedmr import FedMR
 from common.methods.rule import Aggregated, Dispatched, Rule, Uploads
 from common.methods.statistics import gram, gram_by_entry
 from common.model.layout import ModelLayout, Row, Section

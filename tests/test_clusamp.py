@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
+from common.experiment.rules import RULES
 from common.experiment.tiers import Tier
 from common.methods import aggregator
 from common.methods.clusamp import Merges, clusters_below, distances, distributions, draw, linked

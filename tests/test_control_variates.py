@@ -19,14 +19,13 @@ from torch.nn import functional
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment.aggregation import RULES
 from common.experiment.codecs import UP
 from common.experiment.reading import parse
+from common.experiment.rules import RULES
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.methods.aggregator import build
-from common.methods.extras import link_layouts
-from common.methods.rule import Rule, Uploads
+from common.methods.rule import Rule, Uploads, link_layouts
 from common.model.codecs import CODECS
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.protocol.manifest import describe

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
+from common.experiment.rules import RULES
 from common.experiment.tiers import Tier
 from common.methods import aggregator
 from common.methods.rule import Rule, Uploads

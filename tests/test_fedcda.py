@@ -17,9 +17,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import FedCDA
 from common.experiment.reading import parse
-from common.methods.fedcda import CachedUploadRule, Candidates, group, plan, search
+from common.methods.fedcda import CachedUploadRule, Candidates, FedCDA, group, plan, search
 from common.methods.rule import Aggregated, RuleContext, Uploads
 from common.methods.statistics import gram
 from common.model.layout import ModelLayout, Section

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
-from common.experiment.refined_rules import FEATURES, HIDDEN, LABEL_COUNTS, FedGen
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.learning import datasets, models
@@ -29,9 +28,8 @@ from common.learning.inputs import Inputs
 from common.learning.node_samples import NodeDraws
 from common.learning.refiner import NodeRefiner
 from common.methods.aggregator import build
-from common.methods.extras import link_layouts
-from common.methods.rule import Rule, Uploads
-from common.model.generator import GeneratorLayout, head_of
+from common.methods.fedgen import FEATURES, HIDDEN, LABEL_COUNTS, FedGen, GeneratorLayout, head_of
+from common.methods.rule import Rule, Uploads, link_layouts
 from common.model.layout import ModelLayout, Row, Section
 from common.model.refinement import Refiner, RoundModels
 from common.randomness import Purpose, generator

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from cloud import checkpoint
 from cloud.checkpoint import RunState
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import FedAvg
 from common.experiment.reading import parse
 from common.experiment.selection import SELECTIONS, Oort, OwnSelection
 from common.experiment.tiers import Tier
 from common.methods import aggregator
+from common.methods.fedavg import FedAvg
 from common.methods.selection.client_selection import SELECTORS, ClientSelection
 from common.methods.selection.oort import scores
 from common.methods.selection.situation import Participation, ResultFacts, Situation

@@ -13,14 +13,13 @@ import pytest
 
 from cloud.results import RunFolder
 from common.errors import RunFailed
-from common.experiment.aggregation import RULES, NormBound
 from common.experiment.codecs import DOWN, Codecs
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
+from common.experiment.rules import RULES, NormBound
 from common.experiment.training import TrainingSettings
 from common.methods.aggregator import build
-from common.methods.extras import link_layouts
-from common.methods.rule import Aggregated, Rule, Uploads
+from common.methods.rule import Aggregated, Rule, Uploads, link_layouts
 from common.model.codecs import codec_of
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.protocol.messages import Task

@@ -112,4 +112,4 @@ SELECTIONS: Final[Mapping[str, type[SelectionSettings]]] = MappingProxyType(
     }
 )
 
-Selection = Annotated[SelectionSettings, Selected(SELECTIONS, OwnSelection)]
+Selection = Annotated[SelectionSettings, Selected(SELECTIONS, "common.experiment.selection:OwnSelection")]

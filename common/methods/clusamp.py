@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import CluSamp
+from common.experiment.rules import RuleSettings
 from common.lazy import np
 from common.methods.blocks import COLUMNS, cut, over
 from common.methods.column_rule import MeanRule
 from common.methods.mixing import Floats
-from common.methods.rule import Aggregated, Dispatched, RuleContext, Uploads, WrappedRule
+from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads, WrappedRule
 from common.methods.selection.situation import Choose, Situation
 from common.methods.single_model import SingleModelRule
 from common.methods.statistics import Doubles
@@ -34,6 +34,36 @@ NUMBERS: Final = 2**20  # of a block of all steps
 
 Merges = Sequence[tuple[int, int]]
 """The nodes 0 .. N - 1 are the children; merge i makes node N + i of two nodes. Empty: nothing is known of them."""
+
+
+class CluSamp(RuleSettings):
+    """One model: FedAvg over children that the rule draws from clusters of similar steps."""
+
+    name: Literal["clusamp"] = "clusamp"  # the rule
+    # Of two children's last steps: the angle between them, the sum of the absolute differences, or of their squares.
+    distance: Literal["cosine", "l1", "l2"] = "cosine"
+
+    @property
+    def selects(self) -> bool:
+        """Yes: by its distributions."""
+        return True
+
+    @property
+    def packages(self) -> Sequence[str]:
+        """The packages of an extra that the node needs."""
+        return ("scipy",)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the last steps persist: always."""
+        return True
+
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the bytes of all children's last steps."""
+        return min(children * row_bytes, resident_bytes)
+
+    def build(self, context: RuleContext) -> Rule:
+        return ClusteredSampling(self, context)
 
 
 @dataclass(frozen=True, slots=True)

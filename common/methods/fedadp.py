@@ -10,12 +10,43 @@ j counts the child's participations, not the rounds. The angle of a child that d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import exp
+from typing import Annotated, Final, Literal
 
+from pydantic import Field
+
+from common.experiment.rules import RuleSettings, RuleUse
 from common.lazy import np
 from common.methods.column_rule import MeanRule, RoundFacts
+from common.methods.rule import Rule, RuleContext
+from common.methods.single_model import single_model
 from common.methods.statistics import Doubles, Gram, shares
+
+STRONGLY_SKEWED_CONCENTRATION: Final = 0.1  # of the Dirichlet split
+
+
+class FedAdp(RuleSettings):
+    """One model: a mean that favours children whose step points where the mean of all points."""
+
+    name: Literal["fedadp"] = "fedadp"  # the rule
+    a: Annotated[float, Field(ge=0)] = 5.0  # height and steepness of the weight over the angle; 0 is FedAvg
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the angles persist: always."""
+        return True
+
+    def advice(self, use: RuleUse) -> Iterator[str]:
+        """Yield a warning for few children with unlike labels."""
+        if use.over_devices and use.partial and use.skew <= STRONGLY_SKEWED_CONCENTRATION:
+            yield (
+                f"{use.key}.aggregation.name = 'fedadp': with partial participation and strong label skew it is worse"
+                " than fedavg."
+            )
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, AngleMean(**self.keywords), weights="data")
 
 
 class AngleMean(MeanRule):

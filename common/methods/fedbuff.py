@@ -12,16 +12,51 @@ statistics, are the mean by p_k s(t_k), normalised.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from common.experiment.aggregation import FedBuff
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.experiment.rules import RuleSettings, Weights
+from common.experiment.tables import Count, Positive
 from common.lazy import np
 from common.methods import mixing
 from common.methods.blocks import cut, over
 from common.methods.mixing import Mixture, whole
-from common.methods.rule import Aggregated, Dispatched, RuleContext, Uploads
+from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads
 from common.methods.single_model import OneModel
 from common.methods.statistics import Doubles, shares
 from common.model.layout import Row
+
+
+class FedBuff(RuleSettings):
+    """One model: a step by each `buffer` results, while the other children go on training; asynchronous."""
+
+    step_models = 2.0
+
+    name: Literal["fedbuff"] = "fedbuff"  # the rule
+    weights: Weights = "uniform"  # of the steps in a buffer: 1/K, or shares of their samples
+    buffer: Count = 2  # results that make a step (K)
+    learning_rate: Positive = 1.0  # of the server (eta)
+    staleness: Annotated[float, Field(ge=0)] = 0.5  # exponent a of the weight 1 / (1 + t)^a of a step t rounds old
+
+    @property
+    def closes_with(self) -> int:
+        """The results that make a step."""
+        return self.buffer
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check that so many children train at once. Raises InvalidExperiment."""
+        if self.buffer > children:
+            problem = f"more than the {children} children that train at once"
+            raise InvalidExperiment(f"{key}.buffer", self.buffer, problem, f"Use at most {children}.")
+
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the bytes of the step, and of the models that children in flight received."""
+        return (self.step_models + taking_part) * row_bytes
+
+    def build(self, context: RuleContext) -> Rule:
+        return BufferedRule(self, context)
 
 
 class BufferedRule(OneModel):

@@ -7,17 +7,76 @@ The papers leave the propellers' weights and offsets and the schedule of dynamic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final, Literal
 
-from common.experiment.aggregation import FedCross
+from pydantic import Field
+
+from common.experiment.rules import Rounds, RuleUse
+from common.experiment.tables import Count, Fraction
 from common.lazy import np, npt
 from common.methods.mixing import MixedColumns, Mixture, Mixtures, whole
-from common.methods.rule import Planner, RuleContext, Uploads
+from common.methods.multi_model import MultiModelRule, MultiModelSettings, first_stage_advice
+from common.methods.rule import Planner, Rule, RuleContext, Uploads
 from common.methods.statistics import Gram, gram_by_entry
 
 LEAST_ALPHA: Final = 0.5
+UNMIXED_ALPHA: Final = 0.99  # from which the models hardly mix
+PROPELLER_ALPHA_MOST: Final = 0.9  # from which propellers have no measurable effect
+RECENTRE_ALPHA_MOST: Final = 0.9  # above which recentred models diverge from each other
+
+
+class FedCross(MultiModelSettings):
+    """K models, each mixed with a partner: w_j = alpha v_j + (1 - alpha) v_co(j).
+
+    In the first stage all models become their mean. Propellers take rounds 0 .. propeller_rounds - 1, dynamic alpha the
+    dynamic_alpha_rounds after those. A first stage takes precedence over both.
+    """
+
+    name: Literal["fedcross"] = "fedcross"  # the rule
+    alpha: Annotated[float, Field(ge=0.5, le=1)] = 0.99  # weight of the model's own upload
+    strategy: Literal["in_order", "lowest", "highest"] = "lowest"  # the partner: in turn, or by similarity
+    # Between whole models; `pairwise` by state entries.
+    similarity: Literal["cosine", "sum_norm", "pairwise"] = "cosine"
+    normalise: bool = False  # of `pairwise`: the mean over the pairs in place of their sum; the ranking is the same
+    propeller_rounds: Rounds = 0  # first rounds, in which each model mixes with several partners in order
+    propellers: Count = 2  # partners in those rounds, at most K - 1
+    propeller_alpha: Fraction | None = None  # own weight in those rounds; not set: 1 / (propellers + 1)
+    dynamic_alpha_rounds: Rounds = 0  # the rounds after those, in which alpha rises from 0.5 to `alpha`
+    # First rounds, in which all models become their mean; it takes precedence.
+    first_stage_rounds: Rounds = 0
+
+    def build(self, context: RuleContext) -> Rule:
+        return MultiModelRule(self, context, planner(self, context))
+
+    @property
+    def mixes(self) -> bool:
+        """Whether enough weight is the partner's."""
+        return self.alpha < UNMIXED_ALPHA
+
+    def advice(self, use: RuleUse) -> Iterator[str]:
+        """Yield what has no effect, too."""
+        key = f"{use.key}.aggregation"
+        yield from first_stage_advice(use.key, self.first_stage_rounds, use.rounds)
+        if self.alpha == 1.0:
+            yield f"{key}.alpha = 1.0: the models are never mixed; the rule `independent` does the same."
+        if self.propeller_rounds and (self.propeller_alpha or 0) >= PROPELLER_ALPHA_MOST:
+            yield (
+                f"{key}.propeller_alpha = {self.propeller_alpha}: propellers with so little weight have no measurable"
+                " effect. Omit the key for equal weights."
+            )
+        if self.normalise and self.similarity != "pairwise":
+            yield f"{key}.normalise = true: it has an effect only with similarity 'pairwise'."
+        yield from super().advice(use)
+
+    def recentred(self, key: str) -> Iterator[str]:
+        """Yield a warning for models that hardly mix."""
+        if self.alpha > RECENTRE_ALPHA_MOST:
+            yield (
+                f"{key}.on_new_model = 'recentre': hurts fedcross with alpha above {RECENTRE_ALPHA_MOST}, here"
+                f" {self.alpha}."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,34 @@ With alpha = 0 it is FedAvg, uniform, by definition. Buffers are the uniform mea
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
+from common.experiment.objectives import DynamicRegulariser
+from common.experiment.rules import RuleSettings
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from common.methods.rule import Rule, RuleContext
+from common.methods.single_model import single_model
 from common.methods.statistics import Doubles
+
+
+class FedDyn(RuleSettings):
+    """One model: the mean of the uploads, moved by the sum of all steps so far."""
+
+    objective = "feddyn"
+    step_models = 3.0
+
+    name: Literal["feddyn"] = "feddyn"  # the rule
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the sum persists: always."""
+        return True
+
+    def build(self, context: RuleContext) -> Rule:
+        objective = context.training.objective
+        moves = isinstance(objective, DynamicRegulariser) and objective.alpha > 0
+        return single_model(self, context, DynamicMean(moves=moves))
 
 
 class DynamicMean(ColumnRule):

@@ -22,19 +22,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Final
+from typing import Final, Literal
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import FedMA, MatchedSettings
+from common.experiment.data import Model
+from common.experiment.own import is_own
+from common.experiment.rules import Rounds, RuleSettings, Weights
+from common.experiment.training import TrainingSettings
 from common.lazy import np
 from common.methods.column_rule import MeanRule
-from common.methods.rule import Aggregated, RuleContext, Uploads
+from common.methods.rule import Aggregated, Rule, RuleContext, Uploads
 from common.methods.single_model import SingleModelRule
 from common.methods.statistics import Doubles
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import Indices, NeuronGroup, folded, groups_of, permute
 
 REMEDY: Final = "pip install 'fedstrata[methods]'."
+
+
+class MatchedSettings(RuleSettings):
+    """One model: the mean of the uploads, whose neurons were matched before."""
+
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    matching: bool = True  # false is FedAvg
+
+    @property
+    def packages(self) -> Sequence[str]:
+        """The packages of an extra that the node needs."""
+        return ("scipy",) if self.matching else ()
+
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the bytes of the matched uploads and, as measured with ResNet-18, of what the matching takes."""
+        return min(taking_part * row_bytes, resident_bytes) + self.step_models * taking_part * row_bytes
+
+    def check_training(self, key: str, model: Model, training: TrainingSettings) -> None:
+        """Check that the layers of the model are known. Raises InvalidExperiment."""
+        if is_own(model.name):
+            problem = f"it knows the layers of fedstrata's models, and {model.name} is one's own"
+            raise InvalidExperiment(f"{key}.name", self.name, problem, "Use another rule.")
+
+
+class FedMA(MatchedSettings):
+    """One model: the mean of the uploads, whose neurons were matched layer by layer before."""
+
+    step_models = 1.2  # for each upload
+
+    name: Literal["fedma"] = "fedma"  # the rule
+    sweeps: Rounds = 5  # over the uploads, each matched to the others; 0: only to the model that the children received
+
+    def build(self, context: RuleContext) -> Rule:
+        return LayerMatchedRule(self, context)
 
 
 class MatchedRule(SingleModelRule):

@@ -7,18 +7,38 @@ Every layer of every upload is used exactly once; nothing is averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import groupby
+from typing import Literal
 
-from common.experiment.aggregation import FedMR
+from common.experiment.rules import Rounds, RuleUse
+from common.experiment.tables import Fraction
 from common.methods.mixing import MixedColumns, Mixture
-from common.methods.rule import Planner, RuleContext, Uploads
+from common.methods.multi_model import MultiModelRule, MultiModelSettings, first_stage_advice
+from common.methods.rule import Planner, Rule, RuleContext, Uploads
 from common.methods.statistics import Gram
 from common.model.layout import Entry, ModelLayout
 from common.randomness import Purpose, generator
 
 Layer = tuple[Entry, ...]
+
+
+class FedMR(MultiModelSettings):
+    """K models whose layers are permuted among them in every round after the first stage."""
+
+    name: Literal["fedmr"] = "fedmr"  # the rule
+    granularity: Literal["module", "key", "block", "model"] = "module"  # which entries of a model stay together
+    block_fraction: Fraction = 0.1  # of `block`: the share of the state's entries in a block
+    first_stage_rounds: Rounds = 0  # first rounds, in which all models become their mean
+
+    def build(self, context: RuleContext) -> Rule:
+        return MultiModelRule(self, context, planner(self, context))
+
+    def advice(self, use: RuleUse) -> Iterator[str]:
+        """Yield a warning for a run that is a first stage, too."""
+        yield from first_stage_advice(use.key, self.first_stage_rounds, use.rounds)
+        yield from super().advice(use)
 
 
 def planner(settings: FedMR, context: RuleContext) -> Planner:

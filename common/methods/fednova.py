@@ -12,12 +12,35 @@ trainable columns; buffers are the mean by p_k, as in the authors' code (JYWa/Fe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
-from common.experiment.objectives import FedProx
+from common.errors import InvalidExperiment
+from common.experiment.data import Model
+from common.experiment.rules import RuleSettings, Weights
 from common.experiment.training import TrainingSettings
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from common.methods.rule import Rule, RuleContext
+from common.methods.single_model import single_model
 from common.methods.statistics import Doubles
+
+
+class FedNova(RuleSettings):
+    """One model: the mean of the steps, each divided by the child's number of SGD steps."""
+
+    step_models = 2.0
+
+    name: Literal["fednova"] = "fednova"  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+
+    def check_training(self, key: str, model: Model, training: TrainingSettings) -> None:
+        """Check that the gradients' weights are known. Raises InvalidExperiment."""
+        if training.clip_norm is not None and training.objective.proximal:
+            problem = "fednova cannot weigh gradients that are clipped together with fedprox's term"
+            raise InvalidExperiment("training.clip_norm", training.clip_norm, problem, "Omit it.")
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, NormalisedSteps(), weights=self.weights)
 
 
 class NormalisedSteps(ColumnRule):
@@ -49,8 +72,7 @@ def gradient_weights(steps_K: Doubles, training: TrainingSettings, learning_rate
     A fraction of a step counts as this share of the next one.
     """
     steps_K = np.maximum(steps_K, 1.0)
-    prox = training.objective.mu if isinstance(training.objective, FedProx) else 0.0
-    m, c = training.momentum, learning_rate * (training.weight_decay + prox)
+    m, c = training.momentum, learning_rate * (training.weight_decay + training.objective.proximal)
     if not m and not c:
         return steps_K
     ahead = m if training.nesterov else 0.0

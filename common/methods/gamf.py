@@ -16,12 +16,14 @@ the order of children nor that of arrivals matters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from common.experiment.aggregation import GAMF
+from pydantic import Field
+
+from common.experiment.tables import Positive
 from common.lazy import np, npt
-from common.methods.fedma import MatchedRule, assigned
-from common.methods.rule import RuleContext
+from common.methods.fedma import MatchedRule, MatchedSettings, assigned
+from common.methods.rule import Rule, RuleContext
 from common.methods.statistics import Doubles
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import NeuronGroup, NeuronPlace, folded, permute
@@ -29,6 +31,20 @@ from common.model.permutations import NeuronGroup, NeuronPlace, folded, permute
 SINKHORN_STEPS: Final = 50  # at most, until the logarithms of the rows' sums are below the tolerance
 SINKHORN_TOLERANCE: Final = 1e-3
 ROUNDED_PASSES: Final = 3  # at most, with the Hungarian algorithm
+
+
+class GAMF(MatchedSettings):
+    """One model: the mean of the uploads, whose neurons were matched before, in all layers and uploads together."""
+
+    step_models = 1.8  # for each upload
+
+    name: Literal["gamf"] = "gamf"  # the rule
+    temperature: Positive = 1.0  # of the first Sinkhorn pass, relative to the products' standard deviation
+    cooling: Annotated[float, Field(gt=0, lt=1)] = 0.8  # factor from pass to pass
+    last_temperature: Positive = 0.05  # of the last one, before the Hungarian algorithm
+
+    def build(self, context: RuleContext) -> Rule:
+        return GraphMatchedRule(self, context)
 
 
 class GraphMatchedRule(MatchedRule):

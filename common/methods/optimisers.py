@@ -17,10 +17,103 @@ models, as both ask. v begins at tau^2, m at zero. Buffers and counters are thos
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.experiment.rules import RuleSettings, Weights
+from common.experiment.tables import Positive
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from common.methods.rule import Rule, RuleContext
+from common.methods.single_model import single_model
 from common.methods.statistics import Doubles
+
+
+class FedAvgM(RuleSettings):
+    """One model: the server moves it by the mean of the steps, with momentum."""
+
+    step_models = 3.0
+
+    name: Literal["fedavgm"] = "fedavgm"  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    learning_rate: Positive = 1.0  # of the server (eta); 1 without momentum is FedAvg
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # share of the last move that is kept (beta)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the momentum persists: always."""
+        return True
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, Momentum(**self.keywords), weights=self.weights)
+
+
+class AdaptiveSettings(RuleSettings):
+    """One model: the server moves each weight at its own rate."""
+
+    step_models = 4.0
+
+    name: str  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    learning_rate: Positive | None = None  # of the server (eta): none suits all, the paper tunes it from 0.003 to 1
+    beta_1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of the first moments
+    tau: Positive = 0.001  # added to the root of the second moments: small values adapt more
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the moments persist: always."""
+        return True
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check that there is a learning rate. Raises InvalidExperiment."""
+        if self.learning_rate is None:
+            problem = f"{self.name} needs the server's learning rate; the paper tunes it"
+            raise InvalidExperiment(f"{key}.learning_rate", "not set", problem, "Try 0.01, 0.1 and 1.")
+
+
+class FedAdagrad(AdaptiveSettings):
+    """One model: the server moves it by Adagrad."""
+
+    name: Literal["fedadagrad"] = "fedadagrad"  # the rule
+    beta_1: Annotated[float, Field(ge=0, lt=1)] = 0.0  # decay of the first moments
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, Adaptive(**self.keywords), weights=self.weights)
+
+
+class FedAdam(AdaptiveSettings):
+    """One model: the server moves it by Adam, without bias correction."""
+
+    name: Literal["fedadam"] = "fedadam"  # the rule
+    beta_2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # decay of the second moments
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, AdamMoments(**self.keywords), weights=self.weights)
+
+
+class FedYogi(AdaptiveSettings):
+    """One model: the server moves it by Yogi, whose second moments fall slowly."""
+
+    name: Literal["fedyogi"] = "fedyogi"  # the rule
+    beta_2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # decay of the second moments
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, YogiMoments(**self.keywords), weights=self.weights)
+
+
+class FedExP(RuleSettings):
+    """One model: the server goes farther than the mean where the steps of the children differ."""
+
+    step_models = 2.0
+
+    name: Literal["fedexp"] = "fedexp"  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    epsilon: Positive = 0.001  # times the children that took part, added to the squared length of the mean step
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, Extrapolation(**self.keywords), weights=self.weights)
 
 
 class ServerStep(ColumnRule):

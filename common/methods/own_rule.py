@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final, Never
+from typing import Annotated, Any, Final, Never
 
+from pydantic import Field
+
+from common.errors import InvalidExperiment
 from common.experiment import own
-from common.experiment.rules import OwnRule
+from common.experiment.own import OwnName, OwnSettings
+from common.experiment.rules import RuleSettings, Weights
+from common.experiment.tables import form
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from common.methods.mixing import Floats
+from common.methods.rule import Rule, RuleContext
+from common.methods.single_model import single_model
 from common.methods.statistics import Doubles
 
 KEY: Final = "aggregation.name"
+ExtraName = Annotated[str, form(r"^[a-z][a-z0-9_]{0,31}$", "lower-case letters, digits and _, a letter first")]
+
+
+class OwnRule(RuleSettings, OwnSettings):
+    """A rule of the user's own; the other keys are its keywords."""
+
+    name: OwnName  # the class, `package.module:Name`
+    weights: Weights = "data"  # of the buffers, and of the loss that is reported: shares of the samples, or 1/K
+    # Vectors of the rule that devices get with each model.
+    extras_down: list[ExtraName] = Field(default_factory=list)
+    # Vectors that the devices' objective returns with each model.
+    extras_up: list[ExtraName] = Field(default_factory=list)
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """The keywords for the class: all keys but those above."""
+        return self.model_extra or {}
+
+    @property
+    def sends(self) -> Sequence[str]:
+        """The vectors behind the models that go down."""
+        return self.extras_down
+
+    @property
+    def returns(self) -> Sequence[str]:
+        """The vectors behind the models that come up."""
+        return self.extras_up
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check that no vector is named twice. Raises InvalidExperiment."""
+        for direction, names in (("extras_down", self.extras_down), ("extras_up", self.extras_up)):
+            if len(set(names)) < len(names):
+                raise InvalidExperiment(f"{key}.{direction}", names, "duplicate name", "Name each vector once.")
+
+    @property
+    def remembers(self) -> bool:
+        """Whether its state persists: always, it may have some."""
+        return True
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, GuardedRule(self), weights=self.weights)
 
 
 class _Vectors(dict[str, Floats]):

@@ -12,16 +12,88 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from common.experiment.refined_rules import FedBE, FedDF, FedLAW
+from pydantic import Field
+
+from common.experiment.rules import Rounds, RuleSettings, Weights
+from common.experiment.tables import Count, Positive
 from common.lazy import np
 from common.methods import mixing
 from common.methods.column_rule import MeanRule
 from common.methods.mixing import MixedColumns, Mixture
-from common.methods.rule import Aggregated, RuleContext, Uploads
+from common.methods.rule import Aggregated, Rule, RuleContext, Uploads
 from common.methods.single_model import SingleModelRule
 from common.model.refinement import RoundModels
+
+
+class FedDF(RuleSettings):
+    """One model: the mean of the uploads, distilled from their ensemble on the node's samples."""
+
+    step_models = 1.0
+
+    name: Literal["feddf"] = "feddf"  # the rule
+    weights: Weights = "data"  # of the mean from which the student starts: shares of the samples, or 1/K
+    steps: Rounds = 500  # of Adam at most; 0 is FedAvg
+    patience: Count = 100  # steps without a smaller divergence, after which it stops
+    batch_size: Count = 128  # samples in each step
+    learning_rate: Positive = 0.001  # of Adam; a cosine lowers it to 0 over `steps`
+    clip_norm: Positive = 5.0  # longest gradient
+
+    @property
+    def refiner(self) -> str | None:
+        """Its computation, unless there is no step."""
+        return "common.learning.distillation:distil" if self.steps else None
+
+    def build(self, context: RuleContext) -> Rule:
+        return DistilledRule(self, context)
+
+
+class FedBE(RuleSettings):
+    """One model: the mean of the uploads, distilled from a Bayesian ensemble of models around them."""
+
+    step_models = 1.0
+
+    name: Literal["fedbe"] = "fedbe"  # the rule
+    weights: Weights = "data"  # of the mean from which the student starts: shares of the samples, or 1/K
+    # How models are sampled: from a Gaussian around the mean step, or as Dirichlet mixtures of the uploads.
+    teachers: Literal["gaussian", "dirichlet"] = "gaussian"
+    samples: Rounds = 10  # models sampled, beside the mean and the uploads
+    spread: Positive = 0.1  # of `gaussian`: factor of the standard deviation
+    concentration: Positive = 1.0  # of `dirichlet`
+    temperature: Positive = 0.5  # to which the ensemble's mean probabilities are sharpened; 1 leaves them
+    epochs: Rounds = 20  # over the node's samples; 0 is FedAvg
+    batch_size: Count = 128  # samples in each step
+    learning_rate: Positive = 0.001  # of SGD
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of SGD
+
+    @property
+    def refiner(self) -> str | None:
+        """Its computation, unless there is no epoch."""
+        return "common.learning.bayesian_ensemble:distil_ensemble" if self.epochs else None
+
+    def build(self, context: RuleContext) -> Rule:
+        return DistilledRule(self, context)
+
+
+class FedLAW(RuleSettings):
+    """One model: gamma times a mean of the uploads, both learned on the node's samples and labels."""
+
+    step_models = 1.0
+
+    name: Literal["fedlaw"] = "fedlaw"  # the rule
+    weights: Weights = "data"  # from which the weights start: shares of the samples, or 1/K
+    epochs: Rounds = 20  # over the node's samples; 0 is FedAvg
+    batch_size: Count = 128  # samples in each step
+    learning_rate: Positive = 0.01  # of Adam on ln gamma and on the logarithms of the weights
+
+    @property
+    def refiner(self) -> str | None:
+        """Its computation, unless there is no epoch."""
+        return "common.learning.learned_weights:learn_weights" if self.epochs else None
+
+    def build(self, context: RuleContext) -> Rule:
+        return LearnedWeightsRule(self, context)
 
 
 class DistilledRule(SingleModelRule):

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from common.experiment.rules import RuleSettings
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
 from common.methods.mixing import Floats, MixedColumns
 from common.methods.selection.situation import Choose
 from common.methods.statistics import Gram, Statistics, Trained
-from common.model.layout import ModelLayout, Row
+from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.model.refinement import Refiner
 
 NO_TRAINING: Final = TrainingSettings()
@@ -203,3 +204,13 @@ class WrappedRule(Rule):
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Restore the rule's state."""
         self._rule.restore(folder, facts)
+
+
+def link_layouts(settings: RuleSettings, model: ModelLayout) -> LinkLayouts:
+    """Return what goes down and up the links of a tier with a rule; vectors are float32, [D] by default."""
+    shapes = settings.shapes(model)
+    down, up = (
+        model.with_extras({name: shapes.get(name, (model.parameters,)) for name in names})
+        for names in (settings.sends, settings.returns)
+    )
+    return LinkLayouts(model, down, up)

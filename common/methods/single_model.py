@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from common.experiment.rules import Weights
+from common.experiment.rules import RuleSettings, Weights
 from common.lazy import np
 from common.methods import mixing
 from common.methods.blocks import cut, over
 from common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts
 from common.methods.mixing import Floats, Mixture, whole
-from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads
+from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads, WrappedRule, link_layouts
 from common.methods.statistics import Doubles, Gram, Statistics, gram
-from common.model.layout import ModelLayout, Row
+from common.model.layout import LinkLayouts, ModelLayout, Row
 
 
 class OneModel(Rule):
@@ -155,6 +156,49 @@ class SingleModelRule(OneModel):
             next_D[columns] = rule.columns(found)
 
         over(list(cut(0, self._layout.parameters)), block, release=uploads.release)
+
+
+class ExtrasRule(WrappedRule):
+    """A rule of one model whose children receive vectors behind the model, and return others.
+
+    `sent`: the vectors by name, in the shapes of `links.down`, as they are at each dispatch.
+    """
+
+    def __init__(self, rule: SingleModelRule, links: LinkLayouts, *, sent: Mapping[str, Floats]) -> None:
+        super().__init__(rule)
+        self._links = links
+        self._sent = sent
+        self._row = links.down.empty()
+
+    @property
+    def reads_start(self) -> bool:
+        """Always: the row that is dispatched is another one."""
+        return True
+
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the model and the vectors for all children."""
+        ((model, _),) = self._rule.dispatch(r, children)
+        own = self._row[: model.size]
+        own[:] = model
+        self._rule.begin(own)  # the rule goes on from the row that is dispatched
+        for name, place in self._links.down.extras_of(self._row).items():
+            place[...] = self._sent[name]
+        return [(self._row, children)]
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Aggregate the models; the rule sees the extras beside them."""
+        rows_K, up = uploads.rows_K, self._links.up
+        models_K = rows_K[:, : up.model_bytes]
+        return self._rule.aggregate(r, replace(uploads, rows_K=models_K, extras=up.extras_of(rows_K)))
+
+
+def single_model(settings: RuleSettings, context: RuleContext, rule: MeanRule, *, weights: Weights = "uniform") -> Rule:
+    """Return a rule of one model, with the extras that its settings name; those sent are vectors of its state."""
+    made = SingleModelRule(context, rule, weights=weights, uploads_least=settings.uploads_least)
+    if not (settings.sends or settings.returns):
+        return made
+    sent = {name: made.vectors[name] for name in settings.sends}
+    return ExtrasRule(made, link_layouts(settings, context.layout), sent=sent)
 
 
 def write_vectors(vectors: Mapping[str, Floats], folder: Path) -> None:

@@ -17,7 +17,7 @@ class RoundModels:
     """What a refiner gets in round `r`: rows of a layout, uint8 [row_bytes] each.
 
     `mean`: that of the uploads by `weights_K`, into which a refined model is written. `received`: what the children
-    received. FedGen's rows are no models: `common/model/generator.py`.
+    received. FedGen's rows are no models: `common/methods/fedgen.py`.
     """
 
     r: int

@@ -14,16 +14,14 @@ import numpy.typing as npt
 from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.reading import parse
-from common.experiment.rules import OwnRule
 from common.experiment.tiers import Tier
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
 from common.methods import aggregator
 from common.methods.blocks import COLUMNS, cut
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts
-from common.methods.extras import link_layouts
-from common.methods.own_rule import KEY, GuardedRule
-from common.methods.rule import RuleContext, Uploads
+from common.methods.own_rule import KEY, GuardedRule, OwnRule
+from common.methods.rule import RuleContext, Uploads, link_layouts
 from common.methods.selection.client_selection import ClientSelection
 from common.methods.selection.own_selector import Selector
 from common.methods.selection.situation import ResultFacts

@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import first_error
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.methods.extras import link_layouts
+from common.methods.rule import link_layouts
 from common.model.layout import Row
 from device.pool.pool import Pool
 

@@ -9,8 +9,8 @@ import numpy as np
 from common.errors import InvalidExperiment, RefusedModel
 from common.experiment import own
 from common.experiment.schema import Experiment
-from common.methods.extras import link_layouts
 from common.methods.fednova import gradient_weights
+from common.methods.rule import link_layouts
 from common.model.codecs import Codec, codec_of
 from common.model.layout import ModelLayout, Row
 from common.runtime.models import decode_row

@@ -26,13 +26,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.experiment.aggregation import RULES, FedCDA, FedMR
-from common.experiment.rules import RuleSettings
+from common.experiment.rules import RULES, RuleSettings
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.methods import fedcross, fedmr, mixing
 from common.methods.aggregator import build
+from common.methods.fedcda import FedCDA
 from common.methods.fedcross import FedCrossStage
+from common.methods.fedmr import FedMR
 from common.methods.mixing import Mixture, whole
 from common.methods.rule import Rule, Uploads
 from common.methods.statistics import gram
