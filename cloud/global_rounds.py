@@ -25,7 +25,7 @@ from common.methods.rule import Aggregated, Rule
 from common.methods.selection.client_selection import ClientSelection
 from common.methods.selection.situation import Choose
 from common.methods.statistics import tensor_distances
-from common.metrics import Metrics, node_labels
+from common.metrics import Metrics, NodeLabels
 from common.model.layout import ModelLayout, Row
 from common.model.refinement import Refiner
 from common.protocol.reports import plans_of, work_of
@@ -35,7 +35,7 @@ from common.runtime.patience import until_written
 from common.runtime.refining import run_refining
 from common.runtime.round import ClosedRound, Dispatch
 
-LABELS: Final = node_labels("cloud", CLOUD)
+LABELS: Final = NodeLabels("cloud", CLOUD)
 LINKS_S: Final = 5.0  # between two writes of links.csv, which has a row for each link
 LINKS_SHARE: Final = 0.02  # of the time, if it takes long: of thousands of devices
 SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
@@ -250,7 +250,7 @@ class GlobalRounds:
         for phase, seconds in phases.items():
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
         for name in names:
-            metrics.epochs.labels(*node_labels("cloud", name, parent=CLOUD)).set(epochs[name])
+            metrics.epochs.labels(*NodeLabels("cloud", name, parent=CLOUD)).set(epochs[name])
         return record
 
     def _tier_bytes(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Models that PyTorch allows and a trainer may get wrong: each trains as in a plain loop, or is refused in one line.
 
-All are for gray images of 8 x 8 in ten classes, and smooth: where a ReLU has its kink, another order of a sum is another
-gradient. They are imported as a user's own code is.
+All are for gray images of 8 x 8 in ten classes. All are smooth: at the kink of a ReLU another order of a sum gives
+another gradient. They are imported as a user's own code is.
 """
 
 from __future__ import annotations
