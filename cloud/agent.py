@@ -15,12 +15,12 @@ from cloud.global_rounds import LABELS
 from cloud.links import tier_bytes
 from cloud.results import RunFolder
 from cloud.run import CloudRun
-from common.aggregation.extras import link_layouts
 from common.errors import FedstrataError, StorageFailed
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.energy import EnergyMeter
 from common.host.offload import offload
+from common.methods.rule import link_layouts
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.net.address import BrokerAddress

@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common.aggregation.aggregator import Aggregator
 from common.errors import InvalidExperiment, RefusedModel
 from common.host.files import replacing
+from common.methods.rule import Rule
 from common.model import tensors
 from common.model.layout import ModelLayout, Row
 from common.storage import rule_states
@@ -37,7 +37,7 @@ class RunState:
     selection: dict[str, Any] = field(default_factory=dict)  # the state of client selection
 
 
-def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Aggregator) -> Path:
+def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Rule) -> Path:
     """Write a checkpoint and remove all but the last two. The model's file is written last: it marks completeness.
 
     Each step is on the disk before the next. Raises StorageFailed.
@@ -62,7 +62,7 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("round-*.safetensors"), reverse=True)
 
 
-def load(path: Path, *, layout: ModelLayout, row: Row, rule: Aggregator) -> RunState:
+def load(path: Path, *, layout: ModelLayout, row: Row, rule: Rule) -> RunState:
     """Read a checkpoint into the row, uint8 [row_bytes], from which the rule began. Raises InvalidExperiment."""
     try:
         with safe_open(path, framework="numpy") as file:

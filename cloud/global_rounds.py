@@ -16,16 +16,15 @@ from cloud.evaluator import EvaluationResult
 from cloud.links import tier_bytes
 from cloud.records import GlobalRoundRecord
 from cloud.results import RunFolder
-from common.aggregation.aggregator import Aggregator
-from common.aggregation.selection.client_selection import ClientSelection
-from common.aggregation.selection.situation import Choose
-from common.aggregation.statistics import tensor_distances
-from common.aggregation.uploads import Aggregated
 from common.errors import RunFailed
 from common.experiment.schema import Experiment
 from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
+from common.methods.rule import Aggregated, Rule
+from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection.situation import Choose
+from common.methods.statistics import tensor_distances
 from common.metrics import Metrics, NodeLabels
 from common.model.layout import ModelLayout, Row
 from common.model.refinement import Refiner
@@ -53,7 +52,7 @@ class GlobalRounds:
         *,
         layout: ModelLayout,
         row: Row,
-        rule: Aggregator,
+        rule: Rule,
         down: Children,
         evaluate: Evaluate,
         metrics: Metrics,

@@ -10,12 +10,12 @@ from cloud import checkpoint
 from cloud.global_rounds import Evaluate, GlobalRounds, evaluated
 from cloud.links import tier_bytes
 from cloud.results import RunFolder
-from common.aggregation import aggregator
-from common.aggregation.selection.situation import Choose
 from common.errors import InvalidExperiment
 from common.experiment import lint
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
+from common.methods import aggregator
+from common.methods.selection.situation import Choose
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
 from common.model.refinement import Refiner

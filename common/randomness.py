@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from enum import IntEnum
 
-import numpy as np
+from common.lazy import np
 
 
 class Purpose(IntEnum):

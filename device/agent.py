@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.aggregation.extras import link_layouts
 from common.errors import InvalidExperiment
 from common.experiment.data import Data, check_alike, examine_data, found_in, root_below
 from common.experiment.own import permit
@@ -18,6 +17,7 @@ from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.host.examination import examine_host
 from common.host.offload import offload
+from common.methods.rule import link_layouts
 from common.metrics import Metrics, NodeLabels
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from common.aggregation.mixing import Floats
+from common.methods.mixing import Floats
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 
 

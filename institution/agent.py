@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.aggregation.extras import link_layouts
 from common.experiment.data import root_below
 from common.experiment.own import permit
 from common.experiment.reading import announced
@@ -15,6 +14,7 @@ from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
 from common.host.examination import examine_host
+from common.methods.rule import link_layouts
 from common.metrics import Metrics, NodeLabels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from common.aggregation.aggregator import Aggregator
-from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import StateLost
+from common.methods.rule import Rule
+from common.methods.selection.client_selection import ClientSelection
 from common.storage.spool import Spool
 from common.storage.task_states import TaskStates
 
@@ -29,8 +29,8 @@ class Memory:
 
     def __init__(
         self,
-        build: Callable[[], Aggregator],
-        select: Callable[[Aggregator], ClientSelection],
+        build: Callable[[], Rule],
+        select: Callable[[Rule], ClientSelection],
         *,
         remembers: bool,
         spool: Spool,
@@ -39,11 +39,11 @@ class Memory:
         self._build = build
         self._select = select
         self._states = TaskStates(spool.states(), rounds_back=rounds_back) if remembers else None
-        self._made: tuple[Aggregator, ClientSelection] | None = None
+        self._made: tuple[Rule, ClientSelection] | None = None
         self._stands: int | None = None  # the task after which the state is; None: within a task
         self._follows = 0
 
-    def before(self, follows: int) -> tuple[Aggregator, ClientSelection]:
+    def before(self, follows: int) -> tuple[Rule, ClientSelection]:
         """Return the rule and the selection with their state after task `follows`, 0: new ones, about to do another.
 
         Raises StateLost if their state is lost.
@@ -63,7 +63,7 @@ class Memory:
         self._stands = task
 
 
-def _restore(states: TaskStates, task: int, rule: Aggregator, selection: ClientSelection) -> None:
+def _restore(states: TaskStates, task: int, rule: Rule, selection: ClientSelection) -> None:
     if not states.read(task, partial(_load, rule, selection)):
         raise StateLost(
             f"the state of this institution's rule after its task {task} is lost. Start institutions "
@@ -71,10 +71,10 @@ def _restore(states: TaskStates, task: int, rule: Aggregator, selection: ClientS
         )
 
 
-def _save(rule: Aggregator, selection: ClientSelection, folder: Path) -> dict[str, object]:
+def _save(rule: Rule, selection: ClientSelection, folder: Path) -> dict[str, object]:
     return rule.save(folder) | {SELECTION: selection.save()}
 
 
-def _load(rule: Aggregator, selection: ClientSelection, folder: Path, facts: Mapping[str, Any]) -> None:
+def _load(rule: Rule, selection: ClientSelection, folder: Path, facts: Mapping[str, Any]) -> None:
     rule.restore(folder, facts)
     selection.restore(facts[SELECTION])

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 
 from common.accounting.child_report import ChildReport
-from common.aggregation import aggregator
-from common.aggregation.selection.client_selection import ClientSelection
-from common.aggregation.selection.situation import Choose
-from common.aggregation.uploads import Aggregated
 from common.experiment.schema import Experiment
 from common.host.offload import offload
+from common.methods import aggregator
+from common.methods.rule import Aggregated
+from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection.situation import Choose
 from common.metrics import Metrics, NodeLabels
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout

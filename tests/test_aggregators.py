@@ -12,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from common.aggregation import fedcross, fedmr
-from common.aggregation.aggregator import Aggregator, Uploads, build
-from common.aggregation.fedadp import gompertz
-from common.aggregation.statistics import gram, gram_by_entry
-from common.aggregation.uploads import Aggregated, Dispatched
-from common.experiment.aggregation import RULES, FedCross, FedMR
 from common.experiment.reading import parse
+from common.experiment.rules import RULES
+from common.methods import fedcross, fedmr
+from common.methods.aggregator import build
+from common.methods.fedadp import gompertz
+from common.methods.fedcross import FedCross
+from common.methods.fedmr import FedMR
+from common.methods.rule import Aggregated, Dispatched, Rule, Uploads
+from common.methods.statistics import gram, gram_by_entry
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
 
@@ -96,7 +98,7 @@ def aggregator(
     seed: int = 1,
     measures: bool = True,
     folder: Path | None = None,
-) -> Aggregator:
+) -> Rule:
     rule = parse({"cloud": {"aggregation": tree}, "topology": MANY}).cloud.aggregation
     memory: dict[tuple[str, int], Rows] = {}
 
@@ -130,7 +132,7 @@ def report_of(child: str) -> Report:
 
 
 def play(
-    rule: Aggregator,
+    rule: Rule,
     r: int,
     children: Sequence[str],
     *,
@@ -154,11 +156,11 @@ def by_child(models: Dispatched) -> dict[str, Row]:
     return {child: row for row, children in models for child in children}
 
 
-def rows_of(rule: Aggregator, r: int, children: Sequence[str]) -> list[Row]:
+def rows_of(rule: Rule, r: int, children: Sequence[str]) -> list[Row]:
     return list(by_child(rule.dispatch(r, list(children))).values())
 
 
-def dispatched(rule: Aggregator, r: int, children: Sequence[str]) -> list[bytes]:
+def dispatched(rule: Rule, r: int, children: Sequence[str]) -> list[bytes]:
     return [row.tobytes() for row in rows_of(rule, r, children)]
 
 

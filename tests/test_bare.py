@@ -83,7 +83,7 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "links measure": [("wan-50mbit --to 127.0.0.1:1", 3, "")],
 }
 MINE: Final = """
-from common.aggregation.own_rule import ColumnRule
+from common.methods.column_rule import ColumnRule
 
 
 class Mean(ColumnRule):

@@ -15,15 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation import aggregator
-from common.aggregation.aggregator import Aggregator, Uploads
-from common.aggregation.clusamp import distances, linked
-from common.aggregation.clustered_draws import Merges, cut, distributions, draw
-from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
+from common.experiment.rules import RULES
 from common.experiment.tiers import Tier
+from common.methods import aggregator
+from common.methods.clusamp import Merges, clusters_below, distances, distributions, draw, linked
+from common.methods.rule import Rule, Uploads
+from common.methods.selection.client_selection import ClientSelection
 from common.model.layout import ModelLayout, Section
 from tests.helpers.examples import examples
 from tests.test_aggregators import Report
@@ -74,9 +73,9 @@ def test_a_heavy_child_has_distributions_of_its_own() -> None:
 
 def test_the_clusters_are_the_largest_below_the_bound() -> None:
     merges = [(0, 1), (2, 3), (5, 6), (4, 7)]  # of 5: (0 1), (2 3), all four, all
-    assert cut(merges, [1, 1, 1, 1, 1], 2) == [[4], [0, 1], [2, 3]]
-    assert cut(merges, [1, 1, 1, 1, 1], 4) == [[4], [0, 1, 2, 3]]
-    assert cut(merges, [1, 1, 1, 1, 1], 1) == [[0], [1], [2], [3], [4]]
+    assert clusters_below(merges, [1, 1, 1, 1, 1], 2) == [[4], [0, 1], [2, 3]]
+    assert clusters_below(merges, [1, 1, 1, 1, 1], 4) == [[4], [0, 1, 2, 3]]
+    assert clusters_below(merges, [1, 1, 1, 1, 1], 1) == [[0], [1], [2], [3], [4]]
 
 
 def test_each_cluster_that_fills_a_distribution_is_drawn_once() -> None:
@@ -119,7 +118,7 @@ def test_children_of_like_steps_are_linked_first() -> None:
     assert {frozenset(merge) for merge in merges[:3]} == {frozenset(p) for p in ((0, 2), (1, 3), (4, 5))}
 
 
-def rule_of(distance: str = "cosine") -> Aggregator:
+def rule_of(distance: str = "cosine") -> Rule:
     return aggregator.build(
         RULES["clusamp"](name="clusamp", distance=distance), layout=LAYOUT, node="cloud", seed=3, measures=True,
         rows=lambda name, count: np.full((count, LAYOUT.row_bytes + 13), 0xFF, np.uint8)[:, : LAYOUT.row_bytes],
@@ -127,7 +126,7 @@ def rule_of(distance: str = "cosine") -> Aggregator:
     )  # fmt: skip
 
 
-def selection_of(rule: Aggregator, share: float = 0.5) -> ClientSelection:
+def selection_of(rule: Rule, share: float = 0.5) -> ClientSelection:
     return ClientSelection(Tier(name="wan", participation=share), seed=3, node="cloud", choose=rule.choose)
 
 
@@ -136,7 +135,7 @@ def target_of(child: str) -> Any:
     return np.random.default_rng(NAMES.index(child) % 2).normal(size=LAYOUT.columns)
 
 
-def play(rule: Aggregator, selection: ClientSelection, r: int, *, missing: Sequence[str] = ()) -> Any:
+def play(rule: Rule, selection: ClientSelection, r: int, *, missing: Sequence[str] = ()) -> Any:
     samples = {child: SAMPLES[k] for k, child in enumerate(NAMES)}
     chosen = selection.select(NAMES, r, samples=samples)
     ((row, children),) = rule.dispatch(r, chosen)
@@ -201,6 +200,6 @@ def test_another_selector_beside_it_is_refused() -> None:
 
 
 def test_without_scipy_one_line_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.aggregation.clusamp.find_spec", lambda name: None)
+    monkeypatch.setattr("common.methods.clusamp.find_spec", lambda name: None)
     with pytest.raises(InvalidExperiment, match=r"clusamp.*scipy.*pip install 'fedstrata\[methods\]'"):
         rule_of()

@@ -18,14 +18,14 @@ from torch import nn
 from torch.nn import functional
 
 from cloud.results import RunFolder
-from common.aggregation.aggregator import Aggregator, Uploads, build
-from common.aggregation.extras import link_layouts
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment.aggregation import RULES
 from common.experiment.codecs import UP
 from common.experiment.reading import parse
+from common.experiment.rules import RULES
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
+from common.methods.aggregator import build
+from common.methods.rule import Rule, Uploads, link_layouts
 from common.model.codecs import CODECS
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.protocol.manifest import describe
@@ -63,8 +63,8 @@ def training(name: str, **keys: Any) -> TrainingSettings:
     return TrainingSettings.model_validate({"objective": {"name": name, **keys}})
 
 
-def rule_of(name: str, *, settings: TrainingSettings | None = None, **keys: Any) -> Aggregator:
-    settings = settings or (training(name) if name in METHODS else None)
+def rule_of(name: str, *, settings: TrainingSettings | None = None, **keys: Any) -> Rule:
+    settings = settings or (training(name) if name in METHODS else TrainingSettings())
     rule = build(
         RULES[name](name=name, **keys), layout=LAYOUT, node="cloud", seed=1, measures=True, children=len(CHILDREN),
         training=settings, rows=lambda name, count: np.empty(0, np.uint8),
@@ -76,9 +76,7 @@ def rule_of(name: str, *, settings: TrainingSettings | None = None, **keys: Any)
 # The node
 
 
-def play(
-    rule: Aggregator, name: str, r: int, *, answers: Sequence[str] = CHILDREN
-) -> tuple[Floats, Floats, list[Floats]]:
+def play(rule: Rule, name: str, r: int, *, answers: Sequence[str] = CHILDREN) -> tuple[Floats, Floats, list[Floats]]:
     """Play a round of random steps; return the model and c that the children received, and what they returned."""
     links = link_layouts(RULES[name](name=name), LAYOUT)
     ((sent, _),) = rule.dispatch(r, CHILDREN)

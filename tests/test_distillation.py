@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from common.experiment.refined_rules import FedBE, FedDF, FedLAW
 from common.learning import models
 from common.learning.bayesian_ensemble import distil_ensemble, moments, sharpened
 from common.learning.distillation import distil
 from common.learning.learned_weights import learn_weights
 from common.learning.node_samples import NodeSamples
+from common.methods.refined import FedBE, FedDF, FedLAW
 from common.model.layout import Row, Section
 from common.model.refinement import RoundModels
 from common.randomness import Purpose

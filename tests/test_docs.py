@@ -14,11 +14,11 @@ import pytest
 from pydantic import BaseModel
 
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord
-from common.experiment.aggregation import RULES
 from common.experiment.data import TEXTS
 from common.experiment.objectives import OBJECTIVES
 from common.experiment.reading import parse
 from common.experiment.rounds import EpochControl
+from common.experiment.rules import RULES
 from common.experiment.selection import SELECTIONS
 from common.host.examination import Finding
 from common.learning import datasets

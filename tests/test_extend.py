@@ -16,16 +16,13 @@ import torch
 from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
-from common.aggregation.columns import Columns
-from common.aggregation.own_rule import OwnColumns
-from common.aggregation.uploads import RuleContext
 from common.errors import InvalidExperiment
 from common.experiment.own import permit
 from common.experiment.reading import parse, to_toml
-from common.experiment.rules import OwnRule
 from common.learning import datasets
 from common.learning.inputs import Inputs
-from common.model.layout import ModelLayout, Section
+from common.methods.column_rule import Columns
+from common.methods.own_rule import GuardedRule, OwnRule
 from deploy.local.direct import run_in_process
 from deploy.simulation.outcome import model_digest
 from device.training.objectives.table import objective_of
@@ -53,7 +50,7 @@ aggregation = { name = "clipping:Clipped", weights = "uniform" }
 """
 WRONG: Final = '''
 import numpy as np
-from common.aggregation.own_rule import ColumnRule
+from common.methods.column_rule import ColumnRule
 from device.training.objectives.objective import Objective
 
 class Whole(ColumnRule):
@@ -179,10 +176,9 @@ def test_a_vector_without_a_name_in_the_experiment_is_named(keywords: list[str],
 def test_an_assignment_writes_a_vector_that_is_kept(home: Path) -> None:
     settings = parse({"cloud": {"aggregation": {"name": "wrong:Assigning"}}}).cloud.aggregation
     assert isinstance(settings, OwnRule)
-    layout = ModelLayout.build((("w", (3,), Section.PARAMETER),))
-    rule = OwnColumns(settings, RuleContext(layout, "cloud", 1, measures=False, rows=lambda *_: np.empty(0, np.uint8)))
-    kept = np.zeros(3, np.float32)
-    block = Columns(np.ones((1, 3), np.float32), np.zeros(3, np.float32), np.ones(1), {"mean": kept})
+    rule, kept = GuardedRule(settings), np.zeros(3, np.float32)
+    zeros_C = np.zeros(3, np.float32)
+    block = Columns(np.ones((1, 3), np.float32), zeros_C, zeros_C, np.ones(1), {"mean": kept})
     assert rule.columns(block).tolist() == [0.5] * 3 and kept.tolist() == [0.5] * 3
 
 
@@ -215,15 +211,18 @@ def test_a_lab_of_own_code_has_the_model_of_one_process(home: Path) -> None:
 OWN_SCAFFOLD: Final = {"name": "control:Control", "weights": "uniform", "extras_down": ["c"], "extras_up": ["change"]}
 SMALL: Final = {
     "rounds": 4,
-    "topology": {"institutions": 2, "devices": 4},
+    "topology": {"institutions": 2, "devices": 6},
     "model": {"name": "mlp_digits"},
     "training": {"batch_size": 200, "learning_rate": 0.2, "momentum": 0.0},
 }
 
 
-def direct_model(folder: Path, rule: Mapping[str, Any], objective: str) -> Mapping[str, Any]:
+def direct_model(
+    folder: Path, rule: Mapping[str, Any], objective: str, *, participation: float = 0.5
+) -> Mapping[str, Any]:
     training = {**SMALL["training"], "objective": {"name": objective}}
-    tree = {**SMALL, "training": training, "institution": {"rounds": 2, "participation": 0.5, "aggregation": rule}}
+    below = {"rounds": 2, "participation": participation, "aggregation": rule}
+    tree = {**SMALL, "training": training, "institution": below}
     run = RunFolder.create(folder, parse(tree))
     run_in_process(run, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     return load_file(run.path / "model.safetensors")
@@ -235,6 +234,32 @@ def test_ones_own_scaffold_is_fedstratas(home: Path) -> None:
     plain = direct_model(home / "third", {"name": "fedavg", "weights": "uniform"}, "cross_entropy")
     apart = max(float(np.abs(own[name] - built_in[name]).max()) for name in own)
     assert apart < 1e-6 and max(float(np.abs(own[name] - plain[name]).max()) for name in own) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rule", "place"),
+    [
+        ({"name": "median"}, "robust:Medians"),
+        ({"name": "trimmed_mean", "trim": 0.34}, "robust:TrimmedMeans"),
+        ({"name": "fednova"}, "fednova:NormalisedSteps"),
+        ({"name": "fedavgm", "learning_rate": 0.5, "momentum": 0.8}, "optimisers:Momentum"),
+        (
+            {"name": "fedyogi", "learning_rate": 0.1, "beta_1": 0.9, "beta_2": 0.9, "tau": 0.01},
+            "optimisers:YogiMoments",
+        ),
+        ({"name": "fedexp", "epsilon": 0.01}, "optimisers:Extrapolation"),
+    ],
+)
+def test_fedstratas_rules_are_written_as_users_write_theirs(
+    rule: Mapping[str, Any], place: str, tmp_path: Path
+) -> None:
+    """The same class, named as a user names one, makes the same model, bit for bit."""
+    uniform = {"weights": "uniform"} if rule["name"] in ("median", "trimmed_mean") else {}
+    built_in = direct_model(tmp_path / "one", rule, "cross_entropy", participation=1.0)
+    own = direct_model(
+        tmp_path / "other", {**rule, **uniform, "name": f"common.methods.{place}"}, "cross_entropy", participation=1.0
+    )
+    assert all(np.array_equal(own[name], built_in[name]) for name in built_in)
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,12 @@ from cloud.global_rounds import GlobalRounds
 from cloud.results import RunFolder
 from common.accounting.counters import Account
 from common.accounting.ledger import Ledger
-from common.aggregation import aggregator
 from common.errors import InvalidExperiment, WireError
-from common.experiment.aggregation import FedAvg
 from common.experiment.reading import parse, to_toml
 from common.experiment.rounds import Closing
 from common.experiment.schema import Experiment
+from common.methods import aggregator
+from common.methods.fedavg import FedAvg
 from common.metrics import Metrics
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.net.address import BrokerAddress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation import fedadp, fedavg
-from common.aggregation.fedadp import Angle, gompertz
-from common.aggregation.statistics import Gram, Statistics, gram
+from common.experiment.training import TrainingSettings
+from common.methods import fedadp
+from common.methods.column_rule import RoundFacts
+from common.methods.fedadp import AngleMean, gompertz
+from common.methods.statistics import Gram, Statistics, gram
 
 Floats = npt.NDArray[np.float32]
 
@@ -29,6 +32,17 @@ class Report:
 
 def statistics_of(samples: list[int]) -> Statistics:
     return Statistics.of([Report(count) for count in samples])
+
+
+def weigh(rule: AngleMean, samples: list[int], products: Gram, children: str) -> Any:
+    """Return the weights of a round, and the facts of its plan."""
+    found = statistics_of(samples)
+    facts = RoundFacts(
+        children, found.samples_K, found.losses_K, found.steps_K, found.weights_K("data"), products, len(NAMES),
+        TrainingSettings(), 0.1, 1,
+    )  # fmt: skip
+    published = rule.begin(facts)
+    return rule.weights(facts), published
 
 
 def products_of(models_KD: Floats, start_D: Floats) -> Gram:
@@ -60,17 +74,16 @@ def test_weights_are_the_formulas(
 ) -> None:
     models_KD = np.random.default_rng(seed).normal(size=(count, 12)).astype(np.float32)
     start_D = np.random.default_rng(seed + 1).normal(size=12).astype(np.float32)
-    known = {name: Angle(*before) for name, before in zip(NAMES[:count], past, strict=False)}
-    mixture, seen, facts = fedadp.plan(
-        known, statistics_of(samples[:count]), products_of(models_KD, start_D), children=NAMES[:count], a=a
-    )
+    rule = AngleMean(a=a)
+    rule.numbers = {name: list(before) for name, before in zip(NAMES[:count], past, strict=False)}
+    weights_K, facts = weigh(rule, samples[:count], products_of(models_KD, start_D), NAMES[:count])
     deltas = (models_KD.astype(np.float64) - start_D).tolist()
     expected = twin(deltas, samples[:count], past[:count], a)
-    np.testing.assert_allclose(mixture.dense(count), expected, rtol=1e-6)
-    assert {name: angle.count for name, angle in seen.items()} == {
+    np.testing.assert_allclose(weights_K, expected, rtol=1e-6)
+    assert {name: times for name, (times, _) in rule.numbers.items()} == {
         name: past[k][0] + 1 for k, name in enumerate(NAMES[:count])
     }
-    assert list(facts["angles"]) == list(NAMES[:count])  # type: ignore[call-overload]
+    assert list(facts["angles"]) == list(NAMES[:count])
 
 
 def test_the_papers_curve() -> None:
@@ -81,21 +94,17 @@ def test_the_papers_curve() -> None:
 @given(samples=st.lists(st.integers(0, 1000), min_size=1, max_size=8), seed=st.integers(0, 100))
 def test_a_zero_is_fedavg_bit_for_bit(samples: list[int], seed: int) -> None:
     models_KD = np.random.default_rng(seed).normal(size=(len(samples), 5)).astype(np.float32)
-    statistics = statistics_of(samples)
     products = products_of(models_KD, np.zeros(5, np.float32))
-    mixture, _, _ = fedadp.plan({}, statistics, products, children=NAMES[: len(samples)], a=0.0)
-    assert mixture == fedavg.plan(statistics, weights="data")
+    weights_K, _ = weigh(AngleMean(a=0.0), samples, products, NAMES[: len(samples)])
+    assert weights_K.tolist() == statistics_of(samples).shares_K.tolist()
 
 
 @given(samples=st.lists(st.integers(1, 1000), min_size=1, max_size=8), seed=st.integers(0, 100))
 def test_equal_steps_are_fedavg_bit_for_bit(samples: list[int], seed: int) -> None:
     model_D = np.random.default_rng(seed).normal(size=5).astype(np.float32)
     products = products_of(np.tile(model_D, (len(samples), 1)), np.zeros(5, np.float32))
-    statistics = statistics_of(samples)
-    mixture, _, _ = fedadp.plan({}, statistics, products, children=NAMES[: len(samples)], a=5.0)
-    np.testing.assert_allclose(
-        mixture.dense(len(samples)), fedavg.plan(statistics, weights="data").dense(len(samples)), rtol=1e-6
-    )
+    weights_K, _ = weigh(AngleMean(a=5.0), samples, products, NAMES[: len(samples)])
+    np.testing.assert_allclose(weights_K, statistics_of(samples).shares_K, rtol=1e-6)
 
 
 def test_who_did_not_move_is_at_a_right_angle() -> None:
@@ -105,32 +114,30 @@ def test_who_did_not_move_is_at_a_right_angle() -> None:
     assert found[1] == pytest.approx(math.pi / 2)
     nothing = products_of(np.zeros((2, 3), np.float32), np.zeros(3, np.float32))
     assert fedadp.angles(nothing, np.array([0.5, 0.5])).tolist() == pytest.approx([math.pi / 2] * 2)
-    mixture, _, _ = fedadp.plan({}, statistics_of([1, 3]), nothing, children="ab", a=5.0)
-    assert mixture.weights == (0.25, 0.75)
+    assert weigh(AngleMean(a=5.0), [1, 3], nothing, "ab")[0].tolist() == [0.25, 0.75]
 
 
 def test_angles_are_smoothed_over_a_childs_own_rounds() -> None:
-    known: fedadp.Angles = {}
+    rule = AngleMean(a=5.0)
     models_KD = np.array([[1, 0], [0, 1]], np.float32)
     products = products_of(models_KD, np.zeros(2, np.float32))
     single = products_of(models_KD[:1], np.zeros(2, np.float32))
-    _, known, _ = fedadp.plan(known, statistics_of([1, 1]), products, children="ab", a=5.0)
-    assert known["a"] == Angle(1, pytest.approx(math.pi / 4))
+    weigh(rule, [1, 1], products, "ab")
+    assert rule.numbers["a"] == [1, pytest.approx(math.pi / 4)]
     for _ in range(3):  # alone, a child is the mean: angle 0
-        _, known, _ = fedadp.plan(known, statistics_of([1]), single, children="a", a=5.0)
-    assert known["a"].count == 4 and known["a"].smoothed == pytest.approx(math.pi / 16, abs=1e-7)
-    assert known["b"] == Angle(1, pytest.approx(math.pi / 4))  # not there, not changed
+        weigh(rule, [1], single, "a")
+    assert rule.numbers["a"] == [4, pytest.approx(math.pi / 16, abs=1e-7)]
+    assert rule.numbers["b"] == [1, pytest.approx(math.pi / 4)]  # not there, not changed
 
 
 def test_nobody_has_a_sample() -> None:
     models_KD = np.array([[1, 0], [1, 0]], np.float32)
     products = products_of(models_KD, np.zeros(2, np.float32))
-    mixture, _, _ = fedadp.plan({}, statistics_of([0, 0]), products, children="ab", a=5.0)
-    assert mixture.weights == (0.5, 0.5)
+    assert weigh(AngleMean(a=5.0), [0, 0], products, "ab")[0].tolist() == [0.5, 0.5]
 
 
 def test_who_points_elsewhere_counts_less() -> None:
     models_KD = np.array([[1, 0.1], [1, -0.1], [1, 0], [-1, 0.5]], np.float32)
     products = products_of(models_KD, np.zeros(2, np.float32))
-    mixture, _, _ = fedadp.plan({}, statistics_of([1, 1, 1, 1]), products, children="abcd", a=5.0)
-    assert mixture.weights[3] < 0.01 and min(mixture.weights[:3]) > 0.3
+    weights_K, _ = weigh(AngleMean(a=5.0), [1, 1, 1, 1], products, "abcd")
+    assert weights_K[3] < 0.01 and min(weights_K[:3]) > 0.3

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
-from common.aggregation import aggregator
-from common.aggregation.aggregator import Aggregator, Uploads
-from common.aggregation.selection.client_selection import ClientSelection
-from common.aggregation.selection.situation import ResultFacts
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
+from common.experiment.rules import RULES
 from common.experiment.tiers import Tier
+from common.methods import aggregator
+from common.methods.rule import Rule, Uploads
+from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection.situation import ResultFacts
 from common.model.layout import ModelLayout, Section
 from common.protocol.coordinator import Coordinator
 from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task
@@ -51,7 +51,7 @@ ONE_OF_TWO: Final = Closing.model_construct(rule="quorum", quorum=1, deadline_s=
 # The rule
 
 
-def rule_of(**keys: Any) -> Aggregator:
+def rule_of(**keys: Any) -> Rule:
     return aggregator.build(
         RULES["fedbuff"](name="fedbuff", **keys), layout=LAYOUT, node="cloud", seed=1, measures=True,
         rows=lambda name, count: np.zeros((count, LAYOUT.row_bytes), np.uint8), children=len(NAMES),

@@ -16,13 +16,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from common.aggregation.cached_uploads import CachedUploadRule
-from common.aggregation.fedcda import Candidates, group, plan, search
-from common.aggregation.statistics import gram
-from common.aggregation.uploads import Aggregated, RuleContext, Uploads
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import FedCDA
 from common.experiment.reading import parse
+from common.methods.fedcda import CachedUploadRule, Candidates, FedCDA, group, plan, search
+from common.methods.rule import Aggregated, RuleContext, Uploads
+from common.methods.statistics import gram
 from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
 from tests.helpers.examples import examples

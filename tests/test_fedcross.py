@@ -13,11 +13,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.aggregation import fedcross, mixing
-from common.aggregation.fedcross import FedCrossStage, by_similarity, in_order, pairwise, plan, stage
-from common.aggregation.mixing import Mixtures, whole
-from common.aggregation.statistics import Gram, gram, gram_by_entry
-from common.experiment.aggregation import FedCross
+from common.methods import fedcross, mixing
+from common.methods.fedcross import FedCross, FedCrossStage, by_similarity, in_order, pairwise, plan, stage
+from common.methods.mixing import Mixtures, whole
+from common.methods.statistics import Gram, gram, gram_by_entry
 from common.model.layout import ModelLayout, Section
 
 Floats = npt.NDArray[np.float32]

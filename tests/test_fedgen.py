@@ -17,12 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.aggregation.aggregator import build
-from common.aggregation.extras import link_layouts
-from common.aggregation.uploads import Aggregator, Uploads
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
-from common.experiment.refined_rules import FEATURES, HIDDEN, LABEL_COUNTS, FedGen
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.learning import datasets, models
@@ -31,7 +27,9 @@ from common.learning.head import classifier_of, head_places
 from common.learning.inputs import Inputs
 from common.learning.node_samples import NodeDraws
 from common.learning.refiner import NodeRefiner
-from common.model.generator import GeneratorLayout, head_of
+from common.methods.aggregator import build
+from common.methods.fedgen import FEATURES, HIDDEN, LABEL_COUNTS, FedGen, GeneratorLayout, head_of
+from common.methods.rule import Rule, Uploads, link_layouts
 from common.model.layout import ModelLayout, Row, Section
 from common.model.refinement import Refiner, RoundModels
 from common.randomness import Purpose, generator
@@ -223,7 +221,7 @@ class Stand:
         raise AssertionError
 
 
-def rule_of(refiner: Refiner | None, **settings: Any) -> Aggregator:
+def rule_of(refiner: Refiner | None, **settings: Any) -> Rule:
     return build(
         FedGen(noise=Z, hidden=H, **settings), layout=LAYOUT, node="institution-0", seed=1, measures=True,
         refiner=refiner, rows=lambda name, count: np.empty(0, np.uint8),
@@ -233,7 +231,7 @@ def rule_of(refiner: Refiner | None, **settings: Any) -> Aggregator:
 LINKS: Final = link_layouts(FedGen(noise=Z, hidden=H), LAYOUT)
 
 
-def play(rule: Aggregator, r: int = 0) -> tuple[Row, npt.NDArray[np.uint8]]:
+def play(rule: Rule, r: int = 0) -> tuple[Row, npt.NDArray[np.uint8]]:
     """Return what children received, and what they sent."""
     if r == 0:
         rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))

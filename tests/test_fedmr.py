@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation import mixing
-from common.aggregation.fedmr import layers, plan
-from common.experiment.aggregation import FedMR
+from common.methods import mixing
+from common.methods.fedmr import FedMR, layers, plan
 from common.model.layout import ModelLayout, Section
 
 Rows = npt.NDArray[np.uint8]

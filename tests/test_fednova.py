@@ -9,12 +9,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from common.aggregation.aggregator import Aggregated, Uploads, build
-from common.aggregation.fednova import gradient_weights
 from common.errors import InvalidExperiment
 from common.experiment.objectives import FedProx
 from common.experiment.reading import parse
 from common.experiment.training import TrainingSettings
+from common.methods.aggregator import build
+from common.methods.fednova import gradient_weights
+from common.methods.rule import Aggregated, Uploads
 from common.model.layout import ModelLayout, Section
 from deploy.simulation.lab import SimulatedLab
 from device.training.objectives.objective import Minibatch

@@ -18,13 +18,13 @@ from safetensors.numpy import load_file
 from cloud import checkpoint, results
 from cloud.checkpoint import RunState
 from cloud.results import RunFolder, held
-from common.aggregation import aggregator
 from common.errors import InvalidExperiment, StorageFailed
-from common.experiment.aggregation import FedAvg
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.host.files import replacing, writing
 from common.learning import stored
+from common.methods import aggregator
+from common.methods.fedavg import FedAvg
 from common.model.layout import ModelLayout, Section
 from common.storage.spool import Spool
 from deploy.simulation.lab import SimulatedLab

@@ -69,3 +69,12 @@ def test_no_json_that_users_read_may_have_a_number_that_json_has_not() -> None:
 
 def test_no_file_is_long() -> None:
     assert {path.name: n for path in SOURCES if (n := len(path.read_text().splitlines())) > 600} == {}
+
+
+def test_an_experiment_is_read_without_numpy() -> None:
+    code = (
+        "import sys; from common.experiment.lint import warnings; from common.experiment.reading import parse;"
+        "from common.experiment.rules import RULES;"
+        "warnings(parse({})); [RULES[name] for name in RULES]; sys.exit('numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

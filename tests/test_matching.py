@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from cloud.results import RunFolder
-from common.aggregation import matching
-from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
+from common.experiment.rules import RULES
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.readers.made import read_digits
+from common.methods import fedma
+from common.methods.aggregator import build
+from common.methods.rule import Rule, Uploads
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import groups_of, permute
 from deploy.local.direct import run_in_process
@@ -33,7 +34,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def rule_of(layout: ModelLayout, name: str = "fedma", **keys: Any) -> Aggregator:
+def rule_of(layout: ModelLayout, name: str = "fedma", **keys: Any) -> Rule:
     return build(
         RULES[name](name=name, **keys), layout=layout, node="cloud", seed=1, measures=True, children=4,
         rows=lambda name, count: np.zeros((count, layout.row_bytes), np.uint8),
@@ -173,7 +174,7 @@ def test_the_assignment_minimises_the_papers_cost() -> None:
             return float(-(joined @ joined) / (S + 1 / sigma**2) + (G[i] @ G[i]) / S)
 
         best = min(permutations(range(5)), key=lambda order: sum(cost(i, neuron) for i, neuron in enumerate(order)))
-        assert tuple(matching.assigned(others.sum(0) @ own.T)) == best
+        assert tuple(fedma.assigned(others.sum(0) @ own.T)) == best
 
 
 @pytest.mark.parametrize("name", ["fedma", "gamf"])
@@ -191,7 +192,7 @@ def test_what_cannot_be_matched_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     own = {"model": {"name": "mine:net"}, "cloud": {"aggregation": {"name": "fedma"}}}
     with pytest.raises(InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is one's own"):
         parse(own)
-    monkeypatch.setattr(matching, "find_spec", lambda name: None)
+    monkeypatch.setattr(fedma, "find_spec", lambda name: None)
     with pytest.raises(InvalidExperiment, match=r"'fedma': needs scipy.*fedstrata\[methods\]"):
         rule_of(random_row("mlp_digits", 1)[0])
 

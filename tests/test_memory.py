@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation.aggregator import Aggregator
-from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import RunFailed, StorageFailed
 from common.experiment.tiers import Tier
+from common.methods.rule import Rule
+from common.methods.selection.client_selection import ClientSelection
 from common.storage.spool import Spool
 from common.storage.task_states import TaskStates
 from institution.memory import Memory
@@ -37,7 +37,7 @@ class Counting:
         assert facts["count"] == len(self.played)
 
 
-def selection(rule: Aggregator) -> ClientSelection:
+def selection(rule: Rule) -> ClientSelection:
     return ClientSelection(Tier(name="lan"), seed=1, node="institution-0")
 
 

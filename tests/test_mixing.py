@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.aggregation import blocks, fedavg, mixing
-from common.aggregation.blocks import COLUMNS
-from common.aggregation.mixing import MixedColumns, Mixture, whole
-from common.aggregation.statistics import Statistics, gram, tensor_distances
+from common.methods import blocks, mixing
+from common.methods.blocks import COLUMNS
+from common.methods.mixing import MixedColumns, Mixture, whole
+from common.methods.statistics import Statistics, gram, tensor_distances
 from common.model.layout import ModelLayout, Section
 from tests.helpers.examples import examples
 
@@ -462,7 +462,7 @@ def test_platos_distance_sums_the_tensors_norms() -> None:
 
 @given(samples=st.lists(st.integers(0, 10**6), min_size=1, max_size=20).filter(any))
 def test_fedavg_weighs_by_samples(samples: list[int]) -> None:
-    mixture = fedavg.plan(statistics_of(samples), weights="data")
+    mixture = Mixture.of(statistics_of(samples).weights_K("data"))
     assert mixture.indices == tuple(k for k, count in enumerate(samples) if count)
     for k, weight in zip(mixture.indices, mixture.weights, strict=True):
         assert weight == pytest.approx(samples[k] / sum(samples), rel=1e-15)
@@ -471,22 +471,22 @@ def test_fedavg_weighs_by_samples(samples: list[int]) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_fedavg_can_weigh_alike(count: int) -> None:
-    mixture = fedavg.plan(statistics_of(range(count)), weights="uniform")
+    mixture = Mixture.of(statistics_of(range(count)).weights_K("uniform"))
     assert mixture == Mixture(tuple(range(count)), (1 / count,) * count)
 
 
 def test_a_single_upload_is_copied() -> None:
     for weights in ("data", "uniform"):
-        assert fedavg.plan(statistics_of([600]), weights=weights).weights == (1.0,)  # type: ignore[arg-type]
+        assert statistics_of([600]).weights_K(weights).tolist() == [1.0]  # type: ignore[arg-type]
 
 
 def test_uploads_without_a_single_sample_weigh_alike() -> None:
     """0 / 0 would be NaN in every weight of the new model."""
-    assert fedavg.plan(statistics_of([0, 0]), weights="data") == Mixture((0, 1), (0.5, 0.5))
+    assert statistics_of([0, 0]).weights_K("data").tolist() == [0.5, 0.5]
 
 
 def test_a_huge_count_does_not_overflow() -> None:
-    mixture = fedavg.plan(statistics_of([2**63 - 1, 2**63 - 1, 2]), weights="data")
+    mixture = Mixture.of(statistics_of([2**63 - 1, 2**63 - 1, 2]).weights_K("data"))
     assert all(0 <= weight <= 0.5 for weight in mixture.weights) and sum(mixture.weights) == pytest.approx(1.0)
 
 
@@ -510,7 +510,7 @@ def test_the_mean_of_the_institutions_means_is_the_mean_of_all_devices(sizes: li
 
     def mean(rows_K: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
         row = layout.empty()
-        plan = whole(layout, [fedavg.plan(statistics_of(counts), weights="data")])
+        plan = whole(layout, [Mixture.of(statistics_of(counts).weights_K("data"))])
         mixing.apply(plan, rows_K, layout=layout, out=[row])
         return row
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation.aggregator import Aggregated, Uploads, build
-from common.aggregation.uploads import Aggregator
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import RULES, NormBound
 from common.experiment.reading import parse
+from common.experiment.rules import RULES, NormBound
+from common.methods.aggregator import build
+from common.methods.rule import Aggregated, Rule, Uploads
 from common.model.layout import ModelLayout, Section
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.examples import examples
@@ -31,7 +31,7 @@ CHILDREN: Final = tuple("abcdefg")
 Doubles = npt.NDArray[np.float64]
 
 
-def rule_of(bound: NormBound, tree: dict[str, Any] | None = None) -> Aggregator:
+def rule_of(bound: NormBound, tree: dict[str, Any] | None = None) -> Rule:
     tree = tree or {"name": "fedavg", "weights": "uniform"}
     settings = RULES[tree["name"]](**tree)
     rule = build(
@@ -44,7 +44,7 @@ def rule_of(bound: NormBound, tree: dict[str, Any] | None = None) -> Aggregator:
     return rule
 
 
-def play(rule: Aggregator, lengths: list[float], *, r: int = 0) -> tuple[Doubles, Aggregated]:
+def play(rule: Rule, lengths: list[float], *, r: int = 0) -> tuple[Doubles, Aggregated]:
     """Let the children move so far, in random directions; return the uploads' steps [K, D] and the outcome."""
     sent = {child: row for row, those in rule.dispatch(r, CHILDREN) for child in those}
     order = tuple(sent)
@@ -58,7 +58,7 @@ def play(rule: Aggregator, lengths: list[float], *, r: int = 0) -> tuple[Doubles
     return steps_KD, rule.aggregate(r, Uploads(order, rows_K, reports, lambda: None))
 
 
-def moved(rule: Aggregator) -> Doubles:
+def moved(rule: Rule) -> Doubles:
     return LAYOUT.floats(rule.model)[:D].astype(np.float64) - 1.0
 
 
@@ -113,7 +113,7 @@ def test_poisoned_uploads_move_the_model_by_the_bound_at_most(action: Any) -> No
     assert np.linalg.norm(moved(rule)) <= (5 * 1.0 + 2 * 2.0) / 7 < 100 < np.linalg.norm(moved(plain))
 
 
-def changes_of(rule: Aggregator, lengths: list[float]) -> Aggregated:
+def changes_of(rule: Rule, lengths: list[float]) -> Aggregated:
     """Let all children of SCAFFOLD move by 1, and return changes of their control variates, [length, 0, 0, ...]."""
     ((row, children),) = rule.dispatch(0, CHILDREN)
     rows_K = np.stack([row] * len(children))

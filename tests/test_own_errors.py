@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.aggregation.own_rule import ColumnRule
-from common.aggregation.selection.own_selector import Selector
+from common.methods.column_rule import ColumnRule
+from common.methods.selection.own_selector import Selector
 from device.training.objectives.objective import Objective
 
 

@@ -12,10 +12,11 @@ import numpy.typing as npt
 import pytest
 
 from cloud.results import RunFolder
-from common.aggregation.aggregator import Aggregated, Aggregator, Uploads, build
 from common.experiment.reading import parse
 from common.learning.refiner import NodeRefiner
 from common.learning.splits import split_of
+from common.methods.aggregator import build
+from common.methods.rule import Aggregated, Rule, Uploads
 from common.model.layout import ModelLayout, Section
 from common.model.refinement import RoundModels
 from deploy.local.direct import run_in_process
@@ -55,7 +56,7 @@ class Stand:
         raise AssertionError
 
 
-def rule_of(tree: dict[str, Any], refiner: Stand | None = None) -> Aggregator:
+def rule_of(tree: dict[str, Any], refiner: Stand | None = None) -> Rule:
     settings = parse({"cloud": {"aggregation": tree}, "data": {"node_samples": 5}}).cloud.aggregation
     return build(
         settings, layout=LAYOUT, node="cloud", seed=1, measures=True, refiner=refiner,
@@ -71,7 +72,7 @@ def uploaded(count: int, seed: int = 1) -> npt.NDArray[np.uint8]:
     return rows_K
 
 
-def play(rule: Aggregator, missing: tuple[int, ...] = (1,)) -> tuple[npt.NDArray[np.float32], Aggregated]:
+def play(rule: Rule, missing: tuple[int, ...] = (1,)) -> tuple[npt.NDArray[np.float32], Aggregated]:
     """Return the uploads' floats and the outcome of a round in which some children sent none."""
     start = np.zeros(LAYOUT.row_bytes, np.uint8)
     rule.begin(start)

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.aggregation.aggregator import Aggregated, Uploads, build
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import RULES, NormBound
 from common.experiment.reading import parse
 from common.experiment.rounds import share_of
+from common.experiment.rules import RULES, NormBound
+from common.methods.aggregator import build
+from common.methods.rule import Aggregated, Uploads
 from common.model.layout import ModelLayout, Section
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.examples import examples

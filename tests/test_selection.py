@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from cloud import checkpoint
 from cloud.checkpoint import RunState
-from common.aggregation import aggregator
-from common.aggregation.selection.client_selection import SELECTORS, ClientSelection
-from common.aggregation.selection.oort import scores
-from common.aggregation.selection.situation import Participation, ResultFacts, Situation
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import FedAvg
 from common.experiment.reading import parse
 from common.experiment.selection import SELECTIONS, Oort, OwnSelection
 from common.experiment.tiers import Tier
+from common.methods import aggregator
+from common.methods.fedavg import FedAvg
+from common.methods.selection.client_selection import SELECTORS, ClientSelection
+from common.methods.selection.oort import scores
+from common.methods.selection.situation import Participation, ResultFacts, Situation
 from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
 from tests.helpers.examples import examples
@@ -256,7 +256,7 @@ def test_what_cannot_be_is_refused(table: Mapping[str, object], problem: str) ->
 
 
 OWN: Final = """
-from common.aggregation.selection.own_selector import Selector
+from common.methods.selection.own_selector import Selector
 
 class Latest(Selector):
     def __init__(self, *, start=0):

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from cloud.results import RunFolder
-from common.aggregation.aggregator import Aggregated, Aggregator, Uploads, build
-from common.aggregation.extras import link_layouts
 from common.errors import RunFailed
-from common.experiment.aggregation import RULES, NormBound
 from common.experiment.codecs import DOWN, Codecs
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
+from common.experiment.rules import RULES, NormBound
 from common.experiment.training import TrainingSettings
+from common.methods.aggregator import build
+from common.methods.rule import Aggregated, Rule, Uploads, link_layouts
 from common.model.codecs import codec_of
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.protocol.messages import Task
@@ -66,7 +66,7 @@ def drawn(seed: int) -> Row:
 BOUNDS: Final = {"plain": NormBound(), "bounded": NormBound(action="clip", factor=1.0)}
 
 
-def rule_of(tree: Mapping[str, Any], folder: Path, bound: NormBound = BOUNDS["plain"]) -> Aggregator:
+def rule_of(tree: Mapping[str, Any], folder: Path, bound: NormBound = BOUNDS["plain"]) -> Rule:
     settings = RULES[tree["name"]](**tree)
     folder.mkdir()
     return build(
@@ -76,7 +76,7 @@ def rule_of(tree: Mapping[str, Any], folder: Path, bound: NormBound = BOUNDS["pl
     )  # fmt: skip
 
 
-def play(rule: Aggregator, links: LinkLayouts, r: int) -> tuple[list[bytes], Aggregated]:
+def play(rule: Rule, links: LinkLayouts, r: int) -> tuple[list[bytes], Aggregated]:
     """Play a round over int8; return what the children received, and the outcome. One child does not answer."""
     dispatched = rule.dispatch(r, CHILDREN)
     for row, _ in dispatched:
@@ -110,7 +110,7 @@ def test_a_rule_goes_on_from_what_its_children_decode(tree: dict[str, Any], boun
         had.restore(tmp_path / f"sent{r}", json.loads(states[0]["facts"]))
 
 
-def saved(rule: Aggregator, folder: Path) -> dict[str, bytes]:
+def saved(rule: Rule, folder: Path) -> dict[str, bytes]:
     """Return the files of a rule's state, and its facts."""
     folder.mkdir()
     facts = json.dumps(rule.save(folder)).encode()

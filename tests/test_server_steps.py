@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from common.aggregation.aggregator import Aggregated, Aggregator, Uploads, build
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
+from common.methods.aggregator import build
+from common.methods.rule import Aggregated, Rule, Uploads
 from common.model.layout import ModelLayout, Section
 from tests.test_aggregators import STEPPED, Report
 
@@ -34,7 +35,7 @@ NULL: Final[list[dict[str, Any]]] = [
 Doubles = npt.NDArray[np.float64]
 
 
-def rule_of(tree: dict[str, Any], *, measures: bool = True) -> Aggregator:
+def rule_of(tree: dict[str, Any], *, measures: bool = True) -> Rule:
     settings = parse({"cloud": {"aggregation": tree}}).cloud.aggregation
     rule = build(
         settings, layout=LAYOUT, node="cloud", seed=1, measures=measures, rows=lambda name, count: np.empty(0, np.uint8)
@@ -43,7 +44,7 @@ def rule_of(tree: dict[str, Any], *, measures: bool = True) -> Aggregator:
     return rule
 
 
-def play(rule: Aggregator, r: int) -> tuple[Doubles, Aggregated]:
+def play(rule: Rule, r: int) -> tuple[Doubles, Aggregated]:
     """Play a round in which each child moves a random step; return the uploads [K, D] and the outcome."""
     ((model, _),) = rule.dispatch(r, CHILDREN)
     rows_K = np.stack([model] * len(CHILDREN))
@@ -55,7 +56,7 @@ def play(rule: Aggregator, r: int) -> tuple[Doubles, Aggregated]:
     return uploads, rule.aggregate(r, Uploads(CHILDREN, rows_K, reports, lambda: None))
 
 
-def model_of(rule: Aggregator) -> Doubles:
+def model_of(rule: Rule) -> Doubles:
     return LAYOUT.floats(rule.model)[: LAYOUT.parameters].astype(np.float64)
 
 

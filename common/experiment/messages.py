@@ -8,9 +8,9 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import RULES
 from common.experiment.objectives import OBJECTIVES
 from common.experiment.problems import NOT_A_TABLE, problem_of
+from common.experiment.rules import RULES
 from common.experiment.selection import SELECTIONS
 from common.experiment.tables import proposal, stands_for
 

@@ -31,6 +31,11 @@ class ObjectiveTable(SettingsTable):
         """Whether a device has state that persists between its tasks."""
         return bool(self.keeps)
 
+    @property
+    def proximal(self) -> float:
+        """The weight of a proximal term, 0 without."""
+        return 0.0
+
 
 class CrossEntropy(ObjectiveTable):
     """The mean loss of a batch, and nothing else. The name is that of the default loss; omit it for another."""
@@ -43,6 +48,11 @@ class FedProx(ObjectiveTable):
 
     name: Literal["fedprox"] = "fedprox"  # the objective
     mu: Annotated[float, Field(ge=0)] = 0.01  # weight of the term; 0 is the loss alone
+
+    @property
+    def proximal(self) -> float:
+        """The weight of the term."""
+        return self.mu
 
 
 class FedSAM(ObjectiveTable):
@@ -113,4 +123,4 @@ OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
 )
 
 
-ObjectiveSettings = Annotated[ObjectiveTable, Selected(OBJECTIVES, OwnObjective)]
+ObjectiveSettings = Annotated[ObjectiveTable, Selected(OBJECTIVES, "common.experiment.objectives:OwnObjective")]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import Aggregation, FedAvg, NormBound
+from common.experiment.rules import Aggregation, NormBound, fedavg
 from common.experiment.selection import FractionSelection, Selection
 from common.experiment.tables import AcceleratorName, Count, Positive, SettingsTable
 
@@ -47,7 +47,7 @@ class Cloud(SettingsTable):
 
     participation: Share = 1.0  # share of the institutions in a global round, above 0: max(1, floor(share * number))
     selection: Selection = FractionSelection()
-    aggregation: Aggregation = FedAvg()
+    aggregation: Aggregation = Field(default_factory=fedavg)
     norm_bound: NormBound = NormBound()
     closing: Closing = Closing()
     epoch_control: EpochControl = EpochControl()
@@ -69,7 +69,7 @@ class Institution(SettingsTable):
     rounds: Count = 1  # local rounds in each global round (tau_i)
     participation: Share = 1.0  # share of the institution's devices in a local round, above 0
     selection: Selection = FractionSelection()
-    aggregation: Aggregation = FedAvg()
+    aggregation: Aggregation = Field(default_factory=fedavg)
     norm_bound: NormBound = NormBound()
     closing: Closing = Closing()
 

@@ -1,41 +1,81 @@
-"""What the settings of all aggregation rules share, and those of a rule of the user's own."""
+"""The `aggregation` tables of an experiment: one per rule, selected by `name`.
+
+Each is in the file of its rule, `common/methods/`. Here is what the experiment and the nodes ask of all. Rounds are
+counted by the node and never reset: global rounds at the cloud, local rounds at an institution.
+
+`weights` applies where a tier takes a plain mean. `data` weights a child by its samples, p_k = n_k / sum of n, and
+`uniform` by 1/K. The default is `data` for FedAvg and FedCDA's warm-up. It is `uniform`, as in the authors' code, for
+the mean that a multi-model rule evaluates, uploads and uses in its first stage. FedAdp starts from p_k, and FedCDA is
+uniform after its warm-up: there is nothing to choose.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment.own import OwnName, OwnSettings
-from common.experiment.tables import SettingsTable, form
+from common.experiment.data import Model
+from common.experiment.tables import NamedTables, Selected, SettingsTable
+from common.experiment.training import TrainingSettings
+from common.methods import table
+
+if TYPE_CHECKING:
+    from common.methods.rule import Rule, RuleContext
+    from common.model.layout import ModelLayout
 
 Weights = Literal["data", "uniform"]
 Rounds = Annotated[int, Field(ge=0)]
-ExtraName = Annotated[str, form(r"^[a-z][a-z0-9_]{0,31}$", "lower-case letters, digits and _, a letter first")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleUse:
+    """Where an experiment uses a rule.
+
+    key: of the tier's settings    depth: of the nodes, the cloud's is 0    tier_rounds: in each round of the tier above
+    rounds: of a node, over the run    fewest: children of a node that take part, at least    partial: some do not
+    alone: there is one such node    over_devices: its children are devices    learning_rate: of the devices
+    skew: concentration of the labels' distribution over the devices, infinite without skew
+    """
+
+    key: str
+    depth: int
+    tier_rounds: int
+    rounds: int
+    fewest: int
+    partial: bool
+    alone: bool
+    over_devices: bool
+    learning_rate: float
+    skew: float
 
 
 class RuleSettings(SettingsTable):
-    """The settings of a rule. `objective`: that of the devices below, which it needs.
+    """The settings of a rule, what they build, and the answers of a rule that has nothing special.
 
-    `selects`: the rule selects the children itself. `buffers`: a round closes with some results, and the others' tasks
-    go on. `permutes`: it knows the layers of fedstrata's models. `reads_samples`: what it computes in its refiner's
-    process, if it does, needs samples at the node. `step_models`: models that its state and its step take in memory.
+    `objective`: that of the devices below, which it needs. `step_models`: models that its state and its step take in
+    memory.
     """
 
-    selects: ClassVar[bool] = False
-    buffers: ClassVar[bool] = False
-    permutes: ClassVar[bool] = False
-    reads_samples: ClassVar[bool] = True
-    step_models: ClassVar[float] = 0.0
     objective: ClassVar[str | None] = None
+    step_models: ClassVar[float] = 0.0
 
     name: str  # the rule
 
+    def build(self, context: RuleContext) -> Rule:
+        """Return a node's rule."""
+        raise NotImplementedError
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """The keys besides `name` and `weights`, as a rule gets them that is written as users write theirs."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key not in ("name", "weights")}
+
     @property
     def sends(self) -> Sequence[str]:
-        """The vectors behind the models that go down, float32; their shapes: `common/aggregation/extras.py`."""
+        """The vectors behind the models that go down, float32."""
         return ()
 
     @property
@@ -43,10 +83,29 @@ class RuleSettings(SettingsTable):
         """The vectors behind the models that come up, float32."""
         return ()
 
+    def shapes(self, model: ModelLayout) -> Mapping[str, Sequence[int]]:
+        """Return the shapes of those vectors that are not as long as the model has parameters."""
+        return {}
+
     @property
     def remembers(self) -> bool:
         """Whether the rule at an institution has state that persists between global rounds."""
         return False
+
+    @property
+    def selects(self) -> bool:
+        """Whether the rule selects the children itself."""
+        return False
+
+    @property
+    def closes_with(self) -> int | None:
+        """The results that close a round while the other tasks go on; None: rounds close by the tier's `closing`."""
+        return None
+
+    @property
+    def buffers(self) -> bool:
+        """Whether tasks go on when a round closes."""
+        return self.closes_with is not None
 
     @property
     def packages(self) -> Sequence[str]:
@@ -54,9 +113,19 @@ class RuleSettings(SettingsTable):
         return ()
 
     @property
+    def refiner(self) -> str | None:
+        """What the node computes in a process with torch, `module:function`; None: nothing."""
+        return None
+
+    @property
     def refines(self) -> bool:
         """Whether the node computes in a process with torch."""
-        return False
+        return self.refiner is not None
+
+    @property
+    def reads_samples(self) -> bool:
+        """Whether that needs samples at the node."""
+        return self.refines
 
     def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
         """Return the most that a node holds in memory beside a round's uploads, their mean and the model received.
@@ -76,34 +145,27 @@ class RuleSettings(SettingsTable):
         Raises InvalidExperiment.
         """
 
+    def check_training(self, key: str, model: Model, training: TrainingSettings) -> None:
+        """Check that the rule can aggregate what devices make of this model. Raises InvalidExperiment."""
 
-class OwnRule(RuleSettings, OwnSettings):
-    """A rule of the user's own; the other keys are its keywords."""
+    def advice(self, use: RuleUse) -> Iterable[str]:
+        """Return one line for each setting that works badly there, or has no effect: key, value, effect."""
+        return ()
 
-    name: OwnName  # the class, `package.module:Name`
-    weights: Weights = "data"  # of the buffers, and of the loss that is reported: shares of the samples, or 1/K
-    # Vectors of the rule that devices get with each model.
-    extras_down: list[ExtraName] = Field(default_factory=list)
-    # Vectors that the devices' objective returns with each model.
-    extras_up: list[ExtraName] = Field(default_factory=list)
 
-    @property
-    def sends(self) -> Sequence[str]:
-        """The vectors behind the models that go down."""
-        return self.extras_down
+class NormBound(SettingsTable):
+    """A bound for the length of a child's step, before any rule: `factor` times the median of the round's lengths."""
 
-    @property
-    def returns(self) -> Sequence[str]:
-        """The vectors behind the models that come up."""
-        return self.extras_up
+    # What happens to a longer step: nothing, it is clipped to the bound, or the upload is left out.
+    action: Literal["off", "clip", "refuse"] = "off"
+    factor: Annotated[float, Field(ge=1)] = 3.0  # times the median length
 
-    def check(self, key: str, children: int, uploads: int) -> None:
-        """Check that no vector is named twice. Raises InvalidExperiment."""
-        for direction, names in (("extras_down", self.extras_down), ("extras_up", self.extras_up)):
-            if len(set(names)) < len(names):
-                raise InvalidExperiment(f"{key}.{direction}", names, "duplicate name", "Name each vector once.")
 
-    @property
-    def remembers(self) -> bool:
-        """Whether its state persists: always, it may have some."""
-        return True
+RULES: Final = NamedTables[RuleSettings](table.RULES)
+
+Aggregation = Annotated[RuleSettings, Selected(RULES, table.OWN_RULE)]
+
+
+def fedavg() -> RuleSettings:
+    """Return the rule of a tier that names none."""
+    return RULES["fedavg"](name="fedavg")

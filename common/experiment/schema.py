@@ -18,15 +18,12 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from common.errors import InvalidExperiment
 from common.experiment import availability, codecs, hardware, links, score
-from common.experiment.aggregation import FedNova
 from common.experiment.availability import Availability, OnlineTimes
 from common.experiment.codecs import Codecs
 from common.experiment.data import Data, Model
 from common.experiment.data import check as check_data
 from common.experiment.hardware import HardwareSettings, Machine
 from common.experiment.links import Links, LinkSettings, Profile
-from common.experiment.objectives import FedProx
-from common.experiment.own import is_own
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
 from common.experiment.rules import RuleSettings
 from common.experiment.score import NUMBERS, Score
@@ -124,9 +121,7 @@ class Experiment(SettingsTable):
                 tier.aggregation.check(f"{key}.aggregation", count, tier.closing.uploads_of(count))
             tier.selection.check(f"{key}.selection", max(sizes), max(selected))
             check_alone(key, tier)
-            if tier.aggregation.permutes and is_own(self.model.name):
-                problem = f"it knows the layers of fedstrata's models, and {self.model.name} is one's own"
-                raise InvalidExperiment(f"{key}.aggregation.name", tier.aggregation.name, problem, "Use another rule.")
+            tier.aggregation.check_training(f"{key}.aggregation", self.model, self.training)
             if tier.aggregation.refines:
                 self._check_refined(f"{key}.aggregation.name", tier.aggregation)
         self._check_objective()
@@ -255,8 +250,7 @@ class Experiment(SettingsTable):
             key = self.keyed_tiers()[self.tree.depth(node)][0]
             tier = self.tier_below(node)
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
-            reads = tier.aggregation.refines and tier.aggregation.reads_samples
-            return names | (self._learned if reads else {})
+            return names | (self._learned if tier.aggregation.reads_samples else {})
         training = self.training
         return self._learned | {"training.loss": training.loss, "training.objective.name": training.objective.name}
 
@@ -319,10 +313,6 @@ class Experiment(SettingsTable):
         if objective.rule not in (None, rule.name):
             problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
             raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
-        clips = self.training.clip_norm is not None and isinstance(objective, FedProx) and objective.mu > 0
-        if clips and any(isinstance(tier.aggregation, FedNova) for tier in self.every_tier):
-            problem = "fednova cannot weigh gradients that are clipped together with fedprox's term"
-            raise InvalidExperiment("training.clip_norm", self.training.clip_norm, problem, "Omit it.")
 
     def _check_traces(self) -> None:
         tiers = {f"{key}.link" if self.tiers else f"links.{tier.name}": tier.link for key, tier in self.keyed_tiers()}

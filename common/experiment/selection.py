@@ -1,7 +1,7 @@
 """The `selection` tables of an experiment: one per selector, selected by `name`.
 
 A tier's `participation` gives the number of children in a round, K; the selector chooses them. The formulas and their
-sources are in `common/aggregation/selection/`, one file per selector.
+sources are in `common/methods/selection/`, one file per selector.
 """
 
 from __future__ import annotations
@@ -112,4 +112,4 @@ SELECTIONS: Final[Mapping[str, type[SelectionSettings]]] = MappingProxyType(
     }
 )
 
-Selection = Annotated[SelectionSettings, Selected(SELECTIONS, OwnSelection)]
+Selection = Annotated[SelectionSettings, Selected(SELECTIONS, "common.experiment.selection:OwnSelection")]

@@ -6,13 +6,15 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticKnownError, core_schema
 
 from common.errors import InvalidExperiment
 from common.host.files import read_text
@@ -34,6 +36,7 @@ def form(pattern: str, instead: str) -> Any:
     return Field(pattern=pattern)
 
 
+OWN: Final = "own"  # stands for the names of own code
 NAME_FORM: Final = "letters, digits, _ . and -, at most {}, a letter or digit first"
 Name = Annotated[str, form(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", NAME_FORM.format(64))]
 AcceleratorName = Annotated[str, form(r"^(auto|cpu|cuda(:\d+)?)$", "auto, cpu, cuda or for instance cuda:0")]
@@ -48,6 +51,36 @@ class SettingsTable(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+Table = TypeVar("Table", bound=SettingsTable)
+
+
+class NamedTables(Mapping[str, type[Table]]):
+    """Tables by name, each imported when it is needed: `module:Class`."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> type[Table]:
+        """Return a table. Raises KeyError."""
+        found: type[Table] = named_in_module(self._places[name])
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+
+def named_in_module(place: str) -> Any:
+    """Return what a `module:Name` names, importing the module. Raises ImportError, AttributeError."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
 @dataclass(frozen=True)
 class Selected:
     """Makes a field one of several tables: that of its `name`, the first one without it, and `own` for `package:Name`.
@@ -56,20 +89,39 @@ class Selected:
     """
 
     tables: Mapping[str, type[SettingsTable]]
-    own: type[SettingsTable]
+    own: str  # `module:Class`
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return pydantic's schema."""
-        choices = {name: handler.generate_schema(table) for name, table in self.tables.items()}
-        union = core_schema.tagged_union_schema({**choices, OWN: handler.generate_schema(self.own)}, _tag)
-        return core_schema.no_info_before_validator_function(self._with_name, union)
+        return core_schema.no_info_plain_validator_function(self._table)
 
-    def _with_name(self, tree: Any) -> Any:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the JSON schema of any table."""
+        return {"type": "object"}
+
+    def _table(self, tree: Any) -> Any:
+        """Return the table of a tree; the name stands behind the key in the place of an error."""
         if isinstance(tree, SettingsTable):
             return tree
         if not isinstance(tree, Mapping):
             raise PydanticKnownError("dict_type")
-        return {"name": next(iter(self.tables)), **tree}
+        name = tree.get("name", next(iter(self.tables)))
+        is_own = isinstance(name, str) and ":" in name
+        if not is_own and name not in self.tables:
+            context = {"discriminator": "name", "tag": str(name), "expected_tags": ", ".join(self.tables)}
+            raise PydanticKnownError("union_tag_invalid", context)
+        table = named_in_module(self.own) if is_own else self.tables[name]
+        try:
+            return table.model_validate({"name": name, **tree})
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            details = [
+                InitErrorDetails(
+                    type=e["type"], loc=(OWN if is_own else name, *e["loc"]), input=e["input"], ctx=e.get("ctx", {})
+                )
+                for e in found
+            ]
+            raise ValidationError.from_exception_data(error.title, details) from None
 
 
 def with_tables(tree: Any, path: Sequence[str] = ()) -> Any:
@@ -91,14 +143,6 @@ def stands_for(path: Sequence[str]) -> str | None:
         ):
             return "profile"
     return None
-
-
-OWN: Final = "own"  # stands for the names of own code
-
-
-def _tag(table: Any) -> Any:
-    name = table.get("name") if isinstance(table, Mapping) else getattr(table, "name", None)
-    return OWN if isinstance(name, str) and ":" in name else name
 
 
 def proposal(name: str, known: Iterable[str], *, what: str, elsewhere: Sequence[str] = ()) -> str:

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from common.errors import InvalidExperiment, LeftOut
-from common.experiment.aggregation import Aggregation, FedAvg, FedBuff, NormBound
 from common.experiment.codecs import Codecs
 from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing, Share
+from common.experiment.rules import Aggregation, NormBound, fedavg
 from common.experiment.selection import FractionSelection, Selection
 from common.experiment.tables import NAME_FORM, Count, Name, SettingsTable, form, proposal
 from common.experiment.topology import CLOUD, RESERVED
@@ -43,7 +43,7 @@ class Tier(SettingsTable):
     rounds: Count = 1  # of a parent, for each round of the tier above; the first tier's are the experiment's `rounds`
     participation: Share = 1.0  # share of a parent's children in a round, above 0: max(1, floor(share * number))
     selection: Selection = FractionSelection()
-    aggregation: Aggregation = FedAvg()
+    aggregation: Aggregation = Field(default_factory=fedavg)
     norm_bound: NormBound = NormBound()
     closing: Closing = Closing()
     link: LinkSettings = LinkSettings()  # between a parent and a child; `links.of.NODE` is that of a single node
@@ -56,8 +56,8 @@ class Tier(SettingsTable):
 
     def closing_of(self, children: int) -> Closing:
         """Return when a round closes of which so many children may answer."""
-        if isinstance(self.aggregation, FedBuff):
-            return Closing.model_construct(rule="quorum", quorum=self.aggregation.buffer, deadline_s=0.0)
+        if (enough := self.aggregation.closes_with) is not None:
+            return Closing.model_construct(rule="quorum", quorum=enough, deadline_s=0.0)
         return self.closing.among(children)
 
     @property

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.experiment.refined_rules import FedBE
 from common.learning.distillation import loss_to, put
 from common.learning.node_samples import NodeSamples
+from common.methods.refined import FedBE
 from common.model.layout import Row, Section
 from common.model.refinement import Doubles, RoundModels
 from common.randomness import Purpose

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.experiment.refined_rules import FedDF
 from common.learning.adam import Adam
 from common.learning.node_samples import NodeSamples
+from common.methods.refined import FedDF
 from common.model.layout import Row
 from common.model.refinement import RoundModels
 

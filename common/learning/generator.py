@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.experiment.refined_rules import LABEL_COUNTS, FedGen
 from common.learning.adam import Adam
 from common.learning.node_samples import NodeDraws
-from common.model.generator import BATCH_NORM_EPSILON
+from common.methods.fedgen import BATCH_NORM_EPSILON, LABEL_COUNTS, FedGen
 from common.model.refinement import RoundModels
 from common.randomness import Purpose
 

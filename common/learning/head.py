@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from common.errors import InvalidExperiment
-from common.model.generator import head_of
+from common.methods.fedgen import head_of
 from common.model.layout import ModelLayout
 
 Tensors = dict[str, Tensor]

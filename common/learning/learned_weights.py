@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.experiment.refined_rules import FedLAW
 from common.learning.node_samples import NodeSamples
+from common.methods.refined import FedLAW
 from common.model.refinement import Doubles, RoundModels
 
 BETA_1, BETA_2, EPSILON = 0.5, 0.999, 1e-8

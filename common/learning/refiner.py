@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from common.experiment.data import check_alike
-from common.experiment.refined_rules import FedBE, FedDF, FedGen, FedLAW
-from common.experiment.rules import RuleSettings
 from common.experiment.schema import Experiment
-from common.learning.bayesian_ensemble import distil_ensemble
+from common.experiment.tables import named_in_module
 from common.learning.computing import calls_own_code
-from common.learning.distillation import distil
-from common.learning.generator import learn_generator
-from common.learning.learned_weights import learn_weights
 from common.learning.node_samples import NodeDraws, NodeSamples, one_thread
 from common.learning.own import seeded
 from common.model.refinement import RoundModels
 from common.randomness import Purpose, torch_seed
 
-METHODS: Final[Mapping[type[RuleSettings], Callable[[Any, Any, RoundModels], Mapping[str, Any]]]] = {
-    FedDF: distil,
-    FedBE: distil_ensemble,
-    FedLAW: learn_weights,
-    FedGen: learn_generator,
-}
+Refine = Callable[[Any, Any, RoundModels], Mapping[str, Any]]
 
 
 class NodeRefiner:
@@ -40,7 +30,8 @@ class NodeRefiner:
     ) -> None:
         self._experiment = experiment
         self._settings = experiment.tier_below(node).aggregation
-        self._refine = METHODS[type(self._settings)]
+        assert self._settings.refiner is not None
+        self._refine: Refine = named_in_module(self._settings.refiner)
         self._watch = watch
         self._seed, self._name = experiment.seed, node
         self._moves = 0

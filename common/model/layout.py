@@ -21,12 +21,10 @@ from functools import cached_property
 from math import prod
 from typing import Final, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.lazy import np, npt
 
-Row: TypeAlias = npt.NDArray[np.uint8]
+Row: TypeAlias = "npt.NDArray[np.uint8]"
 
 MOST_DIMENSIONS: Final = 32  # numpy 1.26's limit
 NAME_MOST: Final = 512  # characters

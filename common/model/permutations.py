@@ -15,14 +15,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from common.lazy import np, npt
 from common.model.layout import Entry, ModelLayout, Row, Section
 
-Indices = npt.NDArray[np.int64]
+Indices: TypeAlias = "npt.NDArray[np.int64]"
 BLOCK: Final = re.compile(r"((?:stage|layer)\d+\.\d+)\.")
 SHORTCUT: Final = ".shortcut"
 GATES: Final = 4  # of an LSTM

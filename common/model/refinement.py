@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from common.lazy import np, npt
 from common.model.layout import ModelLayout, Row
 
-Doubles = npt.NDArray[np.float64]
+Doubles: TypeAlias = "npt.NDArray[np.float64]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +17,7 @@ class RoundModels:
     """What a refiner gets in round `r`: rows of a layout, uint8 [row_bytes] each.
 
     `mean`: that of the uploads by `weights_K`, into which a refined model is written. `received`: what the children
-    received. FedGen's rows are no models: `common/model/generator.py`.
+    received. FedGen's rows are no models: `common/methods/fedgen.py`.
     """
 
     r: int

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, Final
 
 from common.accounting.ledger import Ledger
-from common.aggregation.uploads import Uploads
 from common.errors import FedstrataError, NoProgress, RefusedModel, RunFailed
 from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import LinkDirection, Links, LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.offload import offload
+from common.methods.rule import Uploads
 from common.model.layout import LinkLayouts, Row
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity

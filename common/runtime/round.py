@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.aggregation.selection.situation import ResultFacts
-from common.aggregation.uploads import Uploads
 from common.errors import InvalidBelow, NoProgress, RunFailed
 from common.experiment.rounds import Closing
+from common.methods.rule import Uploads
+from common.methods.selection.situation import ResultFacts
 from common.model.layout import Row
 from common.protocol.messages import Failure, Result
 from common.protocol.round_state import Closed, Stalled

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from common.aggregation.selection.situation import Choose, Situation
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
+from common.methods.selection.situation import Choose, Situation
 from deploy.runs.run import Run
 
 

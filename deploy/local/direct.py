@@ -18,8 +18,6 @@ from typing import Any, Final
 from cloud.evaluator import EvaluationResult
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
-from common.aggregation.extras import link_layouts
-from common.aggregation.selection.situation import Choose
 from common.errors import FedstrataError, InvalidExperiment, StorageFailed
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
@@ -31,6 +29,8 @@ from common.learning.computing import resolve_accelerator
 from common.learning.evaluation import ModelTester, accelerator_of
 from common.learning.inputs import Inputs
 from common.learning.refiner import NodeRefiner
+from common.methods.rule import link_layouts
+from common.methods.selection.situation import Choose
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.protocol.limits import limits_below

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
@@ -12,23 +11,21 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from common.aggregation import aggregator
-from common.aggregation.blocks import COLUMNS, cut
-from common.aggregation.columns import Columns
-from common.aggregation.extras import link_layouts
-from common.aggregation.own_rule import KEY, ColumnRule, OwnColumns
-from common.aggregation.selection.client_selection import ClientSelection
-from common.aggregation.selection.own_selector import Selector
-from common.aggregation.selection.situation import ResultFacts
-from common.aggregation.statistics import Statistics, gram
-from common.aggregation.uploads import RuleContext, Uploads
 from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.reading import parse
-from common.experiment.rules import OwnRule
 from common.experiment.tiers import Tier
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
+from common.methods import aggregator
+from common.methods.blocks import COLUMNS, cut
+from common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from common.methods.own_rule import KEY, GuardedRule, OwnRule
+from common.methods.rule import RuleContext, Uploads, link_layouts
+from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection.own_selector import Selector
+from common.methods.selection.situation import ResultFacts
+from common.methods.statistics import Statistics, gram
 from common.model.layout import ModelLayout, Section
 
 CHILDREN: Final = 5
@@ -141,9 +138,13 @@ class _Lab:
         extras_K[:] = _random(r + 100, extras_K.shape)
         floats_K = self._layout.floats(rows_K)
         floats_K[:] = self._layout.floats(sent) + _random(r + 1, (CHILDREN, PARAMETERS + 3))
-        reports = [Report(100 * (k + 1), 1.0 / (k + 1)) if k >= missing else None for k in range(CHILDREN)]
-        self.rule.aggregate(r, Uploads(children, rows_K, tuple(reports), lambda: None))
+        reports = (*[None] * missing, *_reports()[missing:])
+        self.rule.aggregate(r, Uploads(children, rows_K, reports, lambda: None))
         return self._layout.floats(self.rule.model).copy()
+
+
+def _reports() -> list[Report]:
+    return [Report(100 * (k + 1), 1.0 / (k + 1)) for k in range(CHILDREN)]
 
 
 def _layout() -> ModelLayout:
@@ -165,16 +166,20 @@ def _differs(wanted: list[npt.NDArray[np.float32]], found: list[npt.NDArray[np.f
 
 def _cuts(settings: OwnRule) -> str:
     """Return why columns computed in other blocks differ, or ""."""
-    context = RuleContext(_layout(), CLOUD, 1, measures=True, rows=_memory)
+    context = RuleContext(_layout(), CLOUD, 1, measures=True, rows=_memory, children=CHILDREN)
     uploads_KD, model_D = _random(1, (CHILDREN, PARAMETERS)), _random(2, (PARAMETERS,))
     extras = {name: _random(3 + i, (CHILDREN, PARAMETERS)) for i, name in enumerate(settings.returns)}
-    statistics = Statistics.of([Report(100 * (k + 1), 1.0 / (k + 1)) for k in range(CHILDREN)])
+    children, statistics = [f"device-{k}" for k in range(CHILDREN)], Statistics.of(_reports())
     found = []
     for width in (PARAMETERS, COLUMNS, 1000):
-        rule = OwnColumns(settings, context)
+        rule = GuardedRule(settings)
         products = gram(list(uploads_KD), model_D) if rule.compares else None
-        mixture, _ = rule.of(0, statistics, products, [f"device-{k}" for k in range(CHILDREN)])
-        whole = Columns(uploads_KD, model_D, mixture.dense(CHILDREN), rule.state(), extras)
+        facts = RoundFacts.of(context, 0, children, statistics, weights=settings.weights, products=products)
+        rule.begin(facts)
+        weights_K = rule.weights(facts)
+        state = {name: np.full(PARAMETERS, rule.first(name), np.float32) for name in rule.vectors}
+        mean_D = (weights_K @ uploads_KD).astype(np.float32)
+        whole = Columns(uploads_KD, model_D, mean_D, weights_K, state, extras)
         parts = [rule.columns(_part(whole, columns)) for columns in cut(0, PARAMETERS, width)]
         found.append(np.concatenate(parts).astype(np.float32))
     if all(np.array_equal(found[0], other) for other in found[1:]):
@@ -185,5 +190,6 @@ def _cuts(settings: OwnRule) -> str:
 def _part(whole: Columns, columns: slice) -> Columns:
     state = {name: values[columns] for name, values in whole.state.items()}
     extras = {name: values_K[:, columns] for name, values_K in whole.extras.items()}
-    uploads_KC = whole.uploads_KC[:, columns].copy()
-    return replace(whole, uploads_KC=uploads_KC, model_C=whole.model_C[columns], state=state, extras=extras)
+    return Columns(
+        whole.uploads_KC[:, columns], whole.model_C[columns], whole.mean_C[columns], whole.weights_K, state, extras
+    )

@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from common.aggregation.extras import link_layouts
 from common.errors import first_error
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
+from common.methods.rule import link_layouts
 from common.model.layout import Row
 from device.pool.pool import Pool
 

@@ -18,8 +18,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from common.aggregation.extras import link_layouts
-from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import InvalidExperiment
 from common.experiment.hardware import Machine
 from common.experiment.links import LinkSettings
@@ -30,6 +28,8 @@ from common.experiment.topology import CLOUD
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
 from common.learning.evaluation import ModelTester
+from common.methods.rule import link_layouts
+from common.methods.selection.client_selection import ClientSelection
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes

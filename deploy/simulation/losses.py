@@ -9,7 +9,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-from common.experiment.aggregation import FedBuff
 from common.experiment.rounds import Cloud, Institution, participants
 from common.experiment.topology import CLOUD
 from deploy.simulation.absence_draws import last_return_s
@@ -90,12 +89,12 @@ def _continues_at_cloud(drawn: DrawnLab) -> bool:
 
 
 def _closes_without_one(drawn: DrawnLab, node: Cloud | Institution, children: int) -> bool:
-    rule, fault = node.aggregation, drawn.permanent
-    if isinstance(rule, FedBuff):  # which begins with all its children
+    buffered, fault = node.aggregation.closes_with, drawn.permanent
+    if buffered is not None:  # it begins with all its children
         return (
             fault is not None
             and fault.kind is not FaultKind.HANG
-            and rule.buffer < participants(children, node.participation)
+            and buffered < participants(children, node.participation)
         )
     enough = node.closing.quorum
     return enough is not None and enough < participants(children, node.participation)

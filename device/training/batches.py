@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.aggregation.mixing import Floats
 from common.errors import InvalidExperiment
 from common.experiment import schema
 from common.learning import datasets, splits
 from common.learning.inputs import Inputs
+from common.methods.mixing import Floats
 from common.randomness import Purpose, generator, torch_seed
 from device.training import augmentation
 

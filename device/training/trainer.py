@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.aggregation.mixing import Floats
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import own, schema
 from common.experiment.own import is_own
@@ -28,6 +27,7 @@ from common.learning.computing import calls_own_code, first_line, own_code, reso
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import reseed
 from common.learning.own import KEY, random_samples, seeded
+from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress

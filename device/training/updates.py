@@ -6,11 +6,11 @@ from typing import Final
 
 import numpy as np
 
-from common.aggregation.extras import link_layouts
-from common.aggregation.fednova import gradient_weights
 from common.errors import InvalidExperiment, RefusedModel
 from common.experiment import own
 from common.experiment.schema import Experiment
+from common.methods.fednova import gradient_weights
+from common.methods.rule import link_layouts
 from common.model.codecs import Codec, codec_of
 from common.model.layout import ModelLayout, Row
 from common.runtime.models import decode_row

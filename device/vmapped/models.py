@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _NormBase
 
-from common.aggregation.mixing import Floats
 from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
 from common.learning.head import head_places, with_features
+from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row, Section
 from device.training import sgd
 from device.training.augmentation import Changes, change

@@ -17,11 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cloud import tempo
-from common.aggregation.aggregator import Uploads, build
-from common.aggregation.fedadp import gompertz
-from common.aggregation.statistics import Doubles
-from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent
 from common.experiment.rules import RuleSettings
+from common.methods.aggregator import build
+from common.methods.fedadp import FedAdp, gompertz
+from common.methods.fedavg import FedAvg
+from common.methods.fedcda import FedCDA
+from common.methods.fedcross import FedCross
+from common.methods.fedmr import FedMR
+from common.methods.multi_model import Independent
+from common.methods.rule import Uploads
+from common.methods.statistics import Doubles
 from common.model.layout import ModelLayout, Section
 from deploy.report.charts import Axis, Curve, curves
 from docs.tools.svg import SvgPanel, matrices

@@ -14,11 +14,11 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from common.experiment.aggregation import RULES
 from common.experiment.objectives import OBJECTIVES, ObjectiveTable, OwnObjective
-from common.experiment.rules import OwnRule, RuleSettings
+from common.experiment.rules import RULES, RuleSettings
 from common.experiment.schema import Experiment
 from common.experiment.selection import SELECTIONS, OwnSelection, SelectionSettings
+from common.methods.own_rule import OwnRule
 
 INTRO: Final = """\
 # The experiment

@@ -26,15 +26,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.aggregation import fedcross, fedmr, mixing
-from common.aggregation.aggregator import Aggregator, Uploads, build
-from common.aggregation.fedcross import FedCrossStage
-from common.aggregation.mixing import Mixture, whole
-from common.aggregation.statistics import gram
-from common.experiment.aggregation import RULES, FedCDA, FedMR
-from common.experiment.rules import RuleSettings
+from common.experiment.rules import RULES, RuleSettings
 from common.learning import models
 from common.learning.inputs import Inputs
+from common.methods import fedcross, fedmr, mixing
+from common.methods.aggregator import build
+from common.methods.fedcda import FedCDA
+from common.methods.fedcross import FedCrossStage
+from common.methods.fedmr import FedMR
+from common.methods.mixing import Mixture, whole
+from common.methods.rule import Rule, Uploads
+from common.methods.statistics import gram
 from common.model.layout import ModelLayout
 from tests.helpers.rules import LEAST
 
@@ -170,7 +172,7 @@ def blas(layout: ModelLayout, rows_K: Rows, width: int) -> npt.NDArray[np.float6
     return total_KK
 
 
-def node(settings: RuleSettings, layout: ModelLayout, folder: Path | None = None) -> Aggregator:
+def node(settings: RuleSettings, layout: ModelLayout, folder: Path | None = None) -> Rule:
     """Return a node that keeps its models in memory."""
 
     def rows(name: str, count: int) -> Rows:
@@ -192,7 +194,7 @@ def rounds(layout: ModelLayout, count: int, table: Table) -> None:
         rule.begin(rows_K[0].copy())
         r = 0
 
-        def play(rule: Aggregator = rule) -> None:
+        def play(rule: Rule = rule) -> None:
             nonlocal r
             rule.dispatch(r, children)
             rule.aggregate(r, Uploads(children, rows_K, reports, lambda: None))

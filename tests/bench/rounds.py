@@ -22,12 +22,12 @@ from typing import Literal, Self
 import numpy as np
 import psutil
 
-from common.aggregation import aggregator
-from common.experiment.aggregation import FedAvg
 from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
+from common.methods import aggregator
+from common.methods.fedavg import FedAvg
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.net.tls import Tls

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.aggregation.mixing import Floats
 from common.experiment.objectives import DynamicRegulariser, FedProx
+from common.methods.mixing import Floats
 from device.training.objectives.fedprox import ProximalObjective
 from device.training.objectives.objective import LocalUpdate, Minibatch
 

@@ -2,7 +2,7 @@
 
     loss = CE(x, y) + alpha CE(head(G(y', e')), y') + beta KL(softmax(head(G(y, e))) || softmax(model(x)))
 
-G is the parent's generator (`common/model/generator.py`), y' are random labels, e and e' uniform noise, anew for each
+G is the parent's generator (`common/methods/fedgen.py`), y' are random labels, e and e' uniform noise, anew for each
 sample in each step. The target of the divergence is constant. Before the parent has a generator it is zeros, and both
 terms count as zero.
 """
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.aggregation.mixing import Floats
 from common.experiment.objectives import GeneratedFeatures
-from common.experiment.refined_rules import FEATURES, HIDDEN, LABEL_COUNTS
+from common.methods.fedgen import FEATURES, HIDDEN, LABEL_COUNTS
+from common.methods.mixing import Floats
 from device.training.objectives.objective import LocalUpdate, Minibatch, Objective
 
 

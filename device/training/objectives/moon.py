@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.aggregation.mixing import Floats
 from common.experiment.objectives import ModelContrast
+from common.methods.mixing import Floats
 from device.training.objectives.objective import LocalUpdate, Minibatch, Objective, norms
 
 (PREVIOUS,) = ModelContrast.keeps

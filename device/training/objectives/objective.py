@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.aggregation.mixing import Floats
 from common.learning.losses import Loss, cross_entropy
+from common.methods.mixing import Floats
 
 Features = Callable[[Sequence[Tensor] | None], tuple[Tensor, Tensor]]
 

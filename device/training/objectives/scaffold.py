@@ -5,7 +5,7 @@
 
 c comes with the model, c_k is kept, and c_k+ - c_k is returned. The correction is of the gradient, before momentum,
 weight decay and clipping. With momentum m the path is longer: a is the sum of the weights that its gradients got, as in
-FedNova (`common/aggregation/fednova.py`). With a = S the estimate would be 1 / (1 - m) times too long, and training
+FedNova (`common/methods/fednova.py`). With a = S the estimate would be 1 / (1 - m) times too long, and training
 diverges at m = 0.9. y_k is exact whatever the codec, for c_k is a mean gradient, and its change is returned as it is.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.aggregation.mixing import Floats
 from common.experiment.objectives import ScaffoldCorrection
+from common.methods.mixing import Floats
 from device.training.objectives.objective import LocalUpdate, Minibatch, Objective
 
 CONTROL, CHANGE, (OWN,) = "control", "control_change", ScaffoldCorrection.keeps

@@ -1,0 +1,20 @@
+"""FedAvg (McMahan et al. 2017; eqs. 4 and 6 of the Tempo paper): one mean, weighted by data or uniform."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from common.experiment.rules import RuleSettings, Weights
+from common.methods.column_rule import MeanRule
+from common.methods.rule import Rule, RuleContext
+from common.methods.single_model import single_model
+
+
+class FedAvg(RuleSettings):
+    """One model: the mean of the uploads."""
+
+    name: Literal["fedavg"] = "fedavg"  # the rule
+    weights: Weights = "data"  # each upload's weight: its share of the samples, or 1/K
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, MeanRule(), weights=self.weights)

@@ -1,0 +1,312 @@
+"""FedCDA (Wang et al., ICLR 2024): select cached uploads that are close together at a low loss.
+
+    (5)  min  (1/n) sum F(x_c) + (L/2n) sum ||x_c - xbar||^2,   xbar = (1/n) sum x_c,   over one upload of each child
+
+The round's participants are searched group by group, with all other selections fixed. A common shift changes no
+distance, so with e = x - z, s0 = the sum of e over the fixed selections, G = e e^T, u = e.s0 and q = s0.s0:
+
+    J = (1/n) sum F_c + (L/2) [ (1/n) sum G_cc - (q + 2 sum u_c + sum sum G_cc') / n^2 ]  + a constant of the group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.experiment.rules import Rounds, RuleSettings, RuleUse, Weights
+from common.experiment.tables import Count
+from common.lazy import np
+from common.methods import mixing
+from common.methods.blocks import cut, over
+from common.methods.mixing import Mixture, whole
+from common.methods.rule import Aggregated, Rule, RuleContext, Uploads
+from common.methods.single_model import OneModel
+from common.methods.statistics import Doubles, Gram, gram
+from common.methods.upload_cache import CachedUpload, UploadCache
+from common.model.layout import Row
+from common.randomness import Purpose, generator
+
+TIE: Final = 1e-12  # of the terms' scale
+
+
+class FedCDA(RuleSettings):
+    """One model: the mean of one cached upload of each child, chosen to lie close together at a low loss."""
+
+    name: Literal["fedcda"] = "fedcda"  # the rule
+    depth: Count = 3  # uploads kept of each child (H)
+    groups: Count = 3  # groups in which the children that take part select (B)
+    warmup_rounds: Rounds = 50  # first rounds, which are FedAvg
+    smoothness: Annotated[float, Field(ge=0)] = 1.0  # weight of closeness beside the loss (L)
+    # Most combinations of a group; each takes 8 bytes for every candidate.
+    combinations: Annotated[int, Field(ge=1, le=4_000_000)] = 1_000_000
+    # What an institution does with its cached uploads when a global model comes.
+    history: Literal["clear", "keep"] = "clear"
+    memory_mb: Annotated[float, Field(ge=0)] = 512.0  # megabytes of cached uploads in memory; those beyond it are files
+    weights: Weights = "data"  # of the warm-up: shares of the samples, or 1/K
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the cached uploads persist."""
+        return self.history == "keep"
+
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the bytes of the cached uploads, and of a sum in float64."""
+        return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + 2 * row_bytes
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check the number of combinations of a group. Raises InvalidExperiment."""
+        group = ceil(children / self.groups)
+        if self.depth**group > self.combinations:
+            raise InvalidExperiment(
+                f"{key}.combinations",
+                self.combinations,
+                f"a group of {group} children with {self.depth} uploads each has {self.depth}^{group} combinations",
+                f"Raise {key}.groups or lower {key}.depth.",
+            )
+
+    def build(self, context: RuleContext) -> Rule:
+        return CachedUploadRule(self, context)
+
+    def advice(self, use: RuleUse) -> Iterator[str]:
+        """Yield what a short run or the rule's place makes of histories."""
+        key = f"{use.key}.aggregation"
+        if use.rounds <= self.warmup_rounds:
+            yield (
+                f"{key}.warmup_rounds = {self.warmup_rounds}: all {use.rounds} rounds belong to the warm-up, which is"
+                " the same as fedavg. In short runs use about half of the rounds."
+            )
+        if use.depth and self.history == "keep" and not use.alone:
+            yield f"{key}.history = 'keep': uploads of past global models ruin training (53 % on digits against 92 %)."
+        if use.depth and self.history == "clear" and use.tier_rounds == 1:
+            yield (
+                f"{key}.name = 'fedcda': with {use.key}.rounds = 1 a history is cleared before it has a second"
+                " upload, so there is nothing to choose from."
+            )
+
+
+class CachedUploadRule(OneModel):
+    """One model at one node, and each child's last uploads.
+
+    A running float64 sum of all selected uploads is kept, so that a round reads only the participants' candidates.
+    Children without any upload are in no mean. The selection of a child that fails does not change.
+    """
+
+    def __init__(self, settings: FedCDA, context: RuleContext) -> None:
+        layout = context.layout
+        super().__init__(layout)
+        self._settings = settings
+        self._node = context.node
+        self._seed = context.seed
+        self._measures = context.measures
+        self._cache = UploadCache(context.folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
+        self._queues: dict[str, list[CachedUpload]] = {}  # oldest first
+        self._selected: dict[str, CachedUpload] = {}
+        self._sum_F: Doubles = np.zeros(layout.columns)
+
+    def begin(self, model: Row) -> None:
+        """Dispatch this model next, and drop the cached uploads unless the history is kept."""
+        super().begin(model)
+        if self._settings.history == "clear":
+            for kept in (kept for queue in self._queues.values() for kept in queue):
+                self._cache.drop(kept)
+            self._queues, self._selected = {}, {}
+            self._sum_F.fill(0.0)
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Add the uploads to their histories, select one per participant, and take the mean of all selected ones."""
+        participants = [uploads.children[k] for k in uploads.answered]
+        old = [self._selected.pop(child) for child in participants if child in self._selected]
+        if self._selected:
+            self._add(old, -1)
+        else:
+            self._sum_F.fill(0.0)  # removes the rounding errors too
+        for k, child in zip(uploads.answered, participants, strict=True):
+            report = uploads.reports[k]
+            assert report is not None
+            queue = self._queues.setdefault(child, [])
+            while len(queue) >= self._settings.depth:
+                self._cache.drop(queue.pop(0))
+            queue.append(self._cache.keep(child, r, uploads.rows_K[k], loss=report.loss))
+        if r < self._settings.warmup_rounds:
+            outcome = self._warm_up(uploads, participants)
+        else:
+            outcome = self._select(r, uploads, participants)
+        for child in participants:
+            for kept in self._queues[child]:
+                kept.close()
+        self._current = self._mean
+        return outcome
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the histories, as links if they are files already, and the sum of the selected uploads."""
+        self._cache.save(folder, (kept for queue in self._queues.values() for kept in queue))
+        (folder / "sum").write_bytes(self._sum_F.data)  # `tofile` hides the errno of a full disk
+        return {
+            "queues": {child: [[kept.r, kept.loss] for kept in queue] for child, queue in self._queues.items()},
+            "selected": {child: kept.r for child, kept in self._selected.items()},
+        }
+
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Restore the histories."""
+        self._queues = {
+            child: [self._cache.restore(folder, child, r, loss=loss) for r, loss in queue]
+            for child, queue in facts["queues"].items()
+        }
+        self._selected = {
+            child: next(kept for kept in self._queues[child] if kept.r == r) for child, r in facts["selected"].items()
+        }
+        self._sum_F[:] = np.fromfile(folder / "sum")
+
+    def _warm_up(self, uploads: Uploads, participants: list[str]) -> Aggregated:
+        """Select this round's uploads and return their mean."""
+        layout, answered, statistics = self._layout, uploads.answered, uploads.statistics
+        newest = {child: self._queues[child][-1] for child in participants}
+        self._selected |= newest
+        self._add(list(newest.values()), 1)
+        mixture = Mixture.of(statistics.weights_K(self._settings.weights))
+        weights_K = mixture.dense(len(answered))
+        distances: list[float] = []
+        if self._measures:
+            distances = self._products(uploads).distances(weights_K).tolist()
+        mix = whole(layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
+        mixing.apply(mix, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
+        facts: dict[str, object] = {"stage": "warm-up", "seen": len(self._selected)}
+        loss = float(weights_K @ statistics.losses_K)
+        return Aggregated(loss, dict(zip(participants, distances, strict=False)), None, facts)
+
+    def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:
+        """Select one upload from each participant's history; take the mean of all selected ones."""
+        layout, settings, fixed = self._layout, self._settings, len(self._selected)
+        kept = [kept for child in participants for kept in reversed(self._queues[child])]
+        places = iter(range(len(kept)))
+        of = [[next(places) for _ in self._queues[child]] for child in participants]
+        z = layout.floats(self._current)
+
+        def others(columns: slice) -> Doubles:
+            offset: Doubles = self._sum_F[columns] - fixed * z[columns].astype(np.float64)
+            return offset
+
+        def release() -> None:
+            for candidate in kept:
+                candidate.release()
+
+        rows = [layout.floats(candidate.row)[: layout.parameters] for candidate in kept]
+        products = gram(rows, z[: layout.parameters], along=others, release=release)
+        candidates = Candidates(products, np.array([candidate.loss for candidate in kept]), of, fixed)
+        draw = generator(self._seed, Purpose.GROUPING, self._node, r)
+        groups = group(len(participants), settings.groups, draw)
+        choice = plan(candidates, groups, smoothness=settings.smoothness)
+        chosen = [kept[c] for c in choice.chosen]
+        self._add(chosen, 1)
+        self._selected |= dict(zip(participants, chosen, strict=True))
+        n = len(self._selected)
+        np.divide(self._sum_F, n, out=layout.floats(self._mean), casting="same_kind")
+        first = self._selected[min(self._selected)]  # equal weights: the counters are those of the first
+        layout.integers(self._mean)[:] = layout.integers(first.row)
+        first.close()
+        facts: dict[str, object] = {
+            "stage": "selection",
+            "seen": n,
+            "groups": [[participants[p] for p in members] for members in groups],
+            "selected": {child: candidate.r for child, candidate in zip(participants, chosen, strict=True)},
+        }
+        distances = choice.distances([own[0] for own in of], n)
+        loss = float(np.mean([self._selected[child].loss for child in sorted(self._selected)]))
+        return Aggregated(loss, dict(zip(participants, distances, strict=True)), None, facts)
+
+    def _add(self, uploads: Sequence[CachedUpload], sign: int) -> None:
+        rows = [self._layout.floats(kept.row) for kept in uploads]
+
+        def add(columns: slice) -> None:
+            total = self._sum_F[columns]
+            term = np.empty(len(total))
+            for row in rows:
+                np.copyto(term, row[columns])
+                (np.add if sign > 0 else np.subtract)(total, term, out=total)
+
+        def release() -> None:
+            for kept in uploads:
+                kept.release()
+
+        over(list(cut(0, len(self._sum_F))), add, release=release)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The cached uploads of the round's participants: G, u and q, their losses, and their owners.
+
+    `of[p]`: participant p's candidates as rows of G, newest first. `fixed`: the number of other children with uploads.
+    """
+
+    products: Gram
+    losses_C: Doubles
+    of: Sequence[Sequence[int]]
+    fixed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Each participant's selected candidate, and the products with the sum of all selected uploads."""
+
+    chosen: tuple[int, ...]
+    products: Gram
+
+    def distances(self, rows: Sequence[int], n: int) -> list[float]:
+        """Return ||x_c - xbar|| of candidates, for the mean xbar of all n selected uploads."""
+        g, u, q = self.products.offsets_KK, self.products.along_K, self.products.square
+        return [float(np.sqrt(max(g[c, c] - 2 * u[c] / n + q / n**2, 0.0))) for c in rows]
+
+
+def group(participants: int, groups: int, draw: np.random.Generator) -> list[list[int]]:
+    """Return the participants 0 .. P-1, shuffled, in groups of near-equal size; the first P mod B are larger by one."""
+    return [part.tolist() for part in np.array_split(draw.permutation(participants), min(groups, participants))]
+
+
+def plan(candidates: Candidates, groups: Sequence[Sequence[int]], *, smoothness: float) -> Choice:
+    """Return each participant's selection: one group after another, without the groups that follow."""
+    products, n = candidates.products, candidates.fixed
+    chosen = [-1] * len(candidates.of)
+    for members in groups:
+        n += len(members)
+        found = search(products, candidates.losses_C, [candidates.of[p] for p in members], n=n, smoothness=smoothness)
+        for p, c in zip(members, found, strict=True):
+            chosen[p] = c
+        g_KK, u_K = products.offsets_KK, products.along_K
+        square = products.square + float(2 * u_K[found].sum() + g_KK[np.ix_(found, found)].sum())
+        products = Gram(g_KK, u_K + g_KK[:, found].sum(axis=1), square)
+    return Choice(tuple(chosen), products)
+
+
+def search(
+    products: Gram, losses_C: Doubles, members: Sequence[Sequence[int]], *, n: int, smoothness: float
+) -> list[int]:
+    """Return the candidate of each member whose combination minimises J, n = fixed + members.
+
+    Combinations run from all newest to all oldest. Of those within 1e-12 of the minimum the first one is returned.
+    """
+    g_CC, u_C = products.offsets_KK, products.along_K
+    squares_C = np.diagonal(g_CC)
+    pair = smoothness / n**2  # of each unordered pair
+    spread_C = smoothness / 2 * (squares_C / n - (2 * u_C + squares_C) / n**2)
+    values = np.zeros(1)
+    pulls = np.zeros((1, len(losses_C)))  # [combinations, C]: sum of G over the candidates chosen so far
+    scale = smoothness / 2 * products.square / n**2
+    for own in map(list, members):
+        step = losses_C[own] / n + spread_C[own] - pair * pulls[:, own]
+        scale += float(
+            np.abs(losses_C[own] / n).max() + np.abs(spread_C[own]).max() + pair * np.abs(pulls[:, own]).max()
+        )
+        values = (values[:, None] + step).ravel()
+        pulls = (pulls[:, None, :] + g_CC[own]).reshape(len(values), -1)
+    best = int(np.argmax(values <= values.min() + TIE * scale))
+    chosen: list[int] = []
+    for own in map(list, reversed(members)):
+        best, place = divmod(best, len(own))
+        chosen.append(own[place])
+    return chosen[::-1]

@@ -1,0 +1,187 @@
+"""FedCross (Hu et al., ICDE 2024, Algorithm 1): each of K models is mixed with a partner that changes every round.
+
+    w_j = alpha * v_j + (1 - alpha) * v_co(j)
+
+The papers leave the propellers' weights and offsets and the schedule of dynamic alpha open; fedstrata defines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from common.experiment.rules import Rounds, RuleUse
+from common.experiment.tables import Count, Fraction
+from common.lazy import np, npt
+from common.methods.mixing import MixedColumns, Mixture, Mixtures, whole
+from common.methods.multi_model import MultiModelRule, MultiModelSettings, first_stage_advice
+from common.methods.rule import Planner, Rule, RuleContext, Uploads
+from common.methods.statistics import Gram, gram_by_entry
+
+LEAST_ALPHA: Final = 0.5
+UNMIXED_ALPHA: Final = 0.99  # from which the models hardly mix
+PROPELLER_ALPHA_MOST: Final = 0.9  # from which propellers have no measurable effect
+RECENTRE_ALPHA_MOST: Final = 0.9  # above which recentred models diverge from each other
+
+
+class FedCross(MultiModelSettings):
+    """K models, each mixed with a partner: w_j = alpha v_j + (1 - alpha) v_co(j).
+
+    In the first stage all models become their mean. Propellers take rounds 0 .. propeller_rounds - 1, dynamic alpha the
+    dynamic_alpha_rounds after those. A first stage takes precedence over both.
+    """
+
+    name: Literal["fedcross"] = "fedcross"  # the rule
+    alpha: Annotated[float, Field(ge=0.5, le=1)] = 0.99  # weight of the model's own upload
+    strategy: Literal["in_order", "lowest", "highest"] = "lowest"  # the partner: in turn, or by similarity
+    # Between whole models; `pairwise` by state entries.
+    similarity: Literal["cosine", "sum_norm", "pairwise"] = "cosine"
+    normalise: bool = False  # of `pairwise`: the mean over the pairs in place of their sum; the ranking is the same
+    propeller_rounds: Rounds = 0  # first rounds, in which each model mixes with several partners in order
+    propellers: Count = 2  # partners in those rounds, at most K - 1
+    propeller_alpha: Fraction | None = None  # own weight in those rounds; not set: 1 / (propellers + 1)
+    dynamic_alpha_rounds: Rounds = 0  # the rounds after those, in which alpha rises from 0.5 to `alpha`
+    # First rounds, in which all models become their mean; it takes precedence.
+    first_stage_rounds: Rounds = 0
+
+    def build(self, context: RuleContext) -> Rule:
+        return MultiModelRule(self, context, planner(self, context))
+
+    @property
+    def mixes(self) -> bool:
+        """Whether enough weight is the partner's."""
+        return self.alpha < UNMIXED_ALPHA
+
+    def advice(self, use: RuleUse) -> Iterator[str]:
+        """Yield what has no effect, too."""
+        key = f"{use.key}.aggregation"
+        yield from first_stage_advice(use.key, self.first_stage_rounds, use.rounds)
+        if self.alpha == 1.0:
+            yield f"{key}.alpha = 1.0: the models are never mixed; the rule `independent` does the same."
+        if self.propeller_rounds and (self.propeller_alpha or 0) >= PROPELLER_ALPHA_MOST:
+            yield (
+                f"{key}.propeller_alpha = {self.propeller_alpha}: propellers with so little weight have no measurable"
+                " effect. Omit the key for equal weights."
+            )
+        if self.normalise and self.similarity != "pairwise":
+            yield f"{key}.normalise = true: it has an effect only with similarity 'pairwise'."
+        yield from super().advice(use)
+
+    def recentred(self, key: str) -> Iterator[str]:
+        """Yield a warning for models that hardly mix."""
+        if self.alpha > RECENTRE_ALPHA_MOST:
+            yield (
+                f"{key}.on_new_model = 'recentre': hurts fedcross with alpha above {RECENTRE_ALPHA_MOST}, here"
+                f" {self.alpha}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FedCrossStage:
+    """Mixing in one round: the weight of the own model, and the number of partners that share the rest.
+
+    Partners are chosen in order, or by similarity (`similar`) following the strategy.
+    """
+
+    name: str
+    alpha: float
+    partners: int
+    similar: bool
+
+
+def planner(settings: FedCross, context: RuleContext) -> Planner:
+    """Return what decides a node's rounds."""
+    layout = context.layout
+
+    def decide(
+        r: int, uploads: Uploads, compare: Callable[[], Gram]
+    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
+        if r < settings.first_stage_rounds:
+            return (), {"stage": "first"}
+        count = len(uploads.children)
+        found = stage(settings, r, count)
+        if found.similar:
+            entries = [compare()]  # the spread needs these products anyway
+            if settings.similarity == "pairwise":
+                entries = gram_by_entry(uploads.rows_K, layout, release=uploads.release)
+            similarity_KK = similarity(settings, entries)
+            partners = [by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
+        else:
+            partners = [in_order(r, count, place) for place in range(found.partners)]
+        facts: dict[str, object] = {"stage": found.name, "alpha": found.alpha, "partners": partners}
+        return whole(layout, plan(found, partners, count)), facts
+
+    return decide
+
+
+def stage(settings: FedCross, r: int, count: int) -> FedCrossStage:
+    """Return the stage of `count` models in round r (0-based, never reset), after any first stage."""
+    similar = settings.strategy != "in_order"
+    if r < settings.propeller_rounds:
+        propellers = min(settings.propellers, count - 1)
+        alpha = 1 / (propellers + 1) if settings.propeller_alpha is None else settings.propeller_alpha
+        return FedCrossStage("propellers", alpha, propellers, similar=False)
+    position, length = r - settings.propeller_rounds, settings.dynamic_alpha_rounds
+    if position < length - 1:
+        alpha = LEAST_ALPHA + (settings.alpha - LEAST_ALPHA) * position / (length - 1)
+        return FedCrossStage("dynamic alpha", alpha, 1, similar)
+    return FedCrossStage("dynamic alpha" if position < length else "plain", settings.alpha, 1, similar)
+
+
+def in_order(r: int, count: int, place: int = 0) -> list[int]:
+    """Return co(j) = (j + ((r + place) mod (K-1)) + 1) mod K for each model j; K is 2 or more."""
+    offset = (r + place) % (count - 1) + 1
+    return [(j + offset) % count for j in range(count)]
+
+
+def by_similarity(similarity_KK: npt.NDArray[np.float64], *, lowest: bool) -> list[int]:
+    """Return each model's least or most similar other model.
+
+    Ties are resolved as in the authors' code: (j+1) mod K first, then the lowest index.
+    """
+    values_KK = -similarity_KK if lowest else similarity_KK
+    chosen = []
+    for j, values_K in enumerate(values_KK):
+        best = (j + 1) % len(values_K)
+        for k in range(len(values_K)):
+            if k != j and values_K[k] > values_K[best]:
+                best = k
+        chosen.append(best)
+    return chosen
+
+
+def similarity(settings: FedCross, entries: Sequence[Gram]) -> npt.NDArray[np.float64]:
+    """Return sim(v_i, v_j) [K, K]; `entries` are the products of the whole model, or for `pairwise` of each entry."""
+    if settings.similarity == "cosine":
+        return entries[0].cosines_KK()
+    if settings.similarity == "sum_norm":
+        return entries[0].ratios_KK()
+    return pairwise(entries, normalise=settings.normalise)
+
+
+def pairwise(entries: Sequence[Gram], *, normalise: bool) -> npt.NDArray[np.float64]:
+    """Return the similarity of the authors' code: the sum of the cosines of pairs of the state's entries.
+
+    The last term counts twice: it is the leftover entry of an odd number, else the last pair. `normalise` divides by
+    ceil(n/2) for odd n, n/2 + 1 for even n.
+    """
+    pairs = [one + other for one, other in zip(entries[:-1:2], entries[1::2], strict=True)]
+    odd = len(entries) % 2
+    total_KK = sum((pair.cosines_KK() for pair in pairs), np.zeros_like(entries[0].offsets_KK))
+    total_KK = total_KK + (entries[-1] if odd else pairs[-1]).cosines_KK()
+    return total_KK / (len(pairs) + 1) if normalise else total_KK
+
+
+def plan(found: FedCrossStage, partners: Sequence[Sequence[int]], count: int) -> Mixtures:
+    """Return W [K, K]: alpha for the own model, the rest in equal parts for the partners of each model."""
+    mixtures = []
+    for j in range(count):
+        weights_K = np.zeros(count)
+        weights_K[j] = found.alpha
+        for others in partners:
+            weights_K[others[j]] += (1 - found.alpha) / len(partners)
+        mixtures.append(Mixture.of(weights_K) if partners else Mixture.copy(j))
+    return tuple(mixtures)

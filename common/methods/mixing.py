@@ -1,0 +1,153 @@
+"""The mixing kernel: out = W @ X, one block of columns after another.
+
+W is stored as (index, weight) lists, one `Mixture` per output row. Zero weights are skipped and never multiplied
+(0 * NaN = NaN: one diverged model must not affect the others). A plan is one W for all columns, or one for each
+`MixedColumns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from common.lazy import np, npt
+from common.methods.blocks import cut, over
+from common.model.layout import Entry, ModelLayout, Row, Section
+
+Floats: TypeAlias = "npt.NDArray[np.float32]"
+
+FLOAT32_TERMS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """One output row: the indices of its input rows, ascending, and their nonzero weights."""
+
+    indices: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, weights_K: Sequence[float] | npt.NDArray[np.float64]) -> Mixture:
+        """Return the mixture with one weight per input row."""
+        kept = [(k, float(weight)) for k, weight in enumerate(weights_K) if weight != 0.0]
+        return cls(tuple(k for k, _ in kept), tuple(weight for _, weight in kept))
+
+    @classmethod
+    def copy(cls, index: int) -> Mixture:
+        """Return the mixture that copies one input row bit for bit."""
+        return cls((index,), (1.0,))
+
+    @property
+    def heaviest(self) -> int:
+        """The input row with the largest weight, the lowest index on ties."""
+        return self.indices[self.weights.index(max(self.weights))]
+
+    def dense(self, count: int) -> npt.NDArray[np.float64]:
+        """Return one weight for each of `count` input rows, zeros included."""
+        weights_K = np.zeros(count)
+        weights_K[list(self.indices)] = self.weights
+        return weights_K
+
+
+Mixtures = tuple[Mixture, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MixedColumns:
+    """Some columns of the float section and of the counters, and the mixture of each output row in these columns."""
+
+    mixtures: Mixtures
+    columns: tuple[slice, ...]
+    counters: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, mixtures: Mixtures, entries: Sequence[Entry]) -> MixedColumns:
+        """Return the columns of these entries of the state."""
+        places = [(entry.section is Section.COUNTER, slice(entry.start, entry.stop)) for entry in entries]
+        return cls(mixtures, tuple(s for q, s in places if not q), tuple(s for q, s in places if q))
+
+    def with_first(self, mixture: Mixture) -> MixedColumns:
+        """Return the same columns with one more output row, before the others."""
+        return replace(self, mixtures=(mixture, *self.mixtures))
+
+
+def whole(layout: ModelLayout, mixtures: Sequence[Mixture]) -> tuple[MixedColumns, ...]:
+    """Return the plan that mixes all columns in the same way."""
+    return (MixedColumns(tuple(mixtures), (slice(0, layout.columns),), (slice(0, layout.counters),)),)
+
+
+def apply(
+    plan: Sequence[MixedColumns],
+    rows_K: npt.NDArray[np.uint8],
+    *,
+    layout: ModelLayout,
+    out: Sequence[Row],
+    release: Callable[[], None] = lambda: None,
+) -> None:
+    """Write each mixture of whole rows, uint8 [K, row_bytes], into its row of `out`, which may be rows of `rows_K`.
+
+    Float columns: up to three terms are summed in float32, more terms in float64 and rounded once, always in row order.
+    A single weight of 1 copies the row bit for bit. Counters are never averaged: they are copied from the input row
+    with the largest weight. A block is read for all rows before it is written. `release` is called every few blocks;
+    the pages that were read may leave memory then.
+    """
+    models_KF, targets = layout.floats(rows_K), [layout.floats(row) for row in out]
+    in_place = any(np.may_share_memory(target, models_KF) for target in targets)
+    for part in plan:
+        _mix_counters(part, rows_K, layout, out)
+        for span in part.columns:
+
+            def mix(columns: slice, mixtures: Mixtures = part.mixtures) -> None:
+                _mix_block(mixtures, models_KF[:, columns], [target[columns] for target in targets], in_place)
+
+            over(list(cut(span.start, span.stop)), mix, release=release)
+
+
+def _mix_counters(part: MixedColumns, rows_K: npt.NDArray[np.uint8], layout: ModelLayout, out: Sequence[Row]) -> None:
+    for span in part.counters:
+        found = [layout.integers(rows_K[mixture.heaviest])[span].copy() for mixture in part.mixtures]
+        for row, values in zip(out, found, strict=True):
+            layout.integers(row)[span] = values
+
+
+def _mix_block(mixtures: Mixtures, block_KC: Floats, out: Sequence[Floats], in_place: bool) -> None:
+    if in_place:
+        block_KC = block_KC.copy()
+    term, total = np.empty(block_KC.shape[1], np.float32), np.empty(block_KC.shape[1])
+    for mixture, target in zip(mixtures, out, strict=True):
+        if mixture.weights == (1.0,):
+            target[:] = block_KC[mixture.indices[0]]
+        elif len(mixture.indices) <= FLOAT32_TERMS:
+            for place, (index, weight) in enumerate(zip(mixture.indices, mixture.weights, strict=True)):
+                np.multiply(block_KC[index], np.float32(weight), out=term if place else target)
+                if place:
+                    np.add(target, term, out=target)
+        else:
+            chosen_KC = block_KC if len(mixture.indices) == len(block_KC) else block_KC[list(mixture.indices)]
+            np.einsum("k,kc->c", mixture.weights, chosen_KC, dtype=np.float64, out=total)
+            target[:] = total
+
+
+def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None:
+    """Move rows so that their mean is the received model: w_k <- received + (w_k - mean_j w_j), in place.
+
+    Applies to parameters; buffers and counters take the received values. Equal rows become exactly the received model.
+    """
+    parameters = layout.parameters
+    target, models = layout.floats(received), [layout.floats(row) for row in rows]
+
+    def move(columns: slice) -> None:
+        mean, offset = np.zeros(columns.stop - columns.start), np.empty(columns.stop - columns.start)
+        for model in models:
+            mean += model[columns]
+        mean /= len(models)
+        for model in models:
+            np.subtract(model[columns], mean, out=offset)  # first: exactly 0 where the rows are equal
+            offset += target[columns]
+            model[columns] = offset
+
+    over(list(cut(0, parameters)), move)
+    for row, model in zip(rows, models, strict=True):
+        model[parameters:] = target[parameters:]
+        layout.integers(row)[:] = layout.integers(received)

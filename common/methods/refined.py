@@ -1,0 +1,145 @@
+"""FedDF, FedBE and FedLAW: the mean of the uploads, refined with samples at the node.
+
+    FedDF  (Lin et al. 2020)       a student that begins as the mean learns what the ensemble of the uploads predicts
+    FedBE  (Chen & Chao 2021)      as well, with more teachers: models sampled around the uploads
+    FedLAW (Li et al. 2023)        w = gamma sum of lambda_k v_k, gamma and lambda learned
+
+The computation is in `common/learning/` (`distillation.py`, `bayesian_ensemble.py`, `learned_weights.py`). Buffers and
+counters are those of the mean; FedLAW's are mixed by lambda, without gamma: a variance must not be scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from common.experiment.rules import Rounds, RuleSettings, Weights
+from common.experiment.tables import Count, Positive
+from common.lazy import np
+from common.methods import mixing
+from common.methods.column_rule import MeanRule
+from common.methods.mixing import MixedColumns, Mixture
+from common.methods.rule import Aggregated, Rule, RuleContext, Uploads
+from common.methods.single_model import SingleModelRule
+from common.model.refinement import RoundModels
+
+
+class FedDF(RuleSettings):
+    """One model: the mean of the uploads, distilled from their ensemble on the node's samples."""
+
+    step_models = 1.0
+
+    name: Literal["feddf"] = "feddf"  # the rule
+    weights: Weights = "data"  # of the mean from which the student starts: shares of the samples, or 1/K
+    steps: Rounds = 500  # of Adam at most; 0 is FedAvg
+    patience: Count = 100  # steps without a smaller divergence, after which it stops
+    batch_size: Count = 128  # samples in each step
+    learning_rate: Positive = 0.001  # of Adam; a cosine lowers it to 0 over `steps`
+    clip_norm: Positive = 5.0  # longest gradient
+
+    @property
+    def refiner(self) -> str | None:
+        """Its computation, unless there is no step."""
+        return "common.learning.distillation:distil" if self.steps else None
+
+    def build(self, context: RuleContext) -> Rule:
+        return DistilledRule(self, context)
+
+
+class FedBE(RuleSettings):
+    """One model: the mean of the uploads, distilled from a Bayesian ensemble of models around them."""
+
+    step_models = 1.0
+
+    name: Literal["fedbe"] = "fedbe"  # the rule
+    weights: Weights = "data"  # of the mean from which the student starts: shares of the samples, or 1/K
+    # How models are sampled: from a Gaussian around the mean step, or as Dirichlet mixtures of the uploads.
+    teachers: Literal["gaussian", "dirichlet"] = "gaussian"
+    samples: Rounds = 10  # models sampled, beside the mean and the uploads
+    spread: Positive = 0.1  # of `gaussian`: factor of the standard deviation
+    concentration: Positive = 1.0  # of `dirichlet`
+    temperature: Positive = 0.5  # to which the ensemble's mean probabilities are sharpened; 1 leaves them
+    epochs: Rounds = 20  # over the node's samples; 0 is FedAvg
+    batch_size: Count = 128  # samples in each step
+    learning_rate: Positive = 0.001  # of SGD
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of SGD
+
+    @property
+    def refiner(self) -> str | None:
+        """Its computation, unless there is no epoch."""
+        return "common.learning.bayesian_ensemble:distil_ensemble" if self.epochs else None
+
+    def build(self, context: RuleContext) -> Rule:
+        return DistilledRule(self, context)
+
+
+class FedLAW(RuleSettings):
+    """One model: gamma times a mean of the uploads, both learned on the node's samples and labels."""
+
+    step_models = 1.0
+
+    name: Literal["fedlaw"] = "fedlaw"  # the rule
+    weights: Weights = "data"  # from which the weights start: shares of the samples, or 1/K
+    epochs: Rounds = 20  # over the node's samples; 0 is FedAvg
+    batch_size: Count = 128  # samples in each step
+    learning_rate: Positive = 0.01  # of Adam on ln gamma and on the logarithms of the weights
+
+    @property
+    def refiner(self) -> str | None:
+        """Its computation, unless there is no epoch."""
+        return "common.learning.learned_weights:learn_weights" if self.epochs else None
+
+    def build(self, context: RuleContext) -> Rule:
+        return LearnedWeightsRule(self, context)
+
+
+class DistilledRule(SingleModelRule):
+    """FedDF or FedBE."""
+
+    def __init__(self, settings: FedDF | FedBE | FedLAW, context: RuleContext) -> None:
+        super().__init__(context, MeanRule(), weights=settings.weights)
+        if settings.refines and context.refiner is None:
+            raise RuntimeError(f"the rule {settings.name} needs a refiner")
+        self._refiner = context.refiner if settings.refines else None
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Write the mean of the uploads, then refine it."""
+        received = self._current.copy() if self._refiner is not None else self._current
+        outcome = super().aggregate(r, uploads)
+        if self._refiner is None:
+            return outcome
+        answered = uploads.answered
+        children = [uploads.children[k] for k in answered]
+        weights_K = uploads.statistics.weights_K(self._weights)
+        rows = [uploads.rows_K[k] for k in answered]
+        facts = self._refiner.refine(RoundModels(r, self._layout, self._mean, received, rows, weights_K))
+        outcome = self._after(outcome, uploads, facts)
+        distances = self._distances(uploads) if self._measures else []
+        return replace(outcome, distances=dict(zip(children, distances, strict=False)))
+
+    def _after(self, outcome: Aggregated, uploads: Uploads, facts: Mapping[str, Any]) -> Aggregated:
+        """Return the outcome with the facts of the refinement."""
+        return replace(outcome, facts={**outcome.facts, **facts})
+
+
+class LearnedWeightsRule(DistilledRule):
+    """FedLAW."""
+
+    def _after(self, outcome: Aggregated, uploads: Uploads, facts: Mapping[str, Any]) -> Aggregated:
+        """Mix the uploads by the learned weights; the loss is weighted by lambda."""
+        answered, layout = uploads.answered, self._layout
+        lambdas_K, gamma = np.array(facts["lambdas"]), float(facts["gamma"])
+        kept = [(k, weight) for k, weight in zip(answered, lambdas_K.tolist(), strict=True) if weight]
+        indices, weights = tuple(k for k, _ in kept), tuple(weight for _, weight in kept)
+        learned, convex = Mixture(indices, tuple(gamma * weight for weight in weights)), Mixture(indices, weights)
+        plan = (
+            MixedColumns((learned,), (slice(0, layout.parameters),), ()),
+            MixedColumns((convex,), (slice(layout.parameters, layout.columns),), (slice(0, layout.counters),)),
+        )
+        mixing.apply(plan, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
+        by_child = dict(zip((uploads.children[k] for k in answered), lambdas_K.tolist(), strict=True))
+        loss = float(lambdas_K @ uploads.statistics.losses_K)
+        return replace(outcome, loss=loss, facts={**facts, "lambdas": by_child})

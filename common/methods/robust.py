@@ -1,0 +1,161 @@
+"""Rules that bound what some wrong uploads can do: median, trimmed mean, Krum and multi-Krum.
+
+    median         the median of each column                                                  (Yin et al. 2018)
+    trimmed mean   the mean of each column without its floor(trim K) largest and smallest     (Yin et al. 2018)
+    Krum           s_k = sum of the K - f - 2 least ||v_k - v_i||^2, i != k                   (Blanchard et al. 2017)
+                   the upload of the least s_k; multi-Krum: the mean of the m of the least
+
+Over trainable columns and without weights. Buffers are those of the uniform mean; with Krum of the chosen uploads. With
+fewer uploads than protect (`uploads_least` of the settings) the node keeps its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.experiment.rounds import share_of
+from common.experiment.rules import RuleSettings
+from common.experiment.tables import Count
+from common.lazy import np
+from common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts
+from common.methods.mixing import Floats
+from common.methods.rule import Rule, RuleContext
+from common.methods.single_model import single_model
+from common.methods.statistics import Doubles, Gram
+
+
+class Median(RuleSettings):
+    """One model: the median of each column of the uploads."""
+
+    step_models = 1.0
+
+    name: Literal["median"] = "median"  # the rule
+
+    @property
+    def uploads_least(self) -> int:
+        """Three: the median of two is their mean."""
+        return 3
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check that enough uploads come. Raises InvalidExperiment."""
+        check_uploads(f"{key}.name", self.name, self.uploads_least, children, uploads, instead="Use another rule")
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, Medians())
+
+
+class TrimmedMean(RuleSettings):
+    """One model: the mean of each column without its largest and smallest values."""
+
+    step_models = 1.0
+
+    name: Literal["trimmed_mean"] = "trimmed_mean"  # the rule
+    # Share of the uploads left out at each end, rounded down. It must be at least one, of all uploads that close a
+    # round; 0 is the uniform mean.
+    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
+
+    @property
+    def uploads_least(self) -> int:
+        """The least number of which one is left out at each end."""
+        return ceil(1 / self.trim - 1e-9) if self.trim else 1
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check that enough uploads come. Raises InvalidExperiment."""
+        check_uploads(f"{key}.trim", self.trim, self.uploads_least, children, uploads, instead="Raise it")
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, TrimmedMeans(**self.keywords))
+
+
+class Krum(RuleSettings):
+    """One model: the mean of the uploads that lie closest to most others."""
+
+    name: Literal["krum"] = "krum"  # the rule
+    wrong: Annotated[int, Field(ge=0)] = 1  # wrong uploads that are expected (f)
+    keep: Count = 1  # uploads of which the mean is taken (m): 1 is Krum, more multi-Krum
+
+    @property
+    def uploads_least(self) -> int:
+        """2 f + 3, and so many that f may be left out; any number if none is expected to be wrong."""
+        return max(2 * self.wrong + 3, self.wrong + self.keep) if self.wrong else 1
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check that enough uploads come. Raises InvalidExperiment."""
+        least = 2 * self.wrong + 3 if self.wrong else 1
+        check_uploads(f"{key}.wrong", self.wrong, least, children, uploads, instead="Lower it")
+        if self.keep > (most := uploads - self.wrong):
+            problem = f"{self.wrong} of {uploads} uploads may be wrong"
+            raise InvalidExperiment(f"{key}.keep", self.keep, problem, f"Use at most {most}.")
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, CloseMean(**self.keywords))
+
+
+def check_uploads(key: str, value: object, least: int, children: int, uploads: int, *, instead: str) -> None:
+    """Check that enough uploads come. Raises InvalidExperiment."""
+    if uploads < least:
+        has, more = f"of {children} children that take part", "let more children take part"
+        if uploads < children:
+            has, more = f"and a round closes with {uploads}", "raise the quorum"
+        raise InvalidExperiment(key, value, f"needs {least} uploads, {has}", f"{instead}, or {more}.")
+
+
+class Medians(ColumnRule):
+    """The median of each column."""
+
+    def columns(self, block: Columns) -> Floats:
+        """Return the medians [C]."""
+        found: Floats = np.median(block.uploads_KC, axis=0)
+        return found
+
+
+class TrimmedMeans(ColumnRule):
+    """The trimmed mean of each column."""
+
+    def __init__(self, *, trim: float) -> None:
+        self._trim = trim
+
+    def columns(self, block: Columns) -> Doubles:
+        """Return the means [C] of the values that are left."""
+        count = len(block.uploads_KC)
+        out = share_of(count, self._trim)
+        found: Doubles = np.sort(block.uploads_KC, axis=0)[out : count - out].mean(axis=0, dtype=np.float64)
+        return found
+
+
+class CloseMean(MeanRule):
+    """Krum: the mean of the uploads that lie closest to most others."""
+
+    compares = True
+
+    def __init__(self, *, wrong: int, keep: int) -> None:
+        self._wrong, self._keep = wrong, keep
+
+    def begin(self, facts: RoundFacts) -> Mapping[str, object]:
+        """Choose uploads; return each child's score, and the chosen children."""
+        assert facts.products is not None
+        scores_K = scores(facts.products, self._wrong)
+        chosen = sorted(np.argsort(scores_K, kind="stable")[: self._keep].tolist())
+        self._weights_K = np.zeros(len(scores_K))
+        self._weights_K[chosen] = 1 / len(chosen)
+        return {"scores": facts.by_child(scores_K), "chosen": [facts.children[k] for k in chosen]}
+
+    def weights(self, facts: RoundFacts) -> Doubles:
+        """Return equal weights for the chosen uploads."""
+        return self._weights_K
+
+
+def scores(products: Gram, wrong: int) -> Doubles:
+    """Return Krum's s_k, with at least one neighbour."""
+    squares_K = np.diagonal(products.offsets_KK)
+    apart_KK = np.maximum(squares_K[:, None] + squares_K[None, :] - 2 * products.offsets_KK, 0.0)
+    np.fill_diagonal(apart_KK, np.inf)
+    neighbours = max(len(squares_K) - wrong - 2, 1)
+    nearest_KN = np.sort(apart_KK, axis=1)[:, :neighbours]
+    found: Doubles = np.where(np.isfinite(nearest_KN), nearest_KN, 0.0).sum(axis=1)
+    return found

@@ -1,0 +1,213 @@
+"""Rules of one model that all children train: the mean of the uploads, or a function of their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from common.experiment.rules import RuleSettings, Weights
+from common.lazy import np
+from common.methods import mixing
+from common.methods.blocks import cut, over
+from common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts
+from common.methods.mixing import Floats, Mixture, whole
+from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads, WrappedRule, link_layouts
+from common.methods.statistics import Doubles, Gram, Statistics, gram
+from common.model.layout import LinkLayouts, ModelLayout, Row
+
+
+class OneModel(Rule):
+    """Base of the rules of one model: `_current` is dispatched to the children, `_mean` is the result."""
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self._layout = layout
+        self._mean = layout.empty()
+        self._current: Row = self._mean
+
+    @property
+    def model(self) -> Row:
+        """The mean of the last uploads, or of the selected ones."""
+        return self._mean
+
+    def begin(self, model: Row) -> None:
+        """Dispatch this model next."""
+        self._current = model
+
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the one model for all children."""
+        return [(self._current, children)]
+
+    def _trainable(self, row: Row) -> Floats:
+        return self._layout.floats(row)[: self._layout.parameters]
+
+    def _products(self, uploads: Uploads) -> Gram:
+        """Return the products of the uploads' steps relative to the dispatched model, in the order of the uploads."""
+        trainable = slice(0, self._layout.parameters)
+        floats_K = self._layout.floats(uploads.rows_K)
+        return gram(
+            [floats_K[k, trainable] for k in uploads.answered],
+            self._layout.floats(self._current)[trainable],
+            release=uploads.release,
+        )
+
+    def _distances(self, uploads: Uploads) -> list[float]:
+        """Return the distance of each upload to the next model, which is not their mean."""
+        floats_K, parameters = self._layout.floats(uploads.rows_K), self._layout.parameters
+        rows = [floats_K[k, :parameters] for k in uploads.answered]
+        squares_KK = gram(rows, self._trainable(self._mean), release=uploads.release).offsets_KK
+        return [sqrt(square) for square in np.diagonal(squares_KK).tolist()]
+
+
+class SingleModelRule(OneModel):
+    """The mean of the uploads by a rule, and the columns that it replaces, if it does.
+
+    `weights`: of the mean, unless the rule has its own. `uploads_least`: with fewer the node keeps its model.
+    """
+
+    def __init__(self, context: RuleContext, rule: MeanRule, *, weights: Weights, uploads_least: int = 1) -> None:
+        super().__init__(context.layout)
+        self._context = context
+        self._measures = context.measures
+        self._rule = rule
+        self._columns = rule if isinstance(rule, ColumnRule) else None
+        self._weights = weights
+        self._uploads_least = uploads_least
+        self._before_D: Floats | None = None  # the model before the last one, of a rule of columns
+        self.vectors: dict[str, Floats] = {}
+        if self._columns is not None:
+            for name in self._columns.vectors:
+                self.vectors[name] = np.full(context.layout.parameters, self._columns.first(name), np.float32)
+
+    @property
+    def mixed(self) -> Row | None:
+        """The mean of the last two models, in a new row, of a rule that is judged by it; else None."""
+        if self._columns is None or not self._columns.averages or self._before_D is None:
+            return None
+        row = self._mean.copy()
+        trainable = self._trainable(row)
+        np.add(trainable, self._before_D, out=trainable)
+        np.multiply(trainable, np.float32(0.5), out=trainable)
+        return row
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Write the mean of the uploads, then the rule's columns."""
+        answered, statistics, rule = uploads.answered, uploads.statistics, self._rule
+        children = [uploads.children[k] for k in answered]
+        if len(answered) < self._uploads_least:
+            return self._keep(children, statistics)
+        mixes = self._columns is None  # then the next model is a mixture of the uploads
+        products = self._products(uploads) if rule.compares or (mixes and self._measures) else None
+        given = products if rule.compares else None
+        known = RoundFacts.of(self._context, r, children, statistics, weights=self._weights, products=given)
+        facts = dict(rule.begin(known) or {})
+        mixture = Mixture.of(rule.weights(known))
+        weights_K = mixture.dense(len(answered))
+        if mixes:  # else the weights are those of buffers and of the loss
+            facts["weights"] = known.by_child(weights_K)
+        else:
+            self._before_D = self._trainable(self._current).copy()
+        plan = whole(self._layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
+        mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
+        self._current = self._mean
+        distances: list[float] = []
+        if mixes and products is not None:
+            distances = products.distances(weights_K).tolist()
+        elif self._columns is not None:
+            self._replace(self._columns, uploads, weights_K)
+            distances = self._distances(uploads) if self._measures else []
+        loss = float(weights_K @ statistics.losses_K)
+        return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the rule's vectors; return its numbers."""
+        write_vectors(self.vectors, folder)
+        return {"numbers": self._rule.numbers}
+
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Restore both."""
+        read_vectors(self.vectors, folder)
+        self._rule.numbers = facts["numbers"]
+
+    def _keep(self, children: Sequence[str], statistics: Statistics) -> Aggregated:
+        """Keep the model of a round that has fewer uploads than protect from wrong ones."""
+        if self._current is not self._mean:
+            self._mean[:] = self._current
+            self._current = self._mean
+        reason = f"{len(children)} uploads do not protect from wrong ones, {self._uploads_least} do: the model is kept"
+        facts = {"uploads": len(children), "uploads_least": self._uploads_least}
+        return Aggregated(float(statistics.losses_K.mean()), {}, None, facts, dict.fromkeys(children, reason))
+
+    def _replace(self, rule: ColumnRule, uploads: Uploads, weights_K: Doubles) -> None:
+        """Write the rule's columns over those of the mean."""
+        floats_K, next_D, before_D = self._layout.floats(uploads.rows_K), self._trainable(self._mean), self._before_D
+        assert before_D is not None
+        missing = len(uploads.answered) < len(uploads.children)
+        rows = list(uploads.answered) if missing else slice(None)  # a slice copies nothing
+
+        def block(columns: slice) -> None:
+            state = {name: values[columns] for name, values in self.vectors.items()}
+            extras = {name: values_K[rows, columns] for name, values_K in uploads.extras.items()}
+            found = Columns(
+                floats_K[rows, columns], before_D[columns], next_D[columns], weights_K, state=state, extras=extras
+            )
+            next_D[columns] = rule.columns(found)
+
+        over(list(cut(0, self._layout.parameters)), block, release=uploads.release)
+
+
+class ExtrasRule(WrappedRule):
+    """A rule of one model whose children receive vectors behind the model, and return others.
+
+    `sent`: the vectors by name, in the shapes of `links.down`, as they are at each dispatch.
+    """
+
+    def __init__(self, rule: SingleModelRule, links: LinkLayouts, *, sent: Mapping[str, Floats]) -> None:
+        super().__init__(rule)
+        self._links = links
+        self._sent = sent
+        self._row = links.down.empty()
+
+    @property
+    def reads_start(self) -> bool:
+        """Always: the row that is dispatched is another one."""
+        return True
+
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the model and the vectors for all children."""
+        ((model, _),) = self._rule.dispatch(r, children)
+        own = self._row[: model.size]
+        own[:] = model
+        self._rule.begin(own)  # the rule goes on from the row that is dispatched
+        for name, place in self._links.down.extras_of(self._row).items():
+            place[...] = self._sent[name]
+        return [(self._row, children)]
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Aggregate the models; the rule sees the extras beside them."""
+        rows_K, up = uploads.rows_K, self._links.up
+        models_K = rows_K[:, : up.model_bytes]
+        return self._rule.aggregate(r, replace(uploads, rows_K=models_K, extras=up.extras_of(rows_K)))
+
+
+def single_model(settings: RuleSettings, context: RuleContext, rule: MeanRule, *, weights: Weights = "uniform") -> Rule:
+    """Return a rule of one model, with the extras that its settings name; those sent are vectors of its state."""
+    made = SingleModelRule(context, rule, weights=weights, uploads_least=settings.uploads_least)
+    if not (settings.sends or settings.returns):
+        return made
+    sent = {name: made.vectors[name] for name in settings.sends}
+    return ExtrasRule(made, link_layouts(settings, context.layout), sent=sent)
+
+
+def write_vectors(vectors: Mapping[str, Floats], folder: Path) -> None:
+    """Write vectors of state as files."""
+    for name, values in vectors.items():
+        (folder / name).write_bytes(values.data)
+
+
+def read_vectors(vectors: Mapping[str, Floats], folder: Path) -> None:
+    """Read what `write_vectors` wrote."""
+    for name, values in vectors.items():
+        values[:] = np.fromfile(folder / name, np.float32)

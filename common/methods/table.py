@@ -1,0 +1,38 @@
+"""The methods by name, each with its class, which is imported when it is needed, as a user's own `package.module:Name`.
+
+A file of this folder and a line here make a rule one of fedstrata's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+RULES: Final[Mapping[str, str]] = {
+    "fedavg": "common.methods.fedavg:FedAvg",
+    "independent": "common.methods.multi_model:Independent",
+    "fedcross": "common.methods.fedcross:FedCross",
+    "fedmr": "common.methods.fedmr:FedMR",
+    "fedcda": "common.methods.fedcda:FedCDA",
+    "fedadp": "common.methods.fedadp:FedAdp",
+    "fedavgm": "common.methods.optimisers:FedAvgM",
+    "fedadagrad": "common.methods.optimisers:FedAdagrad",
+    "fedadam": "common.methods.optimisers:FedAdam",
+    "fedyogi": "common.methods.optimisers:FedYogi",
+    "fedexp": "common.methods.optimisers:FedExP",
+    "fednova": "common.methods.fednova:FedNova",
+    "scaffold": "common.methods.scaffold:Scaffold",
+    "feddyn": "common.methods.feddyn:FedDyn",
+    "clusamp": "common.methods.clusamp:CluSamp",
+    "fedbuff": "common.methods.fedbuff:FedBuff",
+    "fedma": "common.methods.fedma:FedMA",
+    "gamf": "common.methods.gamf:GAMF",
+    "feddf": "common.methods.refined:FedDF",
+    "fedbe": "common.methods.refined:FedBE",
+    "fedlaw": "common.methods.refined:FedLAW",
+    "fedgen": "common.methods.fedgen:FedGen",
+    "median": "common.methods.robust:Median",
+    "trimmed_mean": "common.methods.robust:TrimmedMean",
+    "krum": "common.methods.robust:Krum",
+}
+OWN_RULE: Final = "common.methods.own_rule:OwnRule"
