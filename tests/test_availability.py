@@ -25,14 +25,14 @@ from common.protocol.messages import NodeState, Presence
 from common.protocol.time_zero import TimeZero
 from common.runtime.absence import until_return
 from common.runtime.world import World
-from deploy.simulation.drawn import draw_lab
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
-from deploy.simulation.seeds import run_lab as run_drawn
 from tests.helpers.commands import DEMO, null_model, run_lab, table
 from tests.helpers.netns import in_namespaces
 from tests.helpers.sites import SimulatedSite, virtual
+from tests.simulation.drawn import draw_lab
+from tests.simulation.runs import run_lab as run_drawn
 
 
 def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:

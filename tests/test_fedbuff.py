@@ -35,10 +35,10 @@ from deploy.local.direct import run_in_process
 from deploy.local.replay import replayed
 from deploy.runs.run import Run
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.seeds import run_seed
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
 from tests.helpers.examples import examples
 from tests.session_lab import manifest_of
+from tests.simulation.runs import run_seed
 from tests.test_aggregators import Report
 
 LAYOUT: Final = ModelLayout.build(

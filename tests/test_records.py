@@ -33,8 +33,8 @@ from common.protocol.timeline import GLOBAL_PHASES
 from deploy.runs.records import present
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.monitor import endpoints
 from tests.helpers.records import BYTES, a_global_round
+from tests.simulation.monitor import endpoints
 
 EARLIER: Final = Path(__file__).parent / "recordings" / "run-format-1"
 

@@ -8,16 +8,15 @@ from math import inf
 
 import pytest
 
-from deploy.simulation.drawn import draw_lab
-from deploy.simulation.faults import Fault, FaultKind, longest_s
-from deploy.simulation.kills import kill_at
-from deploy.simulation.losses import ENDING_S, copes_with_a_loss, spends_few_deadlines
-from deploy.simulation.monitor import Evidence, LabRun
 from deploy.simulation.outcome import LabOutcome
-from deploy.simulation.permanent import KINDS
-from deploy.simulation.report import describe, summary
-from deploy.simulation.search import run_seeds
-from deploy.simulation.seeds import SeedReport, run_seed
+from tests.simulation.drawn import draw_lab
+from tests.simulation.faults import Fault, FaultKind, longest_s
+from tests.simulation.kills import kill_at
+from tests.simulation.losses import ENDING_S, copes_with_a_loss, spends_few_deadlines
+from tests.simulation.monitor import Evidence, LabRun
+from tests.simulation.permanent import KINDS
+from tests.simulation.report import describe, summary
+from tests.simulation.runs import SeedReport, run_seed, run_seeds
 
 SEEDS = (
     4,
@@ -197,7 +196,7 @@ def test_a_kill_at_a_message_is_survived(case: tuple[str, int]) -> None:
 
 
 def test_a_violation_is_reported_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
-    from deploy.simulation.report import print_report
+    from tests.simulation.report import print_report
 
     print_report(SeedReport(3, (("ends_as_documented", "stuck: device-0"),), (), 2, 10.0, 1.0))
     printed = capsys.readouterr().out

@@ -83,7 +83,7 @@ class Fault:
 def longest_s(faults: tuple[Fault, ...], *, keepalive_s: float) -> float:
     """Return the longest time without an undisturbed moment, including each fault's recovery, seconds.
 
-    Permanent faults aside, which `deploy.simulation.losses` judges.
+    Permanent faults aside, which `tests.simulation.losses` judges.
     """
     longest = end = begin = 0.0
     for fault in sorted((fault for fault in faults if not fault.permanent), key=lambda fault: fault.at_s):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
+from common.accounting.counters import LINK_KINDS
 from common.experiment.rounds import participants
 from common.experiment.topology import CLOUD
 from common.protocol.messages import Presence
-from deploy.simulation.absence_draws import departures
-from deploy.simulation.accounts import exact_accounts, plausible_accounts
-from deploy.simulation.drawn import DrawnLab
-from deploy.simulation.faults import RESTARTS, FaultKind, longest_s, recovery_s
-from deploy.simulation.losses import copes_with_a_loss, returned_s, spends_few_deadlines
-from deploy.simulation.monitor import LabRun
+from common.protocol.topics import ALL
 from deploy.simulation.outcome import LabOutcome
+from tests.simulation.absence_draws import departures
+from tests.simulation.drawn import DrawnLab
+from tests.simulation.faults import RESTARTS, FaultKind, longest_s, recovery_s
+from tests.simulation.losses import copes_with_a_loss, returned_s, spends_few_deadlines
+from tests.simulation.monitor import Evidence, LabRun, LinkCount
 
 DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|StateLost|InvalidBelow|ConnectionFailed")
 MISTAKEN: Final = re.compile(r"InvalidExperiment: --parent")  # the end of a node with another node's configuration
@@ -27,6 +29,9 @@ SIZE_MOST: Final = 48
 SIZE_EACH: Final = 16  # entries per child: its byte account has fourteen cells
 FLOOD_MOST: Final = 300  # `SEEKERS_MOST`, with a margin
 END_S: Final = 5.0  # from the last closing to the end of the run
+INVENTED: Final = (FaultKind.DUPLICATION, FaultKind.STRANGER, FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.SECOND)
+LAST_BYTES: Final = 400  # messages that may be sent after the other end has left: an answer, a goodbye
+COUNTED: Final = (*LINK_KINDS, "probe")
 KEPT_MOST: Final = 3  # retained topics per node that was absent at the end: presence, experiment
 
 
@@ -224,6 +229,64 @@ def _end_is_lost(drawn: DrawnLab, faulty: LabRun) -> bool:
 
 def _above(drawn: DrawnLab, node: str) -> list[str]:
     return drawn.experiment.tree.path(node).split("/")[:-1]
+
+
+# Both ends of every link count the same bytes
+
+
+def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
+    """Return the differences between the ends of an undisturbed lab's links, beyond the last messages of a run."""
+    slow = drawn.unequal or drawn.conditions.up_rate is not None  # repeats may be in flight when a round closes
+    if drawn.timed or slow:  # late children are cut off at the end of the run
+        return plausible_accounts(replace(drawn, faults=()), evidence)
+    wrong = []
+    for (parent, child), link in evidence.up.items():
+        for kind in COUNTED:
+            most = LAST_BYTES if kind == "control" else 0
+            if not 0 <= link.sent[kind] - link.received[kind] <= most:
+                wrong.append(f"{child} sent {link.sent[kind]} {kind} bytes, {parent} received {link.received[kind]}")
+    for (parent, child), link in evidence.down.items():
+        if child == ALL:
+            continue
+        control = link.sent["control"] - evidence.before_join[parent, child]
+        if not 0 <= control - link.received["control"] <= LAST_BYTES:
+            wrong.append(f"{parent} sent {control} control bytes, {child} received {link.received['control']}")
+        for kind in ("model", "extras", "probe"):
+            # A broadcast chunk may replace a unicast one, whose topic is longer.
+            whole = link.sent[f"{kind} payload"] <= link.received[f"{kind} payload"]
+            if not (whole and link.received[kind] <= _sent(evidence, parent, kind)):
+                wrong.append(f"{parent} sent {link.sent[kind]} {kind} bytes, {child} received {link.received[kind]}")
+    return "; ".join(wrong)
+
+
+def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
+    """Return the links of which an end counted more than the other sent, over all processes of both."""
+    if any(fault.kind in INVENTED for fault in drawn.faults):
+        return ""
+    tree, wrong = drawn.experiment.tree, []
+    for (parent, child), link in evidence.up.items():
+        for kind in COUNTED:
+            if link.received[kind] > link.sent[kind]:
+                wrong.append(f"{child} sent {link.sent[kind]} {kind} bytes, {parent} received {link.received[kind]}")
+    for (parent, child), link in evidence.down.items():
+        for kind in COUNTED if child != ALL else ():
+            sent = link.sent[kind] if kind == "control" else _sent(evidence, parent, kind)
+            if link.received[kind] > sent:
+                wrong.append(f"{parent} sent {sent} {kind} bytes, {child} received {link.received[kind]}")
+    for owner, child, traffic in ((node, *link) for node, links in evidence.ledgers.items() for link in links.items()):
+        parent = tree.parent(child)
+        up = evidence.up.get((parent, child), LinkCount()).received
+        down = evidence.down.get((parent, child), LinkCount()).received
+        if traffic.received > sum(up[kind] for kind in LINK_KINDS):
+            wrong.append(f"{owner}'s ledger has {traffic.received} bytes of {child}, received were {dict(up)}")
+        if traffic.sent > sum(down[kind] for kind in LINK_KINDS):
+            wrong.append(f"{owner}'s ledger has {traffic.sent} bytes to {child}, it received {dict(down)}")
+    return "; ".join(wrong[:6])
+
+
+def _sent(evidence: Evidence, parent: str, kind: str) -> int:
+    """Return the bytes that a parent sent to all children: a broadcast chunk for one child reaches others, too."""
+    return sum(link.sent[kind] for (name, _), link in evidence.down.items() if name == parent)
 
 
 _UNDISTURBED: Final = [

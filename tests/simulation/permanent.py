@@ -10,8 +10,8 @@ from common.experiment.reading import parse
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
 from deploy.simulation.agents import BROKER
-from deploy.simulation.faults import Fault, FaultKind
-from deploy.simulation.interference import CHUNK
+from tests.simulation.faults import Fault, FaultKind
+from tests.simulation.interference import CHUNK
 
 EVERY: Final = 5  # of so many seeds the last has a permanent fault; none of FOUND in tests/test_seeds.py is one
 KINDS: Final = (FaultKind.HANG, FaultKind.KILL, FaultKind.MUTE, FaultKind.BLACK_HOLE)

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from common.experiment.topology import CLOUD
-from deploy.simulation import interference
-from deploy.simulation.faults import Fault, FaultKind
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.network import LinkConditions, SimulatedLink
+from tests.simulation import interference
+from tests.simulation.faults import Fault, FaultKind
 
 LEAVING_S: Final = 30.0  # a terminated node has this long to publish its final state
 STRANGERS: Final = 5

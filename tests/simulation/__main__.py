@@ -1,4 +1,4 @@
-"""`python -m deploy.simulation`: run labs in virtual time.
+"""`python -m tests.simulation`: run labs in virtual time.
 
 --seeds N [--from K]     N random labs with faults, each with its undisturbed twin, checked against invariants;
                          every fifth lab loses one device for good; from 400000 on tiers are asynchronous, from 450000
@@ -18,12 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.experiment.reading import load
-from deploy.simulation.kills import kill_each
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.report import describe, print_report, summary
-from deploy.simulation.search import reduce_faults, run_seeds
-from deploy.simulation.seeds import run_seed
-from deploy.simulation.tracing import print_trace
+from tests.simulation.kills import kill_each
+from tests.simulation.report import describe, print_report, print_trace, summary
+from tests.simulation.runs import reduce_faults, run_seed, run_seeds
 
 
 def main() -> None:
@@ -69,7 +67,7 @@ def _run_experiment(chosen: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m deploy.simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("experiment", nargs="?", type=Path, help="a TOML file, run undisturbed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override the experiment")

@@ -35,8 +35,8 @@ from common.protocol.serialization import KINDS
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.agents import BROKER
 from deploy.simulation.broker import Routed
-from deploy.simulation.faults import Fault, FaultKind
 from deploy.simulation.lab import SimulatedLab
+from tests.simulation.faults import Fault, FaultKind
 
 CHUNK: Final = "chunk"
 DEAD_RUN: Final = "20200101T000000Z-dead00"

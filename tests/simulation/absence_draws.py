@@ -9,7 +9,7 @@ from typing import Final
 from common.experiment.availability import Availability
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from deploy.simulation.method_draws import BUFFERS_FROM, CLUSTERS_FROM, METHODS_FROM, STATES_FROM
+from tests.simulation.method_draws import BUFFERS_FROM, CLUSTERS_FROM, METHODS_FROM, STATES_FROM
 
 ABSENCES_FROM: Final = 500_000  # the first seed whose devices come and leave by a trace
 SHARE: Final = 0.5  # of the devices

@@ -20,9 +20,9 @@ from common.protocol.session import Session
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.broker import Routed
 from deploy.simulation.connection import SimulatedConnection
-from deploy.simulation.interference import kind_of
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome
+from tests.simulation.interference import kind_of
 
 SAMPLE_S: Final = 3.3
 SAMPLE_GROWTH: Final = 1.9

@@ -13,11 +13,12 @@ from common.experiment.reading import parse
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
-from deploy.simulation.absence_draws import ABSENCES_FROM, methods_of, with_absences
-from deploy.simulation.fault_draws import draw_faults
-from deploy.simulation.faults import Fault
 from deploy.simulation.hardware import Durations
-from deploy.simulation.method_draws import (
+from deploy.simulation.network import LinkConditions
+from tests.simulation.absence_draws import ABSENCES_FROM, methods_of, with_absences
+from tests.simulation.fault_draws import draw_faults
+from tests.simulation.faults import Fault
+from tests.simulation.method_draws import (
     BUFFERS_FROM,
     CLUSTERS_FROM,
     MEMORIES_FROM,
@@ -28,8 +29,7 @@ from deploy.simulation.method_draws import (
     with_methods,
     with_states,
 )
-from deploy.simulation.network import LinkConditions
-from deploy.simulation.permanent import MODEL_BYTES_LEAST, draw_permanent_fault, has_permanent_fault
+from tests.simulation.permanent import MODEL_BYTES_LEAST, draw_permanent_fault, has_permanent_fault
 
 TRAININGS_MOST: Final = 72  # per lab; more would only take longer
 MBIT: Final = (1.0, 2.0, 8.0, 20.0, 100.0)

@@ -12,10 +12,10 @@ from typing import Final
 from common.experiment.aggregation import FedBuff
 from common.experiment.rounds import Cloud, Institution, participants
 from common.experiment.topology import CLOUD
-from deploy.simulation.absence_draws import last_return_s
-from deploy.simulation.drawn import DrawnLab
-from deploy.simulation.faults import FaultKind
-from deploy.simulation.monitor import LabRun
+from tests.simulation.absence_draws import last_return_s
+from tests.simulation.drawn import DrawnLab
+from tests.simulation.faults import FaultKind
+from tests.simulation.monitor import LabRun
 
 KNOWN: Final = (FaultKind.KILL, FaultKind.HANG)  # the parent knows that the device is not ready
 RESTART_S: Final = 15.0  # a broker is away for up to 3 s, then the nodes connect again

@@ -9,7 +9,7 @@ from typing import Final
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from deploy.simulation.agents import BROKER
-from deploy.simulation.faults import Fault, FaultKind
+from tests.simulation.faults import Fault, FaultKind
 
 CONTROL: Final = (
     "Presence", "Task", "Progress", "Result", "Acknowledgement", "Ask", "Gone", "WhoIsThere", "Alive", "Preparing",

@@ -13,12 +13,12 @@ from typing import Final
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from deploy.simulation.broker import Routed
-from deploy.simulation.drawn import DrawnLab, draw_lab
-from deploy.simulation.faults import Fault, FaultKind
-from deploy.simulation.invariants import DISTURBED
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.monitor import LabRun
-from deploy.simulation.seeds import run_lab
+from tests.simulation.drawn import DrawnLab, draw_lab
+from tests.simulation.faults import Fault, FaultKind
+from tests.simulation.invariants import DISTURBED
+from tests.simulation.monitor import LabRun
+from tests.simulation.runs import run_lab
 
 VICTIMS: Final = (CLOUD, "institution-0", "device-0", "device-1")
 DOWN_S: Final = 0.4

@@ -1,20 +1,23 @@
-"""One seed: a random lab with faults and absences, and its undisturbed twin, checked against the invariants."""
+"""A drawn lab with its faults, beside its undisturbed twin, checked against the invariants; and many of them."""
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import time
-from collections.abc import Callable, Collection
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from deploy.simulation.absence_draws import last_return_s, without_absences
-from deploy.simulation.drawn import DrawnLab, draw_lab
-from deploy.simulation.fault_injection import inject_faults, set_links, supervise
-from deploy.simulation.faults import Fault
-from deploy.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
 from deploy.simulation.lab import Scenario, SimulatedLab
-from deploy.simulation.monitor import LabRun, Monitor
+from tests.simulation.absence_draws import last_return_s, without_absences
+from tests.simulation.drawn import DrawnLab, draw_lab
+from tests.simulation.fault_injection import inject_faults, set_links, supervise
+from tests.simulation.faults import Fault
+from tests.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
+from tests.simulation.monitor import LabRun, Monitor
 
 TWIN_SEED: Final = 1_000_000_007
 TIME_FACTOR: Final = 30.0  # a lab's time limit, in multiples of the expected time
@@ -114,3 +117,35 @@ def run_lab(
         at_end=monitor.end,
     )
     return LabRun(lab.run(), monitor.evidence)
+
+
+def run_seeds(seeds: Sequence[int], *, jobs: int) -> Iterator[SeedReport]:
+    """Run seeds in `jobs` processes and yield their reports in the order of the seeds."""
+    if jobs <= 1:
+        yield from map(_run, seeds)
+        return
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        yield from pool.map(_run, seeds, chunksize=4)
+
+
+def reduce_faults(seed: int) -> frozenset[int]:
+    """Return the numbers of a small set of faults that violates an invariant which all faults together violate."""
+    needed = set(range(len(draw_lab(seed).faults)))
+    violated = _violated(seed, needed)
+    for place in sorted(needed, reverse=True):
+        if violated and _violated(seed, needed - {place}) & violated:
+            needed.discard(place)
+    return frozenset(needed)
+
+
+def _violated(seed: int, only: set[int]) -> set[str]:
+    return {name for name, _ in run_seed(seed, only=only).violations}
+
+
+def _run(seed: int) -> SeedReport:
+    try:
+        return run_seed(seed)
+    except Exception:  # noqa: BLE001 - reported as a violation
+        last = "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
+        return SeedReport(seed, (("simulator works", last),), (), 0, 0.0, 0.0)
