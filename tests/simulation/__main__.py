@@ -1,9 +1,8 @@
 """`python -m tests.simulation`: run labs in virtual time.
 
---seeds N [--from K]     N random labs with faults, each with its undisturbed twin, checked against invariants;
-                         every fifth lab loses one device for good; from 400000 on tiers are asynchronous, from 450000
-                         on their devices keep a model, and from 500000 on devices leave and return
---seed K [--trace]       one of them
+--seeds N [--from K]     N random labs with faults, each with its undisturbed twin, checked against invariants
+--seed K [--trace]       one of them    --keep NAME: write it to a file, which the tests run from then on
+--lab NAME [--trace]     one that was kept (`tests/simulation/labs/NAME.toml`)
 --kill-each K --seed S   one small lab, with a kill after every K-th message, of each role in turn
 EXPERIMENT [--set ...]   an undisturbed lab; prints its outcome as JSON
 """
@@ -20,8 +19,9 @@ from pathlib import Path
 from common.experiment.reading import load
 from deploy.simulation.lab import SimulatedLab
 from tests.simulation.kills import kill_each
+from tests.simulation.labs import LABS, write_lab
 from tests.simulation.report import describe, print_report, print_trace, summary
-from tests.simulation.runs import reduce_faults, run_seed, run_seeds
+from tests.simulation.runs import check_lab, check_many, lab_of, reduce_faults, with_only
 
 
 def main() -> None:
@@ -31,14 +31,14 @@ def main() -> None:
         raise SystemExit(_run_experiment(chosen))
     if chosen.kill_each:
         raise SystemExit(kill_each(chosen.kill_each, seed=chosen.seed or 0, jobs=chosen.jobs))
-    if chosen.seed is not None:
+    if chosen.seed is not None or chosen.lab is not None:
         raise SystemExit(_run_one(chosen))
     raise SystemExit(_run_many(chosen))
 
 
 def _run_many(chosen: argparse.Namespace) -> int:
     begun, reports = time.perf_counter(), []
-    for report in run_seeds(range(chosen.first, chosen.first + chosen.seeds), jobs=chosen.jobs):
+    for report in check_many(range(chosen.first, chosen.first + chosen.seeds), jobs=chosen.jobs):
         reports.append(report)
         if report.violations:
             print_report(report)
@@ -47,13 +47,19 @@ def _run_many(chosen: argparse.Namespace) -> int:
 
 
 def _run_one(chosen: argparse.Namespace) -> int:
-    only = None if chosen.only is None else frozenset(int(place) for place in chosen.only.split(",") if place)
-    print(describe(chosen.seed))
+    drawn = lab_of(chosen.seed if chosen.lab is None else LABS / f"{chosen.lab}.toml")
+    if chosen.only is not None:
+        drawn = with_only(drawn, {int(place) for place in chosen.only.split(",") if place})
+    print(describe(drawn))
     if chosen.reduce:
-        only = reduce_faults(chosen.seed)
-        print(f"sufficient faults: --only {','.join(map(str, sorted(only)))}")
-    report = run_seed(chosen.seed, only=only, watch=print_trace if chosen.trace else None)
+        needed = reduce_faults(drawn)
+        print(f"sufficient faults: {','.join(map(str, sorted(needed)))}")
+        drawn = with_only(drawn, needed)
+    report = check_lab(drawn, watch=print_trace if chosen.trace else None)
     print_report(report)
+    if chosen.keep is not None:
+        why = "; ".join(f"{name}: {wrong}" for name, wrong in report.violations)
+        (LABS / f"{chosen.keep}.toml").write_text(write_lab(drawn, why=why), encoding="utf-8")
     return int(bool(report.violations))
 
 
@@ -76,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="K", help="the first seed (default: 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--seed", type=int, metavar="K", help="run only this seed")
-    parser.add_argument("--trace", action="store_true", help="print the messages of its faulty lab")
+    parser.add_argument("--lab", metavar="NAME", help="run only this lab, which was kept")
+    parser.add_argument("--keep", metavar="NAME", help="keep the lab that is run, after --only or --reduce")
+    parser.add_argument("--trace", action="store_true", help="print the messages of the faulty lab")
     parser.add_argument("--only", metavar="I,J", help="inject only these of its faults, by number")
     parser.add_argument("--reduce", action="store_true", help="search the fewest faults with the same violation")
     parser.add_argument("--kill-each", type=int, metavar="K", help="kill after every K-th message of a small lab")

@@ -14,7 +14,6 @@ from common.experiment.topology import CLOUD
 from common.protocol.messages import Presence
 from common.protocol.topics import ALL
 from deploy.simulation.outcome import LabOutcome
-from tests.simulation.absence_draws import departures
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import RESTARTS, FaultKind, longest_s, recovery_s
 from tests.simulation.losses import copes_with_a_loss, returned_s, spends_few_deadlines
@@ -130,7 +129,7 @@ def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str
     wrong = []
     for (device, local_round), times in faulty.evidence.trained.items():
         again = sum(evidence.starts[node] - 1 for node in (device, *_above(drawn, device)))
-        left = departures(drawn.experiment, device) * evidence.starts[CLOUD]  # a resumed run repeats them
+        left = drawn.departures(device) * evidence.starts[CLOUD]  # a resumed run repeats them
         if times > 1 + again + left:
             wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts, {left} absences")
     if faulty.outcome.ok and not drawn.timed:

@@ -55,7 +55,7 @@ def small_lab(seed: int) -> DrawnLab:
 
 @cache
 def _undisturbed(seed: int) -> LabRun:
-    return run_lab(small_lab(seed), seed=seed, faults=())
+    return run_lab(small_lab(seed), seed=seed)
 
 
 def kill_at(seed: int, case: tuple[str, int]) -> str:
@@ -83,7 +83,7 @@ def kill_at(seed: int, case: tuple[str, int]) -> str:
                 lab.start(victim)
 
     twin = _undisturbed(seed)
-    killed = run_lab(drawn, seed=seed, faults=(), scenario=scenario)
+    killed = run_lab(drawn, seed=seed, scenario=scenario)
     at_s = killed.outcome.faults[0][0] if killed.outcome.faults else 0.0
     judged = replace(drawn, faults=(replace(fault, at_s=at_s),))
     return "; ".join(f"{name}: {wrong}" for name, check in DISTURBED.items() if (wrong := check(judged, killed, twin)))

@@ -12,7 +12,6 @@ from typing import Final
 from common.experiment.aggregation import FedBuff
 from common.experiment.rounds import Cloud, Institution, participants
 from common.experiment.topology import CLOUD
-from tests.simulation.absence_draws import last_return_s
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import FaultKind
 from tests.simulation.monitor import LabRun
@@ -70,7 +69,7 @@ def spends_few_deadlines(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 def returned_s(drawn: DrawnLab, faulty: LabRun) -> float:
     """Return when the last device had returned that was away by its trace, 0 without traces, or if they never began."""
-    zero_s, after_s = faulty.evidence.zero_s, last_return_s(drawn.experiment)
+    zero_s, after_s = faulty.evidence.zero_s, drawn.last_return_s
     return zero_s + after_s if zero_s is not None and after_s else 0.0
 
 

@@ -13,28 +13,29 @@ from common.protocol import serialization, topics
 from common.protocol.messages import Ask, Message, Preparing, Presence, Progress, Result, Task, WhoIsThere
 from deploy.simulation.broker import Routed
 from deploy.simulation.lab import SimulatedLab
-from tests.simulation.drawn import draw_lab
+from tests.simulation.drawn import DrawnLab
+from tests.simulation.fault_draws import LASTING
 from tests.simulation.faults import FaultKind
-from tests.simulation.permanent import KINDS
-from tests.simulation.runs import SeedReport
+from tests.simulation.runs import LabReport
 
 TEXT_MOST = 600
 DETAIL_MOST = 90
 
 
-def print_report(report: SeedReport) -> None:
-    """Print a seed's violations, its faults and the command that repeats it."""
-    print(f"seed {report.seed}: {'VIOLATED' if report.violations else 'holds'}")
+def print_report(report: LabReport) -> None:
+    """Print a lab's violations, its faults and the command that repeats it."""
+    drawn = report.drawn
+    print(f"{drawn.title}: {'VIOLATED' if report.violations else 'holds'}")
     for name, wrong in report.violations:
         print(f"  {name}: {wrong[:TEXT_MOST]}")
     if report.violations:
-        print(describe(report.seed))
-        print(f"  python -m tests.simulation --seed {report.seed} --trace", flush=True)
+        print(describe(drawn))
+        source = f"--lab {drawn.name}" if drawn.name else f"--seed {drawn.seed}"
+        print(f"  python -m tests.simulation {source} --trace", flush=True)
 
 
-def describe(seed: int) -> str:
-    """Return a description of a seed's lab and its faults."""
-    drawn = draw_lab(seed)
+def describe(drawn: DrawnLab) -> str:
+    """Return a description of a lab and its faults."""
     experiment = drawn.experiment
     tiers, transfer = experiment.every_tier, experiment.transfer
 
@@ -66,19 +67,19 @@ def _closing(closing: Closing) -> str:
     return closing.rule if closing.quorum is None else f"quorum {closing.quorum} after {closing.deadline_s:.1f} s"
 
 
-def summary(reports: Sequence[SeedReport], *, real_s: float) -> str:
-    """Return a summary of many seeds."""
+def summary(reports: Sequence[LabReport], *, real_s: float) -> str:
+    """Return a summary of many labs."""
     labs, virtual_s = sum(report.labs for report in reports), sum(report.virtual_s for report in reports)
     busy_s = sum(report.real_s for report in reports)
-    drawn = Counter((fault.kind, fault.permanent) for report in reports for fault in report.faults)
-    violated = [report.seed for report in reports if report.violations]
+    drawn = Counter((fault.kind, fault.permanent) for report in reports for fault in report.drawn.faults)
+    violated = [report.drawn.title for report in reports if report.violations]
     lines = [
-        f"{len(reports)} seeds, {labs} labs in {real_s:.0f} s: {labs / max(real_s, 1e-9):.1f} labs a second, "
+        f"{len(reports)} drawn, {labs} labs in {real_s:.0f} s: {labs / max(real_s, 1e-9):.1f} labs a second, "
         f"{labs / max(busy_s, 1e-9):.1f} a second and process; {virtual_s / 3600:.1f} virtual hours",
-        f"{sum(report.failed for report in reports)} labs ended with a documented error, {len(violated)} seeds violate "
-        f"an invariant{': ' + ' '.join(map(str, violated)) if violated else ''}",
+        f"{sum(report.failed for report in reports)} labs ended with a documented error, {len(violated)} violate "
+        f"an invariant{': ' + ', '.join(violated) if violated else ''}",
         *(f"  {drawn[kind, False]:6d}  {kind.value}" for kind in FaultKind),
-        *(f"  {drawn[kind, True]:6d}  {kind.value}, permanent" for kind in KINDS),
+        *(f"  {drawn[kind, True]:6d}  {kind.value}, permanent" for kind in LASTING),
     ]
     return "\n".join(lines)
 

@@ -8,15 +8,15 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from deploy.simulation.lab import Scenario, SimulatedLab
-from tests.simulation.absence_draws import last_return_s, without_absences
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_injection import inject_faults, set_links, supervise
-from tests.simulation.faults import Fault
 from tests.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
+from tests.simulation.labs import read_lab
 from tests.simulation.monitor import LabRun, Monitor
 
 TWIN_SEED: Final = 1_000_000_007
@@ -25,44 +25,43 @@ TIME_SPARE_S: Final = 1500.0
 GRACE_S: Final = 60.0  # added to twice `idle_s` and the longest fault: time for nodes whose parent is gone at the end
 
 Watch = Callable[[SimulatedLab], None]
+Source = int | Path  # of a lab: the seed of its draw, or its file
 
 
 @dataclass(frozen=True, slots=True)
-class SeedReport:
-    """Result of a seed. `violations`: (invariant, problem); `gap_s`: time from the last fault to the next closing."""
+class LabReport:
+    """What came of a drawn lab. `violations`: (invariant, problem); `gap_s`: from the last fault to a closing."""
 
-    seed: int
+    drawn: DrawnLab
     violations: tuple[tuple[str, str], ...]
-    faults: tuple[Fault, ...]
-    labs: int
-    virtual_s: float
-    real_s: float
+    labs: int = 2
+    virtual_s: float = 0.0
+    real_s: float = 0.0
     failed: bool = False
     gap_s: float = 0.0
     bound_s: float = 0.0
-    notes: tuple[str, ...] = field(default=())
 
 
-def run_seed(seed: int, *, only: Collection[int] | None = None, watch: Watch | None = None) -> SeedReport:
-    """Run one seed. `only`: the numbers of the faults to inject; `watch` is called with the faulty lab at its start."""
+def lab_of(source: Source) -> DrawnLab:
+    """Return the lab of a seed or a file."""
+    return draw_lab(source) if isinstance(source, int) else read_lab(source)
+
+
+def check_lab(drawn: DrawnLab, *, watch: Watch | None = None) -> LabReport:
+    """Run a lab with its faults beside its twin. `watch` is called with the faulty lab at its start."""
     begun = time.perf_counter()
-    drawn = draw_lab(seed)
-    if only is not None:
-        drawn = replace(drawn, faults=tuple(fault for place, fault in enumerate(drawn.faults) if place in only))
-    undisturbed = replace(drawn, experiment=without_absences(drawn.experiment))
-    twin = run_lab(undisturbed, seed=seed + TWIN_SEED, faults=())
+    undisturbed = replace(drawn.without_absences(), faults=())
+    twin = run_lab(undisturbed, seed=drawn.seed + TWIN_SEED)
     violations = [(name, wrong) for name, check in UNDISTURBED.items() if (wrong := check(undisturbed, twin))]
-    faulty = run_lab(drawn, seed=seed, faults=drawn.faults, watch=watch)
+    faulty = run_lab(drawn, seed=drawn.seed, watch=watch)
     gap_s, bound_s = gap_and_bound(drawn, faulty, twin)
     if not violations:
         for name, check in DISTURBED.items():
             if wrong := check(drawn, faulty, twin):
                 violations.append((name, wrong))
-    return SeedReport(
-        seed=seed,
-        violations=tuple(violations),
-        faults=drawn.faults,
-        labs=2,
+    return LabReport(
+        drawn,
+        tuple(violations),
         virtual_s=twin.outcome.virtual_s + faulty.outcome.virtual_s,
         real_s=time.perf_counter() - begun,
         failed=not faulty.outcome.ok,
@@ -71,28 +70,22 @@ def run_seed(seed: int, *, only: Collection[int] | None = None, watch: Watch | N
     )
 
 
-def run_lab(
-    drawn: DrawnLab,
-    *,
-    seed: int,
-    faults: tuple[Fault, ...],
-    watch: Watch | None = None,
-    scenario: Scenario | None = None,
-) -> LabRun:
-    """Run a random lab once."""
+def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario: Scenario | None = None) -> LabRun:
+    """Run a lab once, with its faults."""
     monitor = Monitor()
 
     async def disturb(lab: SimulatedLab) -> None:
         monitor.lab = lab
         lab.network.hooks.append(monitor.answered)
-        if not faults:
+        if not drawn.faults:
             lab.network.hooks.append(monitor.routed)
         set_links(lab, drawn.unequal)
         if watch is not None:
             watch(lab)
-        beside = [asyncio.create_task(supervise(lab)), *([asyncio.create_task(monitor.sample())] if faults else ())]
+        beside = [asyncio.create_task(supervise(lab))]
+        beside += [asyncio.create_task(monitor.sample())] if drawn.faults else []
         try:
-            await inject_faults(lab, faults)
+            await inject_faults(lab, drawn.faults)
             if scenario is not None:
                 await scenario(lab)
             await asyncio.get_running_loop().create_future()
@@ -100,7 +93,8 @@ def run_lab(
             for task in beside:
                 task.cancel()
 
-    idle_s, absent_s = drawn.experiment.transfer.idle_s, last_return_s(drawn.experiment)
+    idle_s, absent_s = drawn.experiment.transfer.idle_s, drawn.last_return_s
+    longest_s = max((fault.for_s for fault in drawn.faults if not fault.permanent), default=0.0)
     lab = SimulatedLab(
         drawn.experiment,
         seed=seed,
@@ -112,40 +106,46 @@ def run_lab(
         spool=drawn.spool,
         executor_delay_s=drawn.executor_delay_s,
         time_limit_s=TIME_FACTOR * drawn.expected_s + TIME_SPARE_S + 4 * idle_s + absent_s,
-        grace_s=2 * idle_s + GRACE_S + absent_s + max((f.for_s for f in drawn.faults if not f.permanent), default=0.0),
+        grace_s=2 * idle_s + GRACE_S + absent_s + longest_s,
         observe=monitor.observe,
         at_end=monitor.end,
     )
     return LabRun(lab.run(), monitor.evidence)
 
 
-def run_seeds(seeds: Sequence[int], *, jobs: int) -> Iterator[SeedReport]:
-    """Run seeds in `jobs` processes and yield their reports in the order of the seeds."""
+def check_many(sources: Sequence[Source], *, jobs: int) -> Iterator[LabReport]:
+    """Check labs in `jobs` processes and yield their reports in order."""
     if jobs <= 1:
-        yield from map(_run, seeds)
+        yield from map(_check, sources)
         return
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from pool.map(_run, seeds, chunksize=4)
+        yield from pool.map(_check, sources, chunksize=4)
 
 
-def reduce_faults(seed: int) -> frozenset[int]:
+def with_only(drawn: DrawnLab, places: Collection[int]) -> DrawnLab:
+    """Return a lab with some of its faults, by their numbers."""
+    return replace(drawn, faults=tuple(fault for place, fault in enumerate(drawn.faults) if place in places))
+
+
+def reduce_faults(drawn: DrawnLab) -> frozenset[int]:
     """Return the numbers of a small set of faults that violates an invariant which all faults together violate."""
-    needed = set(range(len(draw_lab(seed).faults)))
-    violated = _violated(seed, needed)
+    needed = set(range(len(drawn.faults)))
+    violated = _violated(drawn)
     for place in sorted(needed, reverse=True):
-        if violated and _violated(seed, needed - {place}) & violated:
+        if violated and _violated(with_only(drawn, needed - {place})) & violated:
             needed.discard(place)
     return frozenset(needed)
 
 
-def _violated(seed: int, only: set[int]) -> set[str]:
-    return {name for name, _ in run_seed(seed, only=only).violations}
+def _violated(drawn: DrawnLab) -> set[str]:
+    return {name for name, _ in check_lab(drawn).violations}
 
 
-def _run(seed: int) -> SeedReport:
+def _check(source: Source) -> LabReport:
+    drawn = lab_of(source)
     try:
-        return run_seed(seed)
+        return check_lab(drawn)
     except Exception:  # noqa: BLE001 - reported as a violation
         last = "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
-        return SeedReport(seed, (("simulator works", last),), (), 0, 0.0, 0.0)
+        return LabReport(drawn, (("simulator works", last),), labs=0)
