@@ -23,8 +23,8 @@ LETHAL: Final = 0.06  # share of the faults that last about as long as `idle_s` 
 KINDS: Final = (
     *(FaultKind.KILL,) * 5, *(FaultKind.TERMINATE,) * 3, *(FaultKind.STOP,) * 3, *(FaultKind.BROKER,) * 3,
     *(FaultKind.PARTITION,) * 2, *(FaultKind.MUTE,) * 4, FaultKind.LOSS, FaultKind.DUPLICATION, FaultKind.REORDERING,
-    FaultKind.SLOW, FaultKind.BLACK_HOLE, FaultKind.STRANGER, FaultKind.FLIP, FaultKind.FLOOD, FaultKind.SEEKERS,
-    FaultKind.HANG, FaultKind.WRONG, FaultKind.REMAINS, FaultKind.SECOND,
+    FaultKind.SLOW, FaultKind.BLACK_HOLE, *(FaultKind.STRANGER,) * 3, FaultKind.FLIP, FaultKind.FLOOD,
+    FaultKind.SEEKERS, FaultKind.HANG, FaultKind.WRONG, FaultKind.REMAINS, FaultKind.SECOND,
 )  # fmt: skip
 
 AT_START: Final = (FaultKind.WRONG, FaultKind.REMAINS)
@@ -36,6 +36,7 @@ AMOUNTS: Final[Mapping[FaultKind, Sequence[float]]] = {
     FaultKind.KILL: (0.0, 0.0, 0.0, -3600.0, 3600.0),
     FaultKind.TERMINATE: (0.0, 0.0, 0.0, -3600.0, 3600.0),
     FaultKind.FLIP: (0.1, 0.5),
+    FaultKind.STRANGER: (0, 10, 30, 60),
 }
 DETAILS: Final[Mapping[FaultKind, Sequence[str]]] = {
     FaultKind.MUTE: CONTROL,

@@ -12,8 +12,8 @@ from deploy.simulation.network import LinkConditions, SimulatedLink
 from tests.simulation import interference
 from tests.simulation.faults import Fault, FaultKind
 
+STRANGERS: Final = 5  # messages of unknown sessions
 LEAVING_S: Final = 30.0  # a terminated node has this long to publish its final state
-STRANGERS: Final = 5
 FLOOD: Final = 200
 SUPERVISE_S: Final = 5.0
 OLD_S: Final = 1.0  # age of an "old" store when the broker stops
@@ -22,6 +22,8 @@ LOOK_S: Final = 0.1
 
 async def inject_faults(lab: SimulatedLab, faults: tuple[Fault, ...]) -> None:
     """Inject all faults. Their randomness depends only on the seed and the fault."""
+    if any(fault.kind is FaultKind.STRANGER for fault in faults):
+        lab.network.hooks.append(interference.Wiretap(lab))
     for fault in faults:
         if fault.permanent and fault.kind is not FaultKind.HANG:
             await _until_trained(lab, lab.homes[fault.node])
@@ -163,9 +165,11 @@ async def _filtered(lab: SimulatedLab, fault: Fault) -> None:
 
 
 async def _strangers(lab: SimulatedLab, fault: Fault) -> None:
-    for number in range(STRANGERS):
-        interference.send_as_stranger(lab, fault, number)
-        await asyncio.sleep(fault.for_s / STRANGERS)
+    (tap,) = (hook for hook in lab.network.hooks if isinstance(hook, interference.Wiretap))
+    for number in range(count := STRANGERS + int(fault.amount)):
+        if not lab.over:
+            interference.send_as_stranger(lab, fault, number, tap if number >= STRANGERS else None)
+        await asyncio.sleep(fault.for_s / count)
 
 
 async def _flood(lab: SimulatedLab, fault: Fault) -> None:

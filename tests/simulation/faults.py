@@ -42,7 +42,7 @@ class Fault:
 
     at_s: since the start; with a permanent fault other than a hang, since a device of its institution has trained
     for_s: infinite if it is permanent
-    amount: a share, bytes, bytes per second, or a clock offset in seconds, by kind
+    amount: a share, bytes, bytes per second, messages that were seen before, or a clock offset in seconds, by kind
     detail: the kind of message that is lost, or the store of a restarted broker
     keep: whether a restarted node keeps its files    clean: SIGTERM instead of SIGKILL
     """

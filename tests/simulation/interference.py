@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from dataclasses import replace
 from typing import Any, Final
 
 import msgpack
+import numpy as np
 
 from common.accounting.traffic import Traffic
 from common.errors import WireError
@@ -28,6 +31,7 @@ from common.protocol.messages import (
     Preparing,
     Presence,
     Progress,
+    Result,
     Task,
     WhoIsThere,
 )
@@ -39,6 +43,9 @@ from deploy.simulation.lab import SimulatedLab
 from tests.simulation.faults import Fault, FaultKind
 
 CHUNK: Final = "chunk"
+SEEN: Final = 50  # messages of each node that a stranger remembers
+REPLAYED: Final = 0.4  # share of a stranger's messages that are sent as they were
+NOISE_BYTES_MOST: Final = 200_000
 DEAD_RUN: Final = "20200101T000000Z-dead00"
 DEAD_SESSION: Final = "0123456789abcdef"
 
@@ -101,7 +108,85 @@ class Flipper:
         return False
 
 
-def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int) -> None:
+class Wiretap:
+    """What a stranger has seen of a lab: its latest messages by sender, and the sessions of each node in order.
+
+    In one half of the labs strangers forge what sessions send, in the other half what proves a session. Both together
+    are more than a node can tell from a new process of its peer.
+    """
+
+    def __init__(self, lab: SimulatedLab) -> None:
+        self._lab = lab
+        self._proves = random.Random(f"{lab.seed} stranger").random() < 0.5
+        self.messages: dict[str, deque[Routed]] = {}
+        self.sessions: dict[str, list[str]] = {}
+
+    def __call__(self, message: Routed) -> None:
+        """Take a message that a node has sent."""
+        if self._lab.injecting or "/blob/" in message.topic or not message.body:
+            return
+        node = sender_of(message.topic)
+        try:
+            session, _ = serialization.decode(message.body)
+        except WireError:
+            return
+        sessions = self.sessions.setdefault(node, [])
+        if session not in sessions:
+            sessions.append(session)
+        self.messages.setdefault(node, deque(maxlen=SEEN)).append(message)
+
+    def forge(self, node: str, rng: random.Random) -> Routed | None:
+        """Return a real message of a node: as it was, or of another session, with another model where it has one."""
+        seen = self.messages.get(node)
+        if not seen:
+            return None
+        message = rng.choice(seen)
+        _, content = serialization.decode(message.body)
+        proves = isinstance(content, Presence | WhoIsThere | Alive)
+        if rng.random() < REPLAYED and (self._proves or not proves):
+            return message
+        if proves is not self._proves:
+            return None
+        *old, _own = self.sessions[node]
+        others = [name for each, names in self.sessions.items() if each != node for name in names]
+        session = rng.choice([rng.randbytes(8).hex(), *old[-1:], *others[-3:]])
+        if isinstance(content, Task | Result):
+            content = _with_noise(content, rng)
+        elif isinstance(content, Acknowledgement):
+            content = replace(content, reason=rng.choice(["", "no"]))
+        elif isinstance(content, Presence):
+            content = replace(content, state=rng.choice([content.state, NodeState.LOST]))
+        elif isinstance(content, Ask):
+            content = rng.choice([Gone(content.blob), replace(content, lacking=b"")])
+        return message._replace(body=serialization.encode(content, session))
+
+
+def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int, tap: Wiretap | None) -> None:
+    """Publish a message under a node's name: one seen before, as it was or forged; else one of an unknown session."""
+    rng = random.Random(f"{lab.seed} stranger seen {fault} {number}")
+    seen = None if tap is None else tap.forge(fault.node, rng)
+    if tap is None:
+        _send_unseen(lab, fault, number)
+    elif seen is not None:
+        lab.inject(seen.topic, seen.body, qos=seen.qos, retain=seen.retain and rng.random() < 0.3, broker=seen.broker)
+
+
+def _with_noise(content: Task | Result, rng: random.Random) -> Task | Result:
+    """Return a task or a result with another model of the same form, inside the message."""
+    model = content.model
+    noise = rng.randbytes(min(model.size, NOISE_BYTES_MOST))
+    if model.size > NOISE_BYTES_MOST or model.codec != "fp32":
+        return content
+    floats = np.frombuffer(noise, np.uint8).astype(np.float32)[: model.size // 4]
+    body = memoryview(np.resize(floats, model.size // 4).tobytes())
+    return replace(
+        content,
+        model=describe(body, chunk_bytes=model.chunk_bytes, codec=model.codec, layout=model.layout),
+        inline=bytes(body),
+    )
+
+
+def _send_unseen(lab: SimulatedLab, fault: Fault, number: int) -> None:
     """Publish a message of an unknown session under a node's name."""
     node, rng = fault.node, random.Random(f"{lab.seed} stranger {fault} {number}")
     for endpoint in _endpoints(lab, node):

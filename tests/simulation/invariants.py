@@ -129,6 +129,7 @@ def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str
     wrong = []
     for (device, local_round), times in faulty.evidence.trained.items():
         again = sum(evidence.starts[node] - 1 for node in (device, *_above(drawn, device)))
+        again += sum(int(fault.amount) for fault in drawn.faults if fault.kind is FaultKind.STRANGER)
         left = drawn.departures(device) * evidence.starts[CLOUD]  # a resumed run repeats them
         if times > 1 + again + left:
             wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts, {left} absences")
@@ -308,8 +309,9 @@ _EXPECTED: Final = [
 _AWAY: Final = re.compile(r"waits for devices that are away by their traces")
 _EXPLAINED: Final = [
     (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER}),
+    (re.compile(r"\(too large\)"), {FaultKind.STRANGER}),
     (re.compile(r"drops messages"), {FaultKind.LOSS, FaultKind.MUTE, FaultKind.REORDERING}),  # no broker reorders
-    (re.compile(r"\(too many\)"), {FaultKind.FLOOD, FaultKind.SEEKERS}),
+    (re.compile(r"\(too many\)"), {FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.STRANGER}),
     (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, FaultKind.REORDERING, *RESTARTS}),
 ]
 

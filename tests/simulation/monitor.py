@@ -14,7 +14,7 @@ from common.errors import WireError
 from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
 from common.protocol.child_session import ChildSession
-from common.protocol.messages import Acknowledgement, Task
+from common.protocol.messages import Acknowledgement, Key, Task
 from common.protocol.parent_session import ParentSession
 from common.protocol.session import Session
 from common.runtime.endpoint import Endpoint
@@ -87,6 +87,7 @@ class Monitor:
         self.evidence = Evidence()
         self._joined: set[str] = set()
         self._answers: dict[tuple[str, str, int, int], str] = {}  # by a parent's session, the child and its round
+        self._answered: dict[tuple[str, str], Key] = {}  # the last key that was answered, by the same
         self.lab: SimulatedLab
 
     def observe(self, event: str, facts: dict[str, object]) -> None:
@@ -111,7 +112,7 @@ class Monitor:
 
     def answered(self, message: Routed) -> None:
         """Compare what each task follows with the last answer of its parent's session to that task's result."""
-        if kind_of(message) not in ("Task", "Acknowledgement"):
+        if self.lab.injecting or kind_of(message) not in ("Task", "Acknowledgement"):
             return
         try:
             topic, (session, content) = topics.parse(message.topic), serialization.decode(message.body)
@@ -121,6 +122,9 @@ class Monitor:
             return
         experiment = self.lab.agents.experiment
         if isinstance(content, Acknowledgement):
+            if content.key < self._answered.get((session, topic.node), content.key):
+                return  # the child has a later task, and ignores it
+            self._answered[session, topic.node] = content.key
             place = session, topic.node, content.key.global_round, content.key.local_round
             self._answers[place] = content.reason
         elif isinstance(content, Task) and content.follows:
