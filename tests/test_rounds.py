@@ -559,6 +559,20 @@ def test_a_result_that_was_taken_is_not_called_late_after_a_repeat_of_an_earlier
     assert {answer for _, answer in one.acknowledgements(9.0)} == {Acknowledgement(second, "")}
 
 
+def test_a_session_of_the_parent_that_returns_keeps_the_order_of_its_tasks() -> None:
+    participant = Participant(idle_s=20.0)
+    later, earlier = (Task(Key(0, number, 0), 1, manifest_of(number), None) for number in (1, 0))
+    participant.receive(later, now=0.0)
+    assert isinstance(participant.next_event(), Begin)
+    participant.parent_restarted(1.0)  # a stranger's presence under the parent's name
+    participant.parent_restarted(2.0, again=True)
+    participant.receive(earlier, now=3.0)
+    assert participant.next_event() is None
+    participant.parent_restarted(4.0)
+    participant.receive(earlier, now=5.0)
+    assert isinstance(participant.next_event(), Begin)
+
+
 def test_a_new_parent_does_not_judge_what_it_never_asked_for() -> None:
     """Before its first round it may be about to open the very one that the result belongs to."""
     coordinator = Coordinator(["device-0"], idle_s=20.0)

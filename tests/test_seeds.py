@@ -19,12 +19,18 @@ from tests.simulation.kills import kill_at
 from tests.simulation.labs import LABS, kept_labs, read_lab, write_lab
 from tests.simulation.losses import ENDING_S, copes_with_a_loss, spends_few_deadlines
 from tests.simulation.monitor import Evidence, LabRun
+from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.report import describe, print_report, summary
 from tests.simulation.runs import LabReport, Source, check_lab, check_many, with_only
 
 FEW = range(12)
 MANY = range(10_000, 12_000)
 QUICK = ("old-store-with-a-dead-device", "lost-device-one-deadline", "lost-device-without-chunks")
+
+BUGS = {
+    "session_check_dropped": "bug-session-check-dropped",
+    "new_session_keeps_order": "bug-new-session-keeps-order",
+}  # each with a lab that finds it
 
 
 def kept(name: str) -> DrawnLab:
@@ -84,6 +90,21 @@ def test_a_lab_that_is_kept_is_read_as_it_was(tmp_path: Path) -> None:
         file = tmp_path / f"lab-{seed}.toml"
         file.write_text(write_lab(drawn, why="a test"), encoding="utf-8")
         assert read_lab(file) == replace(drawn, name=f"lab-{seed}")
+
+
+@pytest.mark.parametrize("name", ["session_check_dropped", "new_session_keeps_order", "acknowledged_when_announced"])
+def test_a_bug_that_is_put_back_is_found(name: str) -> None:
+    drawn = kept(BUGS.get(name, QUICK[0]))
+    assert check_lab(drawn).violations == ()
+    with mutated(name):
+        assert check_lab(drawn).violations
+
+
+def test_each_bug_can_be_put_back_and_is_gone_afterwards() -> None:
+    for name in MUTATIONS:
+        with mutated(name):
+            pass
+    assert check_lab(draw_lab(0)).violations == ()
 
 
 def test_a_lab_with_fewer_faults() -> None:

@@ -3,6 +3,7 @@
 --seeds N [--from K]     N random labs with faults, each with its undisturbed twin, checked against invariants
 --seed K [--trace]       one of them    --keep NAME: write it to a file, which the tests run from then on
 --lab NAME [--trace]     one that was kept (`tests/simulation/labs/NAME.toml`)
+--mutation NAME          --seeds N labs with a bug put back, until one finds it (`tests/simulation/mutations.py`)
 --kill-each K --seed S   one small lab, with a kill after every K-th message, of each role in turn
 EXPERIMENT [--set ...]   an undisturbed lab; prints its outcome as JSON
 """
@@ -20,6 +21,7 @@ from common.experiment.reading import load
 from deploy.simulation.lab import SimulatedLab
 from tests.simulation.kills import kill_each
 from tests.simulation.labs import LABS, write_lab
+from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.report import describe, print_report, print_trace, summary
 from tests.simulation.runs import check_lab, check_many, lab_of, reduce_faults, with_only
 
@@ -29,6 +31,8 @@ def main() -> None:
     chosen = _parser().parse_args()
     if chosen.experiment is not None:
         raise SystemExit(_run_experiment(chosen))
+    if chosen.mutation is not None:
+        raise SystemExit(_find_mutation(chosen))
     if chosen.kill_each:
         raise SystemExit(kill_each(chosen.kill_each, seed=chosen.seed or 0, jobs=chosen.jobs))
     if chosen.seed is not None or chosen.lab is not None:
@@ -44,6 +48,19 @@ def _run_many(chosen: argparse.Namespace) -> int:
             print_report(report)
     print(summary(reports, real_s=time.perf_counter() - begun))
     return int(any(report.violations for report in reports))
+
+
+def _find_mutation(chosen: argparse.Namespace) -> int:
+    """Run labs with a bug until one finds it; return 1 if none does."""
+    for count, seed in enumerate(range(chosen.first, chosen.first + chosen.seeds), 1):
+        with mutated(chosen.mutation):
+            report = check_lab(lab_of(seed))
+        if report.violations:
+            print_report(report)
+            print(f"{chosen.mutation}: found by lab {count}")
+            return 0
+    print(f"{chosen.mutation}: not found by {chosen.seeds} labs")
+    return 1
 
 
 def _run_one(chosen: argparse.Namespace) -> int:
@@ -83,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--seed", type=int, metavar="K", help="run only this seed")
     parser.add_argument("--lab", metavar="NAME", help="run only this lab, which was kept")
+    parser.add_argument("--mutation", choices=list(MUTATIONS), help="put this bug back")
     parser.add_argument("--keep", metavar="NAME", help="keep the lab that is run, after --only or --reduce")
     parser.add_argument("--trace", action="store_true", help="print the messages of the faulty lab")
     parser.add_argument("--only", metavar="I,J", help="inject only these of its faults, by number")

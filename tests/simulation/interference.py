@@ -35,6 +35,7 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
+from common.protocol.round_state import LIVING
 from common.protocol.serialization import KINDS
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.agents import BROKER
@@ -111,15 +112,14 @@ class Flipper:
 class Wiretap:
     """What a stranger has seen of a lab: its latest messages by sender, and the sessions of each node in order.
 
-    In one half of the labs strangers forge what sessions send, in the other half what proves a session. Both together
-    are more than a node can tell from a new process of its peer.
+    It forges no proof of life: a session that proves itself is a new process of its peer to a node.
     """
 
     def __init__(self, lab: SimulatedLab) -> None:
         self._lab = lab
-        self._proves = random.Random(f"{lab.seed} stranger").random() < 0.5
         self.messages: dict[str, deque[Routed]] = {}
         self.sessions: dict[str, list[str]] = {}
+        self._present: dict[str, Task] = {}  # the last task of each node
 
     def __call__(self, message: Routed) -> None:
         """Take a message that a node has sent."""
@@ -127,9 +127,11 @@ class Wiretap:
             return
         node = sender_of(message.topic)
         try:
-            session, _ = serialization.decode(message.body)
+            topic, (session, content) = topics.parse(message.topic), serialization.decode(message.body)
         except WireError:
             return
+        if isinstance(content, Task) and isinstance(topic, topics.InboxTopic):
+            self._present[topic.node] = content
         sessions = self.sessions.setdefault(node, [])
         if session not in sessions:
             sessions.append(session)
@@ -142,22 +144,25 @@ class Wiretap:
             return None
         message = rng.choice(seen)
         _, content = serialization.decode(message.body)
-        proves = isinstance(content, Presence | WhoIsThere | Alive)
-        if rng.random() < REPLAYED and (self._proves or not proves):
-            return message
-        if proves is not self._proves:
+        if isinstance(content, Alive):
             return None
+        if rng.random() < REPLAYED and not (isinstance(content, Presence) and content.state in LIVING):
+            return message
         *old, _own = self.sessions[node]
         others = [name for each, names in self.sessions.items() if each != node for name in names]
         session = rng.choice([rng.randbytes(8).hex(), *old[-1:], *others[-3:]])
+        present = self._present.get(node)
+        if isinstance(content, Result | Progress) and present is not None:
+            content = replace(content, key=present.key)
         if isinstance(content, Task | Result):
             content = _with_noise(content, rng)
         elif isinstance(content, Acknowledgement):
             content = replace(content, reason=rng.choice(["", "no"]))
         elif isinstance(content, Presence):
-            content = replace(content, state=rng.choice([content.state, NodeState.LOST]))
+            content = replace(content, state=NodeState.LOST)  # a late will
         elif isinstance(content, Ask):
-            content = rng.choice([Gone(content.blob), replace(content, lacking=b"")])
+            answers: list[Message] = [Gone(content.blob), replace(content, lacking=b"")]
+            content = rng.choice(answers)
         return message._replace(body=serialization.encode(content, session))
 
 

@@ -48,7 +48,7 @@ def read_lab(path: Path) -> DrawnLab:
 
 
 def write_lab(drawn: DrawnLab, *, why: str) -> str:
-    """Return the file of a lab; `why` says what failed in it."""
+    """Return the file of a lab; `why`: what failed in it."""
     return write(
         {
             "why": why,

@@ -52,7 +52,7 @@ class Evidence:
     trained: how often each device completed each round    starts: processes of each node    late: late results
     before_join: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
     unsettled: results that a parent has accepted, and neither used in one closed round nor taken back
-    misled: tasks that follow one whose result was refused, or taken back
+    misled: tasks that follow one whose result was refused, or taken back; results accepted before they arrived
     """
 
     sizes: Counter[str] = field(default_factory=Counter)
@@ -127,11 +127,19 @@ class Monitor:
             self._answered[session, topic.node] = content.key
             place = session, topic.node, content.key.global_round, content.key.local_round
             self._answers[place] = content.reason
+            if not content.reason and self._awaits(topic.sender, session, topic.node, content.key):
+                self.evidence.misled.append(f"{topic.node}'s result {tuple(content.key)} is accepted before it arrived")
         elif isinstance(content, Task) and content.follows:
             rounds = experiment.rounds_of(experiment.tree.depth(topic.sender))
             place = session, topic.node, *divmod(content.follows - 1, rounds)
             if reason := self._answers.get(place):
                 self.evidence.misled.append(f"{topic.node} follows its task {content.follows}: {reason}")
+
+    def _awaits(self, parent: str, session: str, child: str, key: Key) -> bool:
+        """Return whether a parent has yet to receive the model of a result that a child announced."""
+        found = (endpoint.session for endpoint in endpoints(self.lab, parent, last=True))
+        parents = [each for each in found if isinstance(each, ParentSession) and each.identity.session == session]
+        return any(child in each.peers and each.coordinator.is_announced(child, key) for each in parents)
 
     async def sample(self) -> None:
         """Sample all sessions at growing intervals until cancelled."""

@@ -80,7 +80,7 @@ def _same_attempt(original: Method) -> Method:
 def _same_order(original: Method) -> Method:
     """Compare the keys of a parent's new session with those of its last one."""
 
-    def parent_restarted(self: Any, now: float) -> None:
+    def parent_restarted(self: Any, now: float, **known: Any) -> None:
         self.reconnected(now)
 
     return parent_restarted
