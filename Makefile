@@ -99,7 +99,7 @@ wheel: $(INSTALLED) ## build dist/fedstrata-*.whl, which `fedstrata provision` g
 SEEDS ?= 200
 FROM ?= 0
 simulate: $(INSTALLED) ## play SEEDS=N labs with faults in virtual time, FROM=K on
-	.venv/bin/python -m deploy.simulation --seeds $(SEEDS) --from $(FROM)
+	.venv/bin/python -m tests.simulation --seeds $(SEEDS) --from $(FROM)
 
 clean: ## remove what the other targets made, except runs/ and data/
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -25,14 +25,14 @@ from common.protocol.messages import NodeState, Presence
 from common.protocol.time_zero import TimeZero
 from common.runtime.absence import until_return
 from common.runtime.world import World
-from deploy.simulation.drawn import draw_lab
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
-from deploy.simulation.seeds import run_lab as run_drawn
 from tests.helpers.commands import DEMO, null_model, run_lab, table
 from tests.helpers.netns import in_namespaces
 from tests.helpers.sites import SimulatedSite, virtual
+from tests.simulation.drawn import draw_lab
+from tests.simulation.runs import run_lab as run_drawn
 
 
 def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
@@ -221,7 +221,7 @@ def test_a_quorum_goes_on_without_devices_that_are_away() -> None:
     assert found.ended[CLOUD] == "" and len(found.rounds) == 3 and found.ended["device-0"] == ""
 
 
-@pytest.mark.slow  # 840039 of the permanent seeds has it, too
+@pytest.mark.slow  # the kept lab killed-while-another-is-away has it, too
 def test_a_quorum_waits_for_a_return_though_another_device_is_lost() -> None:
     async def kill(lab: SimulatedLab) -> None:
         await asyncio.sleep(4.0)
@@ -269,8 +269,9 @@ def test_random_labs_end_with_the_same_model_whoever_is_away_meanwhile(seed: int
         if rng.random() < 0.6:
             times[device] = [0.0, leaves, leaves + rng.uniform(1.0, 2 * idle_s)]
     trace = {"availability": {"trace": {"changes": times or {experiment.tree.devices[0]: [1.0]}}}}
+    drawn = replace(drawn, faults=()).without_absences()
     away = replace(drawn, experiment=parse(experiment.model_dump(mode="json") | trace))
-    found, twin = (run_drawn(each, seed=seed, faults=()).outcome for each in (away, drawn))
+    found, twin = (run_drawn(each, seed=seed).outcome for each in (away, drawn))
     assert found.ok and twin.ok, (found.result, twin.result)
     assert drawn.timed or found.digest == twin.digest
 

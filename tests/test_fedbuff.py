@@ -35,10 +35,11 @@ from deploy.local.direct import run_in_process
 from deploy.local.replay import replayed
 from deploy.runs.run import Run
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.seeds import run_seed
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
 from tests.helpers.examples import examples
 from tests.session_lab import manifest_of
+from tests.simulation.labs import LABS, read_lab
+from tests.simulation.runs import check_lab
 from tests.test_aggregators import Report
 
 LAYOUT: Final = ModelLayout.build(
@@ -384,17 +385,18 @@ def test_a_lab_goes_on_after_a_node_was_killed(node: str) -> None:
 
 
 def test_a_lab_that_loses_accepted_results_violates_an_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As any lab of this seed did, before results were taken back."""
+    """As any run of this lab did, before results were taken back."""
 
     def end(self: Coordinator, *, but: Collection[str] = ()) -> None:
         self._open = False
         for name, child in self._children.items():
             child.carried = child.carried and name in but
 
-    assert run_seed(400_003).violations == ()
+    drawn = read_lab(LABS / "buffers-take-back.toml")
+    assert check_lab(drawn).violations == ()
     monkeypatch.setattr(Coordinator, "end", end)
     monkeypatch.setattr(Dispatch, "last", property(lambda self: False, lambda self, value: None))
-    ((name, wrong),) = run_seed(400_003).violations
+    ((name, wrong),) = check_lab(drawn).violations
     assert name == "undisturbed lab is exact" and "accepted and lost at institution-0: 4 of" in wrong
 
 

@@ -68,7 +68,13 @@ def test_no_json_that_users_read_may_have_a_number_that_json_has_not() -> None:
 
 
 def test_no_file_is_long() -> None:
-    assert {path.name: n for path in SOURCES if (n := len(path.read_text().splitlines())) > 600} == {}
+    files = [*SOURCES, *(ROOT / "tests/simulation").rglob("*.py")]
+    assert {path.name: n for path in files if (n := len(path.read_text().splitlines())) > 600} == {}
+
+
+def test_the_product_imports_no_tests() -> None:
+    pattern = re.compile(r"^\s*(import|from) tests\b", re.MULTILINE)
+    assert [path.name for path in SOURCES if pattern.search(path.read_text())] == []
 
 
 def test_an_experiment_is_read_without_numpy() -> None:

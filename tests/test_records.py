@@ -32,8 +32,8 @@ from common.protocol.parent_session import ParentSession
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.monitor import endpoints
 from tests.helpers.records import BYTES, a_global_round
+from tests.simulation.monitor import endpoints
 
 NAMES: Final = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
 COUNT: Final = st.integers(0, 10**15)

@@ -542,6 +542,37 @@ def test_a_result_that_was_taken_is_never_called_late() -> None:
     assert one.coordinator.late == 0
 
 
+def test_a_result_that_was_taken_is_not_called_late_after_a_repeat_of_an_earlier_one() -> None:
+    """A stranger's, or the network's: the child would discard the state that its next task starts from."""
+    one = OneParent(1)
+    first = one.key
+    one.finish("device-0", 1.0)
+    second = one.key = one.open(local_round=1, now=2.0)
+    one.finish("device-0", 3.0)
+    one.coordinator.tick(3.0)
+    one.coordinator.to_send(3.0)
+    one.receive("device-0", result_of(first), 5.0)
+    assert one.acknowledgements(5.0) == [("device-0", Acknowledgement(first, "the round has closed"))]
+    one.receive("device-0", result_of(second), 7.0)
+    one.open(local_round=2, now=8.0)
+    one.receive("device-0", result_of(second), 9.0)
+    assert {answer for _, answer in one.acknowledgements(9.0)} == {Acknowledgement(second, "")}
+
+
+def test_a_session_of_the_parent_that_returns_keeps_the_order_of_its_tasks() -> None:
+    participant = Participant(idle_s=20.0)
+    later, earlier = (Task(Key(0, number, 0), 1, manifest_of(number), None) for number in (1, 0))
+    participant.receive(later, now=0.0)
+    assert isinstance(participant.next_event(), Begin)
+    participant.parent_restarted(1.0)  # a stranger's presence under the parent's name
+    participant.parent_restarted(2.0, again=True)
+    participant.receive(earlier, now=3.0)
+    assert participant.next_event() is None
+    participant.parent_restarted(4.0)
+    participant.receive(earlier, now=5.0)
+    assert isinstance(participant.next_event(), Begin)
+
+
 def test_a_new_parent_does_not_judge_what_it_never_asked_for() -> None:
     """Before its first round it may be about to open the very one that the result belongs to."""
     coordinator = Coordinator(["device-0"], idle_s=20.0)

@@ -114,6 +114,7 @@ class ChildSession:
         self._marks: dict[str, Mark] = {}
         self._fetching: Task | None = None
         self._parent_session = parent_session
+        self._task_session = ""  # that sent the last task
         self._zero = TimeZero()
         self._gone_since: float | None = now
         self._lost = False
@@ -323,6 +324,7 @@ class ChildSession:
                 self._declined = Declined(task.key, short(str(error)))
             raise Misfit(f"a task: {error}") from None
         else:
+            self._task_session = self._parent_session
             self.participant.receive(task, now=now)
 
     def _presence(self, proven: Proven, now: float) -> None:
@@ -431,7 +433,7 @@ class ChildSession:
             self.link.receiver.ask_again(peer, now=now)  # its connection is new
         if session != self._parent_session:
             self._parent_session = session
-            self.participant.parent_restarted(now)
+            self.participant.parent_restarted(now, again=session == self._task_session)
         elif self._lost:
             self.participant.reconnected(now)
         self._lost = False

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from math import inf
+from typing import Final
 
 from common.experiment.availability import Online
 from common.experiment.rounds import Closing
@@ -40,6 +41,8 @@ from common.protocol.round_state import (
     waiting_most_s,
 )
 from common.protocol.timeline import Timeline
+
+CLOSED: Final = "the round has closed"
 
 
 class Coordinator:
@@ -377,10 +380,13 @@ class Coordinator:
     def _acknowledge_old(self, name: str, child: ChildInRound, result: Result, now: float) -> None:
         if self._key is None or (self._open and result.key >= self._key):
             return
-        if child.acknowledged is None or child.acknowledged[0] != result.key:
+        last = child.acknowledged
+        if last is None or last[0] < result.key:
             self.late += 1
-            child.acknowledged = result.key, "the round has closed"
-        self._acknowledge_again(name, Acknowledgement(*child.acknowledged), now)
+            last = child.acknowledged = result.key, CLOSED
+        # A repeat of an earlier result must not replace the answer to the last one, which may be asked for again.
+        answer = Acknowledgement(*last) if last[0] == result.key else Acknowledgement(result.key, CLOSED)
+        self._acknowledge_again(name, answer, now)
 
     def _received_model(self, child: ChildInRound, now: float) -> None:
         child.has_model, child.absent = True, False  # it is working, regardless of its presence

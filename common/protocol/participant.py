@@ -113,9 +113,12 @@ class Participant:
             self._new_parent = False
             self._take(message, now)
 
-    def parent_restarted(self, now: float) -> None:
-        """Note the parent's new session, whose keys may be smaller; repeat what it has not received."""
-        self._new_parent = True
+    def parent_restarted(self, now: float, *, again: bool = False) -> None:
+        """Note the parent's new session, whose keys may be smaller; repeat what it has not received.
+
+        `again`: it is the session of the present task, after another one in between; its keys only grow.
+        """
+        self._new_parent = not again
         self.reconnected(now)
 
     def begin_work(self, phase: Phase, *, now: float) -> None:

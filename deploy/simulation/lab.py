@@ -106,6 +106,7 @@ class SimulatedLab:
         self._seconds: dict[str, SimulatedProcess] = {}
         self._second_ends: dict[str, str] = {}  # the errors of second nodes that have ended
         self.faults: list[tuple[float, str]] = []
+        self.injecting = False  # a message that no node has sent is being routed
         self._changed = asyncio.Event()
 
     def run(self) -> LabOutcome:
@@ -169,7 +170,9 @@ class SimulatedLab:
 
     def inject(self, topic: str, body: bytes, *, qos: int = 1, retain: bool = False, broker: str = BROKER) -> None:
         """Publish a message as an unknown client."""
+        self.injecting = True
         self.network.brokers[broker].route(topic, body, qos=qos, retain=retain)
+        self.injecting = False
 
     def alive(self, node: str) -> bool:
         """Return whether a node's process exists and has not ended."""

@@ -1,0 +1,254 @@
+"""Interference with messages: lost kinds, flipped bits, messages of unknown sessions, and floods."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+
+from common.accounting.traffic import Traffic
+from common.errors import WireError
+from common.experiment.topology import CLOUD
+from common.protocol import serialization, topics
+from common.protocol.manifest import describe
+from common.protocol.messages import (
+    DIGEST_BYTES,
+    Acknowledgement,
+    Alive,
+    Announcement,
+    Ask,
+    Farewell,
+    Gone,
+    Goodbye,
+    Key,
+    Message,
+    NodeState,
+    Phase,
+    Preparing,
+    Presence,
+    Progress,
+    Result,
+    Task,
+    WhoIsThere,
+)
+from common.protocol.round_state import LIVING
+from common.protocol.serialization import KINDS
+from common.runtime.endpoint import Endpoint
+from deploy.simulation.agents import BROKER
+from deploy.simulation.broker import Routed
+from deploy.simulation.lab import SimulatedLab
+from tests.simulation.faults import Fault, FaultKind
+
+CHUNK: Final = "chunk"
+SEEN: Final = 50  # messages of each node that a stranger remembers
+REPLAYED: Final = 0.4  # share of a stranger's messages that are sent as they were
+NOISE_BYTES_MOST: Final = 200_000
+DEAD_RUN: Final = "20200101T000000Z-dead00"
+DEAD_SESSION: Final = "0123456789abcdef"
+
+
+def kind_of(message: Routed) -> str:
+    """Return the kind of a message: its record's name, `chunk`, or "" if it is empty or malformed."""
+    if "/blob/" in message.topic:
+        return CHUNK
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(message.body[DIGEST_BYTES:][:200])
+    try:
+        unpacker.read_array_header()
+        unpacker.skip()
+        unpacker.skip()
+        return str(KINDS[unpacker.unpack()].__name__)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException):
+        return ""
+
+
+def sender_of(topic: str) -> str:
+    """Return the sender of a message, by its topic; "" for a topic that is not fedstrata's."""
+    try:
+        return topics.sender_of(topics.parse(topic))
+    except WireError:
+        return ""
+
+
+class MuteFilter:
+    """Filter that drops one kind of message, of one sender or of all."""
+
+    def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
+        self._fault = fault
+
+    def __call__(self, message: Routed) -> bool:
+        """Return whether a message is forwarded."""
+        fault = self._fault
+        return kind_of(message) != fault.detail or fault.node not in ("", sender_of(message.topic))
+
+
+class Flipper:
+    """Filter that flips one bit in a share of one sender's messages."""
+
+    def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
+        self._lab, self._fault = lab, fault
+        self._rng = random.Random(f"{lab.seed} flip {fault}")
+        self._flipping = False
+
+    def __call__(self, message: Routed) -> bool:
+        """Return whether a message is forwarded unchanged."""
+        if self._flipping or not message.body or sender_of(message.topic) != self._fault.node:
+            return True
+        if self._rng.random() >= self._fault.amount:
+            return True
+        body = bytearray(message.body)
+        place = self._rng.randrange(8 * len(body))
+        body[place // 8] ^= 1 << place % 8
+        self._flipping = True
+        self._lab.broker(message.broker).route(message.topic, bytes(body), qos=message.qos, retain=message.retain)
+        self._flipping = False
+        return False
+
+
+class Wiretap:
+    """What a stranger has seen of a lab: its latest messages by sender, and the sessions of each node in order.
+
+    It forges no proof of life: a session that proves itself is a new process of its peer to a node.
+    """
+
+    def __init__(self, lab: SimulatedLab) -> None:
+        self._lab = lab
+        self.messages: dict[str, deque[Routed]] = {}
+        self.sessions: dict[str, list[str]] = {}
+        self._present: dict[str, Task] = {}  # the last task of each node
+
+    def __call__(self, message: Routed) -> None:
+        """Take a message that a node has sent."""
+        if self._lab.injecting or "/blob/" in message.topic or not message.body:
+            return
+        node = sender_of(message.topic)
+        try:
+            topic, (session, content) = topics.parse(message.topic), serialization.decode(message.body)
+        except WireError:
+            return
+        if isinstance(content, Task) and isinstance(topic, topics.InboxTopic):
+            self._present[topic.node] = content
+        sessions = self.sessions.setdefault(node, [])
+        if session not in sessions:
+            sessions.append(session)
+        self.messages.setdefault(node, deque(maxlen=SEEN)).append(message)
+
+    def forge(self, node: str, rng: random.Random) -> Routed | None:
+        """Return a real message of a node: as it was, or of another session, with another model where it has one."""
+        seen = self.messages.get(node)
+        if not seen:
+            return None
+        message = rng.choice(seen)
+        _, content = serialization.decode(message.body)
+        if isinstance(content, Alive):
+            return None
+        if rng.random() < REPLAYED and not (isinstance(content, Presence) and content.state in LIVING):
+            return message
+        *old, _own = self.sessions[node]
+        others = [name for each, names in self.sessions.items() if each != node for name in names]
+        session = rng.choice([rng.randbytes(8).hex(), *old[-1:], *others[-3:]])
+        present = self._present.get(node)
+        if isinstance(content, Result | Progress) and present is not None:
+            content = replace(content, key=present.key)
+        if isinstance(content, Task | Result):
+            content = _with_noise(content, rng)
+        elif isinstance(content, Acknowledgement):
+            content = replace(content, reason=rng.choice(["", "no"]))
+        elif isinstance(content, Presence):
+            content = replace(content, state=NodeState.LOST)  # a late will
+        elif isinstance(content, Ask):
+            answers: list[Message] = [Gone(content.blob), replace(content, lacking=b"")]
+            content = rng.choice(answers)
+        return message._replace(body=serialization.encode(content, session))
+
+
+def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int, tap: Wiretap | None) -> None:
+    """Publish a message under a node's name: one seen before, as it was or forged; else one of an unknown session."""
+    rng = random.Random(f"{lab.seed} stranger seen {fault} {number}")
+    seen = None if tap is None else tap.forge(fault.node, rng)
+    if tap is None:
+        _send_unseen(lab, fault, number)
+    elif seen is not None:
+        lab.inject(seen.topic, seen.body, qos=seen.qos, retain=seen.retain and rng.random() < 0.3, broker=seen.broker)
+
+
+def _with_noise(content: Task | Result, rng: random.Random) -> Task | Result:
+    """Return a task or a result with another model of the same form, inside the message."""
+    model = content.model
+    noise = rng.randbytes(min(model.size, NOISE_BYTES_MOST))
+    if model.size > NOISE_BYTES_MOST or model.codec != "fp32":
+        return content
+    floats = np.frombuffer(noise, np.uint8).astype(np.float32)[: model.size // 4]
+    body = memoryview(np.resize(floats, model.size // 4).tobytes())
+    return replace(
+        content,
+        model=describe(body, chunk_bytes=model.chunk_bytes, codec=model.codec, layout=model.layout),
+        inline=bytes(body),
+    )
+
+
+def _send_unseen(lab: SimulatedLab, fault: Fault, number: int) -> None:
+    """Publish a message of an unknown session under a node's name."""
+    node, rng = fault.node, random.Random(f"{lab.seed} stranger {fault} {number}")
+    for endpoint in _endpoints(lab, node):
+        identity = endpoint.identity
+        session = rng.randbytes(8).hex()
+        peer = rng.choice(endpoint.link.peers)
+        body = serialization.encode(rng.choice(_messages(node == CLOUD)), session)
+        broker = endpoint.connection.address.host
+        if rng.random() < 0.2:
+            state = rng.choice([NodeState.INIT, NodeState.READY, NodeState.LOST])
+            body = serialization.encode(Presence(state, identity.role, samples=7), session)
+            lab.inject(topics.state(identity.lab, identity.run, node), body, retain=rng.random() < 0.5, broker=broker)
+        else:
+            lab.inject(topics.inbox(identity.lab, identity.run, peer, node), body, broker=broker)
+
+
+def flood(lab: SimulatedLab, fault: Fault, number: int) -> None:
+    """Publish one message of a flood: asks of a node's own session, or searches of unknown nodes for it."""
+    rng = random.Random(f"{lab.seed} flood {fault} {number}")
+    for endpoint in _endpoints(lab, fault.node):
+        identity, broker = endpoint.identity, endpoint.connection.address.host
+        if fault.kind is FaultKind.SEEKERS:
+            question = WhoIsThere(f"{number:016x}", identity.run)
+            body = serialization.encode(question, f"{number:016x}")
+            lab.inject(topics.seek(identity.lab, fault.node, f"stranger-{number}"), body, qos=0, broker=broker)
+        else:
+            ask = Ask(rng.randbytes(8).hex(), b"\xff" * 8, 0, 0, 64, True)
+            for peer in endpoint.link.peers:
+                topic = topics.inbox(identity.lab, identity.run, peer, fault.node)
+                lab.inject(topic, serialization.encode(ask, identity.session), qos=0, broker=broker)
+
+
+def leave_remains(lab: SimulatedLab, fault: Fault) -> None:
+    """Publish the remains of a dead run on a broker: retained READY presences, and an experiment."""
+    presence = Presence(NodeState.READY, "device", samples=10, ledger=DEAD_SESSION)
+    for node in {fault.node, lab.homes.get(fault.node, CLOUD), CLOUD}:
+        for broker in lab.network.brokers:
+            topic = topics.state("lab", DEAD_RUN, node)
+            lab.inject(topic, serialization.encode(presence, DEAD_SESSION), retain=True, broker=broker)
+    announcement = serialization.encode(Announcement("{}", "{}"), DEAD_SESSION)
+    lab.inject(topics.spec("lab", DEAD_RUN, CLOUD), announcement, retain=True, broker=BROKER)
+
+
+def _endpoints(lab: SimulatedLab, node: str) -> list[Endpoint]:
+    if not lab.alive(node):
+        return []
+    users = [connection.user for connection in lab.worlds[node][-1].connections if connection.up]
+    return [user for user in users if isinstance(user, Endpoint)]
+
+
+def _messages(parent: bool) -> list[Message]:
+    key, nothing, blob = Key(0, 99, 0), Traffic(), "0123456789abcdef"
+    alive = Alive("f" * 16, Presence(NodeState.READY, "x"))
+    both: list[Message] = [Ask(blob, b"\xff", 0, 0, 8, True), Gone(blob), WhoIsThere("f" * 16), alive]
+    if parent:
+        manifest: Any = describe(memoryview(b"1" * 64), chunk_bytes=32_768, codec="fp32", layout="0" * 16)
+        return [*both, Task(key, 1, manifest, None), Acknowledgement(key, "no"), Goodbye()]
+    return [
+        *both, Progress(key, Phase.TRAINING, 1, 2, nothing, ()), Preparing(1, ""), Farewell(nothing, ()),
+    ]  # fmt: skip

@@ -1,0 +1,236 @@
+"""Observation of a running lab and its end: sizes of containers, tasks, bytes, retained messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from common.accounting.counters import packet_bytes
+from common.accounting.traffic import Traffic
+from common.errors import WireError
+from common.experiment.topology import CLOUD
+from common.protocol import serialization, topics
+from common.protocol.child_session import ChildSession
+from common.protocol.messages import Acknowledgement, Key, Task
+from common.protocol.parent_session import ParentSession
+from common.runtime.endpoint import Endpoint
+from deploy.simulation.broker import Routed
+from deploy.simulation.connection import SimulatedConnection
+from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.outcome import LabOutcome
+from tests.simulation.interference import kind_of
+
+SAMPLE_S: Final = 3.3
+SAMPLE_GROWTH: Final = 1.9
+ANNOUNCEMENT_LEAST: Final = 1000  # bytes; a message with an experiment is larger
+CONTAINERS: Final = (dict, list, set, deque, frozenset)
+PACKAGES: Final = ("common.protocol", "common.runtime")
+
+
+@dataclass(slots=True)
+class LinkCount:
+    """MQTT bytes between a parent and a child, over all their processes, as counted by each end."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Evidence:
+    """Observations of one lab.
+
+    sizes: the largest size of each container, by its path    tasks: the most asyncio tasks of each role
+    zero_s: when the traces began, as the cloud's last process has it    closed_s: when each global round closed
+    failed_s: when the cloud failed
+    retained: topics retained by the brokers at the end
+    up, down: each child's link to its parent, by (parent, child)
+    ledgers: each parent's byte ledger at the end, every link below it
+    trained: how often each device completed each round    starts: processes of each node    late: late results
+    before_join: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
+    unsettled: results that a parent has accepted, and neither used in one closed round nor taken back
+    misled: tasks that follow one whose result was refused, or taken back; results accepted before they arrived
+    """
+
+    sizes: Counter[str] = field(default_factory=Counter)
+    tasks: Counter[str] = field(default_factory=Counter)
+    zero_s: float | None = None
+    closed_s: list[float] = field(default_factory=list)
+    failed_s: float | None = None
+    retained: list[str] = field(default_factory=list)
+    up: dict[tuple[str, str], LinkCount] = field(default_factory=dict)
+    down: dict[tuple[str, str], LinkCount] = field(default_factory=dict)
+    ledgers: dict[str, Mapping[str, Traffic]] = field(default_factory=dict)
+    trained: Counter[tuple[str, int]] = field(default_factory=Counter)
+    starts: Counter[str] = field(default_factory=Counter)
+    before_join: Counter[tuple[str, str]] = field(default_factory=Counter)
+    late: int = 0
+    unsettled: list[str] = field(default_factory=list)
+    misled: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LabRun:
+    """A completed lab: its outcome, and the evidence that the monitor collected."""
+
+    outcome: LabOutcome
+    evidence: Evidence
+
+
+class Monitor:
+    """Collector of one lab's evidence."""
+
+    def __init__(self) -> None:
+        self.evidence = Evidence()
+        self._joined: set[str] = set()
+        self._answers: dict[tuple[str, str, int, int], str] = {}  # by a parent's session, the child and its round
+        self._answered: dict[tuple[str, str], Key] = {}  # the last key that was answered, by the same
+        self.lab: SimulatedLab
+
+    def observe(self, event: str, facts: dict[str, object]) -> None:
+        """Record an event of the cloud."""
+        if event == "begun":
+            self.evidence.zero_s = self.lab.now() - cast(float, facts["elapsed_s"])
+        elif event == "global_round":
+            self.evidence.closed_s.append(self.lab.now())
+        elif event == "failed":
+            self.evidence.failed_s = self.lab.now()
+
+    def routed(self, message: Routed) -> None:
+        """Count messages to a node that has not joined the run: questions, and answers to its search."""
+        topic = topics.parse(message.topic)
+        if isinstance(topic, topics.StateTopic):
+            self._joined.add(topic.node)
+        elif isinstance(topic, topics.InboxTopic):
+            late = len(message.body) > ANNOUNCEMENT_LEAST and kind_of(message) == "Alive"
+            if late or topic.node not in self._joined:
+                size = packet_bytes(message.topic, len(message.body), qos=message.qos)
+                self.evidence.before_join[topic.sender, topic.node] += size
+
+    def answered(self, message: Routed) -> None:
+        """Compare what each task follows with the last answer of its parent's session to that task's result."""
+        if self.lab.injecting or kind_of(message) not in ("Task", "Acknowledgement"):
+            return
+        try:
+            topic, (session, content) = topics.parse(message.topic), serialization.decode(message.body)
+        except WireError:
+            return  # damaged on its way
+        if not isinstance(topic, topics.InboxTopic):
+            return
+        experiment = self.lab.agents.experiment
+        if isinstance(content, Acknowledgement):
+            if content.key < self._answered.get((session, topic.node), content.key):
+                return  # the child has a later task, and ignores it
+            self._answered[session, topic.node] = content.key
+            place = session, topic.node, content.key.global_round, content.key.local_round
+            self._answers[place] = content.reason
+            if not content.reason and self._awaits(topic.sender, session, topic.node, content.key):
+                self.evidence.misled.append(f"{topic.node}'s result {tuple(content.key)} is accepted before it arrived")
+        elif isinstance(content, Task) and content.follows:
+            rounds = experiment.rounds_of(experiment.tree.depth(topic.sender))
+            place = session, topic.node, *divmod(content.follows - 1, rounds)
+            if reason := self._answers.get(place):
+                self.evidence.misled.append(f"{topic.node} follows its task {content.follows}: {reason}")
+
+    def _awaits(self, parent: str, session: str, child: str, key: Key) -> bool:
+        """Return whether a parent has yet to receive the model of a result that a child announced."""
+        found = (endpoint.session for endpoint in endpoints(self.lab, parent, last=True))
+        parents = [each for each in found if isinstance(each, ParentSession) and each.identity.session == session]
+        return any(child in each.peers and each.coordinator.is_announced(child, key) for each in parents)
+
+    async def sample(self) -> None:
+        """Sample all sessions at growing intervals until cancelled."""
+        pause_s = SAMPLE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            self.look()
+            pause_s *= SAMPLE_GROWTH
+
+    def look(self) -> None:
+        """Record the current sizes."""
+        lab, evidence = self.lab, self.evidence
+        for node, process in lab.processes.items():
+            if not process.alive:
+                continue
+            role = "cloud" if node == CLOUD else "device" if node in lab.homes else "institution"
+            evidence.tasks[role] = max(evidence.tasks[role], len(process.tasks))
+            for endpoint in endpoints(lab, node, last=True):
+                for path, size in sizes(endpoint):
+                    evidence.sizes[f"{role} {path}"] = max(evidence.sizes[f"{role} {path}"], size)
+
+    def end(self, lab: SimulatedLab) -> None:
+        """Record the state of the lab at its end."""
+        self.look()
+        evidence = self.evidence
+        evidence.trained = lab.hardware.trained
+        evidence.starts = Counter({node: len(worlds) for node, worlds in lab.worlds.items()})
+        evidence.retained = sorted({topic for broker in lab.network.brokers.values() for topic in broker.retained})
+        for node in lab.names:
+            for endpoint in endpoints(lab, node):
+                self._count(node, endpoint.session)
+                self._settle(node, endpoint)
+
+    def _settle(self, node: str, endpoint: Endpoint) -> None:
+        if not isinstance(endpoint.session, ParentSession):
+            return
+        assert isinstance(endpoint.connection, SimulatedConnection)
+        coordinator, process = endpoint.session.coordinator, endpoint.connection.process
+        goes_on = process.alive or process.killed  # a process that has ended settles all
+        pending = len(coordinator.unsettled()) if goes_on else 0
+        lost = coordinator.accepted - coordinator.used - coordinator.taken_back - pending
+        if lost:
+            self.evidence.unsettled.append(f"{node}: {lost} of {coordinator.accepted}")
+
+    def _count(self, node: str, session: ParentSession | ChildSession) -> None:
+        evidence = self.evidence
+        if isinstance(session, ParentSession):
+            evidence.ledgers[node] = {name: report.traffic for name, report in session.ledger.reports().items()}
+            evidence.late += session.coordinator.late
+        for (peer, direction, kind), tally in session.link.counters.cells.items():
+            if isinstance(session, ParentSession):
+                to = evidence.down if direction == "sent" else evidence.up
+                link = to.setdefault((node, peer), LinkCount())
+            else:
+                assert isinstance(session, ChildSession)
+                to = evidence.up if direction == "sent" else evidence.down
+                link = to.setdefault((peer, node), LinkCount())
+            counts = link.sent if direction == "sent" else link.received
+            counts[kind] += tally.message
+            counts[f"{kind} payload"] += tally.payload
+
+
+def endpoints(lab: SimulatedLab, node: str, *, last: bool = False) -> Iterator[Endpoint]:
+    """Yield the endpoints of all processes of a node, or of the last one."""
+    for world in lab.worlds[node][-1:] if last else lab.worlds[node]:
+        for connection in world.connections:
+            if isinstance(connection.user, Endpoint):
+                yield connection.user
+
+
+def sizes(thing: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
+    """Yield the path and the size of every container in an object of PACKAGES."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, CONTAINERS):
+        yield path, len(thing)
+        for item in list(thing.values() if isinstance(thing, dict) else thing):
+            if _is_internal(item) or isinstance(item, CONTAINERS):
+                yield from sizes(item, f"{path}[]", seen)
+    elif _is_internal(thing):
+        for name in _fields(thing):
+            value = getattr(thing, name, None)
+            if isinstance(value, CONTAINERS) or _is_internal(value):
+                yield from sizes(value, f"{path}.{name}" if path else name, seen)
+
+
+def _is_internal(thing: Any) -> bool:
+    return type(thing).__module__.startswith(PACKAGES) and not isinstance(thing, type)
+
+
+def _fields(thing: Any) -> list[str]:
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*slots, *getattr(thing, "__dict__", ())]

@@ -1,0 +1,180 @@
+"""Bugs put back on purpose: each removes one promise of the protocol, and drawn labs should find it.
+
+    python -m tests.simulation --mutation session_check_dropped --seeds 500
+
+runs labs until one violates an invariant. A mutation replaces a method of a class, which is looked for by its name in
+`common.protocol`: it fails loudly if the class or the method is no longer there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+from unittest.mock import patch
+
+import common.protocol
+from common.protocol.messages import Acknowledgement, Key, Presence, Result, Task
+from common.protocol.round_state import LIVING
+
+Method = Callable[..., Any]
+Change = Callable[[Method], Method]
+
+
+def _speaks(original: Method) -> Method:
+    """Believe any session that sends under a peer's name."""
+
+    def speaks(self: Any, peer: str, session: str, now: float) -> bool:
+        original(self, peer, session, now)
+        return True
+
+    return speaks
+
+
+def _announced(original: Method) -> Method:
+    """Acknowledge a result when it is announced, not when its model has arrived and is valid."""
+
+    def receive(self: Any, name: str, message: Any, *, now: float) -> str:
+        wrong: str = original(self, name, message, now=now)
+        if isinstance(message, Result) and not wrong and self.is_announced(name, message.key):
+            self._acknowledgements.append((name, Acknowledgement(message.key, "")))
+        return wrong
+
+    return receive
+
+
+def _cleared_child(original: Method) -> Method:
+    """Ignore that a child has cleared its presence."""
+
+    def presence(self: Any, name: str, session: str, presence: Presence | None, *, now: float) -> Any:
+        return False if presence is None else original(self, name, session, presence, now=now)
+
+    return presence
+
+
+def _cleared_parent(original: Method) -> Method:
+    """Ignore that a parent has cleared its presence."""
+
+    def _presence(self: Any, *proof: Any, **settings: Any) -> None:
+        if _presence_of(*proof) is not None:
+            original(self, *proof, **settings)
+
+    return _presence
+
+
+def _same_attempt(original: Method) -> Method:
+    """Open an earlier round again in the same attempt, so that keys do not only grow."""
+
+    def open_(self: Any, *, global_round: int, local_round: int, **settings: Any) -> Key:
+        if self._key is not None and (global_round, local_round) <= self._key[1:]:
+            self._key = Key(self._key.attempt, -1, -1)
+        key: Key = original(self, global_round=global_round, local_round=local_round, **settings)
+        return key
+
+    return open_
+
+
+def _same_order(original: Method) -> Method:
+    """Compare the keys of a parent's new session with those of its last one."""
+
+    def parent_restarted(self: Any, now: float, **known: Any) -> None:
+        self.reconnected(now)
+
+    return parent_restarted
+
+
+def _same_blob(original: Method) -> Method:
+    """Take a task with the blob of the present one for the same task."""
+
+    def _take(self: Any, task: Task, now: float) -> None:
+        mine: Task | None = self._task
+        if mine is not None and mine.model.blob == task.model.blob:
+            self._task = replace(task, key=mine.key._replace(global_round=task.key[1], local_round=task.key[2]))
+        original(self, task, now)
+
+    return _take
+
+
+def _late_will(original: Method) -> Method:
+    """Count the last message of any session under a peer's name."""
+
+    def receive(self: Any, peer: str, session: str, presence: Presence, *, retained: bool, now: float) -> bool:
+        counts: bool = original(self, peer, session, presence, retained=retained, now=now)
+        return counts or not retained
+
+    return receive
+
+
+def _late_will_of_child(original: Method) -> Method:
+    """Take the last message of any session of a child for that of its present one."""
+
+    def presence(self: Any, name: str, session: str, presence: Presence | None, *, now: float) -> Any:
+        last = presence is not None and presence.state not in LIVING
+        return original(self, name, self._children[name].session if last else session, presence, now=now)
+
+    return presence
+
+
+def _late_will_of_parent(original: Method) -> Method:
+    """Take the last message of any session of the parent for that of its present one."""
+
+    def _presence(self: Any, *proof: Any, **settings: Any) -> None:
+        presence, session = _presence_of(*proof), self._parent_session
+        if presence is not None and presence.state not in LIVING:
+            self._parent_session = ""  # as if none were known
+        original(self, *proof, **settings)
+        self._parent_session = self._parent_session or session
+
+    return _presence
+
+
+def _presence_of(first: Any, *others: Any) -> Presence | None:
+    """Return the presence among the arguments of a session's handler: a field of the first, or the second next."""
+    found: Presence | None = others[1] if isinstance(first, str) else first.presence
+    return found
+
+
+MUTATIONS: Final[Mapping[str, Mapping[tuple[str, str], Change]]] = {
+    "session_check_dropped": {("PeerProofs", "speaks"): _speaks},
+    "acknowledged_when_announced": {("Coordinator", "receive"): _announced},
+    "cleared_presence_ignored": {
+        ("Coordinator", "presence"): _cleared_child,
+        ("ChildSession", "_presence"): _cleared_parent,
+    },
+    "attempt_never_grows": {("Coordinator", "open"): _same_attempt},
+    "new_session_keeps_order": {("Participant", "parent_restarted"): _same_order},
+    "task_is_its_blob": {("Participant", "_take"): _same_blob},
+    "late_will_believed": {
+        ("PeerProofs", "receive"): _late_will,
+        ("Coordinator", "presence"): _late_will_of_child,
+        ("ChildSession", "_presence"): _late_will_of_parent,
+    },
+}
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Run with one bug."""
+    patches = [
+        patch.object(owner := _class(kind), method, change(getattr(owner, method)))
+        for (kind, method), change in MUTATIONS[name].items()
+    ]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def _class(name: str) -> Any:
+    """Return the class of this name in `common.protocol`, in whichever file it is."""
+    for module in pkgutil.iter_modules(common.protocol.__path__, "common.protocol."):
+        found = getattr(importlib.import_module(module.name), name, None)
+        if isinstance(found, type):
+            return found
+    raise LookupError(f"common.protocol has no class {name}")

@@ -1,0 +1,151 @@
+"""Text about drawn labs: descriptions, violations, summaries, and a trace of one lab's messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from common.errors import WireError
+from common.experiment.rounds import Closing
+from common.experiment.schema import Experiment
+from common.experiment.tiers import Tier
+from common.protocol import serialization, topics
+from common.protocol.messages import Ask, Message, Preparing, Presence, Progress, Result, Task, WhoIsThere
+from deploy.simulation.broker import Routed
+from deploy.simulation.lab import SimulatedLab
+from tests.simulation.drawn import DrawnLab
+from tests.simulation.fault_draws import LASTING
+from tests.simulation.faults import FaultKind
+from tests.simulation.runs import LabReport
+
+TEXT_MOST = 600
+DETAIL_MOST = 90
+
+
+def print_report(report: LabReport) -> None:
+    """Print a lab's violations, its faults and the command that repeats it."""
+    drawn = report.drawn
+    print(f"{drawn.title}: {'VIOLATED' if report.violations else 'holds'}")
+    for name, wrong in report.violations:
+        print(f"  {name}: {wrong[:TEXT_MOST]}")
+    if report.violations:
+        print(describe(drawn))
+        source = f"--lab {drawn.name}" if drawn.name else f"--seed {drawn.seed}"
+        print(f"  python -m tests.simulation {source} --trace", flush=True)
+
+
+def describe(drawn: DrawnLab) -> str:
+    """Return a description of a lab and its faults."""
+    experiment = drawn.experiment
+    tiers, transfer = experiment.every_tier, experiment.transfer
+
+    def each(text: Callable[[Tier], object]) -> str:
+        return "/".join(str(text(tier)) for tier in tiers)
+
+    rounds = " x ".join(map(str, (experiment.rounds, *(tier.rounds for tier in tiers[1:]))))
+    lines = [
+        f"  {experiment.sizes()[-1]} devices, {'a broker each' if drawn.broker_each else 'one broker'}, "
+        f"{rounds} rounds, about {drawn.expected_s:.0f} s",
+        f"  {each(lambda tier: tier.aggregation.name)}, closing {each(lambda tier: _closing(tier.closing))}, "
+        f"participation {each(lambda tier: f'{tier.participation:g}')}, {experiment.cloud.epoch_control.name}",
+        f"  model {drawn.model_bytes} B, inline {transfer.inline_bytes}, chunks {transfer.chunk_bytes}, idle "
+        f"{transfer.idle_s:g} s, keep-alive {transfer.keepalive_s} s, codecs {each(lambda tier: tier.transfer.up)}, "
+        f"{'files' if drawn.spool else 'no files'}, train {drawn.durations.train_s:g} s",
+        *_absences(experiment),
+        *(f"  [{place}] {fault}" for place, fault in enumerate(drawn.faults)),
+    ]
+    return "\n".join(lines)
+
+
+def _absences(experiment: Experiment) -> list[str]:
+    trace = experiment.availability.trace
+    found = {} if trace is None else trace.changes
+    return [f"  {device} comes, leaves, comes ... at {', '.join(map(str, times))} s" for device, times in found.items()]
+
+
+def _closing(closing: Closing) -> str:
+    return closing.rule if closing.quorum is None else f"quorum {closing.quorum} after {closing.deadline_s:.1f} s"
+
+
+def summary(reports: Sequence[LabReport], *, real_s: float) -> str:
+    """Return a summary of many labs."""
+    labs, virtual_s = sum(report.labs for report in reports), sum(report.virtual_s for report in reports)
+    busy_s = sum(report.real_s for report in reports)
+    drawn = Counter((fault.kind, fault.permanent) for report in reports for fault in report.drawn.faults)
+    violated = [report.drawn.title for report in reports if report.violations]
+    lines = [
+        f"{len(reports)} drawn, {labs} labs in {real_s:.0f} s: {labs / max(real_s, 1e-9):.1f} labs a second, "
+        f"{labs / max(busy_s, 1e-9):.1f} a second and process; {virtual_s / 3600:.1f} virtual hours",
+        f"{sum(report.failed for report in reports)} labs ended with a documented error, {len(violated)} violate "
+        f"an invariant{': ' + ', '.join(violated) if violated else ''}",
+        *(f"  {drawn[kind, False]:6d}  {kind.value}" for kind in FaultKind),
+        *(f"  {drawn[kind, True]:6d}  {kind.value}, permanent" for kind in LASTING),
+    ]
+    return "\n".join(lines)
+
+
+def print_trace(lab: SimulatedLab) -> None:
+    """Print every routed message, every fault, and every node that ends."""
+    seen = {"faults": 0}
+    ended: dict[str, str] = {}
+
+    def hook(message: Routed) -> None:
+        for at, fault in lab.faults[seen["faults"] :]:
+            print(f"{at:9.3f} --- {fault}")
+        seen["faults"] = len(lab.faults)
+        for node, error in lab.ended.items():
+            if ended.get(node) != error:
+                ended[node] = error
+                print(f"{lab.now():9.3f} === {node} ended {error}")
+        print(f"{lab.now():9.3f} {message.broker[:13]:13} {line(message)}")
+
+    lab.network.hooks.append(hook)
+
+
+def line(message: Routed) -> str:
+    """Return one line for a message."""
+    try:
+        topic = topics.parse(message.topic)
+        session, content = serialization.decode(message.body) if not _is_chunk(topic) and message.body else ("", None)
+    except WireError as error:
+        return f"{message.topic} {len(message.body)} bytes: {error}"
+    if isinstance(topic, topics.ChunkTopic):
+        return f"{topic.node} -> {topic.stream}: chunk {topic.index} of {topic.blob[:6]} no. {topic.number}"
+    if isinstance(topic, topics.InboxTopic):
+        head = f"{topic.sender}({session[:4]}) -> {topic.node}"
+    elif isinstance(topic, topics.SeekTopic):
+        head = f"{topic.child}({session[:4]}) seeks {topic.parent}"
+    elif isinstance(topic, topics.RollTopic):
+        head = f"{topic.asker} calls the roll"
+    elif isinstance(topic, topics.HereTopic):
+        head = f"{topic.node}({session[:4]}) -> {topic.asker}"
+    else:
+        head = f"{topic.node}({session[:4]}) {'retains' if message.retain else 'publishes'}"
+    return f"{head}: {_brief(content)}"
+
+
+def _is_chunk(topic: topics.Topic) -> bool:
+    return isinstance(topic, topics.ChunkTopic)
+
+
+def _brief(content: Message | None) -> str:
+    if content is None:
+        return "nothing"
+    text = type(content).__name__
+    if isinstance(content, Presence):
+        text += f" {content.state} {content.reason[:DETAIL_MOST]} {content.answers[:4]}"
+    elif isinstance(content, Task | Result):
+        inline = " inline" if content.inline is not None else ""
+        text += f" {tuple(content.key)} {content.model.blob[:6]} {content.model.chunks} chunks{inline}"
+    elif isinstance(content, Progress):
+        text += f" {tuple(content.key)} {content.phase} {content.done}/{content.total}"
+    elif isinstance(content, Ask):
+        restart = " restart" if content.restart else ""
+        seen = f"{content.seen_all}/{content.seen_own}"
+        text += f" {content.blob[:6]} lacks {content.lacking.hex()} seen {seen}{restart}"
+    elif isinstance(content, Preparing | WhoIsThere):
+        text = str(content)[:DETAIL_MOST]
+    else:
+        key = getattr(content, "key", None)
+        text += f" {tuple(key) if key else ''} {getattr(content, 'reason', '') or getattr(content, 'blob', '')}"
+    return text
