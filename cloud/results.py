@@ -40,6 +40,13 @@ LEDGER: Final = "ledger.json"
 FORMAT: Final = 3  # of a run's folder
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
+WITHOUT_A_NETWORK: Final = {
+    "bytes": "payload of whole models; nothing was sent, and message bytes equal it",
+    "seconds": "computing time of this machine, devices trained one after another",
+    "links": "declared, not enforced",
+    "hardware": "declared, not emulated",
+    "availability": "declared, not replayed: every device is there",
+}
 GROWING: Final = ("rounds.csv", "devices.csv", "events.jsonl")
 
 _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
@@ -67,8 +74,8 @@ class RunFolder:
         self._release: Callable[[], object] = lambda: None
 
     @classmethod
-    def create(cls, root: Path, experiment: Experiment, *, world: World = REAL) -> RunFolder:
-        """Create `runs/<utc>-<name>-<id>/`. Raises StorageFailed if that fails."""
+    def create(cls, root: Path, experiment: Experiment, *, direct: bool = False, world: World = REAL) -> RunFolder:
+        """Create `runs/<utc>-<name>-<id>/`, `direct`: of a run without a network. Raises StorageFailed if it fails."""
         utc, token = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ"), world.token(3)
         path = root / f"{utc}-{experiment.name}-{token}"
         made_root = not root.exists()
@@ -82,7 +89,7 @@ class RunFolder:
         with folder.removed_unless_begun():
             _replace(path / HELD, to_toml(experiment))
             folder._hold()
-            folder._write_manifest(utc)
+            folder._write_manifest(utc, direct=direct)
         return folder
 
     @classmethod
@@ -286,7 +293,7 @@ class RunFolder:
         _replace(path, "".join(whole[: 1 + len(kept)]))
         return kept
 
-    def _write_manifest(self, utc: str) -> None:
+    def _write_manifest(self, utc: str, *, direct: bool) -> None:
         experiment = self.experiment
         manifest = {
             "format": FORMAT,
@@ -304,6 +311,8 @@ class RunFolder:
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in PACKAGES},
         }
+        if direct:  # from the first, so that a run which is killed now is resumed as what it is
+            manifest[DIRECT] = WITHOUT_A_NETWORK
         _replace(self.path / "manifest.json", json_text(manifest, indent=2) + "\n")
 
     def _links(self) -> dict[str, object]:

@@ -30,6 +30,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.protocol.parent_session import ParentSession
 from common.protocol.timeline import GLOBAL_PHASES
+from deploy.runs.run import Run
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.records import BYTES, a_global_round
@@ -174,3 +175,11 @@ def test_links_are_written_every_few_seconds_and_at_the_end(monkeypatch: pytest.
     seconds = float(outcome.rounds[-1]["elapsed_s"])
     assert seconds / LINKS_S - 2 <= written["write_of_links"] <= seconds / LINKS_S + 3 < 15
     assert written["write_of_ledger"] == 41
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_run_killed_before_its_first_round_is_of_its_kind(tmp_path: Path, direct: bool) -> None:
+    folder = RunFolder.create(tmp_path, Experiment(), direct=direct)
+    assert Run(folder.path).direct is direct
+    folder.release()
+    assert RunFolder.check(folder.path, direct=direct) == folder.run

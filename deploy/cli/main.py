@@ -260,7 +260,7 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
         logs.write_line("--direct: link rates and delays are not enforced", level=logging.WARNING)
     if resume is None and chosen.hardware != HardwareSettings():
         logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
-    folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
+    folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen, direct=True)
     command = ["fedstrata", "run", "--direct", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
     with kept_once_begun(folder, command), show(chosen, json_lines=json_lines) as observe:
         run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)

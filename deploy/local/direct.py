@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from cloud.evaluator import EvaluationResult
-from cloud.results import DIRECT, RunFolder
+from cloud.results import DIRECT, WITHOUT_A_NETWORK, RunFolder
 from cloud.run import CloudRun
 from common.errors import FedstrataError, InvalidExperiment, StorageFailed
 from common.experiment.data import check_alike
@@ -46,14 +46,6 @@ from device.training.network import NetworkSource
 from device.training.trainer import Trainer
 from device.training.work import LocalWork
 from institution.rounds import LocalRounds
-
-WITHOUT_A_NETWORK: Final = {
-    "bytes": "payload of whole models; nothing was sent, and message bytes equal it",
-    "seconds": "computing time of this machine, devices trained one after another",
-    "links": "declared, not enforced",
-    "hardware": "declared, not emulated",
-    "availability": "declared, not replayed: every device is there",
-}
 
 
 def run_in_process(

@@ -36,7 +36,7 @@ def main() -> None:
         if "resume" in request:
             folder = RunFolder.reopen(Path(request["resume"]), direct=True)
         else:
-            folder = RunFolder.create(Path(request["runs"]), parse(request["experiment"]))
+            folder = RunFolder.create(Path(request["runs"]), parse(request["experiment"]), direct=True)
 
         def observe(event: str, facts: dict[str, object]) -> None:
             if event in SHOWN:
