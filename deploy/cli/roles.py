@@ -211,6 +211,7 @@ def institution(
     In a run it receives the experiment and runs its local rounds with its children. It reads data for rules that need
     samples at the node, and then needs fedstrata[learning] as devices do.
     """
+    from common.runtime.targets import published
     from institution.agent import InstitutionAgent
 
     check_parents([parent], [name])
@@ -228,7 +229,7 @@ def institution(
             lab=lab,
             connect_timeout_s=connect_timeout,
             metrics=registry,
-            metrics_address=address,
+            metrics_address=published(address, upward),
             spool=folders["spool"],
             allow=allow or (),
             data=data,
@@ -309,6 +310,7 @@ def device(
 
     async def take_part() -> None:
         require("torch")
+        from common.runtime.targets import published
         from deploy.local.agents import run_agents
         from device.agent import DeviceAgent
         from device.pool.pool import Pool
@@ -329,7 +331,7 @@ def device(
                     pool=pool,
                     connect_timeout_s=connect_timeout,
                     metrics=registry,
-                    metrics_address=address,
+                    metrics_address=published(address, places[each]),
                     spool=spool_folder(spool),
                     states=folders["spool"],
                     allow=allow or (),
