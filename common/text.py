@@ -99,13 +99,15 @@ def by_cause(causes: Iterable[tuple[str, str]]) -> str:
     for name, cause in causes:
         groups.setdefault(_SAMPLES.sub("", cause), []).append((name, cause))
     return "; ".join(
-        f"{found[0][0]} {found[0][1]}" if len(found) == 1 else f"{_named([name for name, _ in found])} {shared}"
+        f"{named([name for name, _ in found])} {found[0][1] if len(found) == 1 else shared}"
         for shared, found in groups.items()
     )
 
 
-def _named(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others."""
+def named(names: Sequence[str]) -> str:
+    """Return names for people; of more than NAMED the first, and the number of the others."""
+    if len(names) == 1:
+        return names[0]
     if len(names) <= NAMED:
         return f"{', '.join(names[:-1])} and {names[-1]}"
     return f"{', '.join(names[: NAMED - 1])} and {len(names) - NAMED + 1} others"

@@ -15,6 +15,7 @@ import typer
 from common.errors import InvalidExperiment
 from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
+from common.text import named
 from deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, serve_metrics
 from deploy.console import logs
@@ -154,8 +155,7 @@ def cloud(
             if chosen is None:
                 tree["topology"] = _topology(found, old)
                 chosen = checked()
-            for node in (each for each in chosen.tree.nodes if each in old):
-                raise InvalidExperiment("node", node, old[node], "Or leave it out of the experiment.")
+            _check_fit(chosen, old)
         folders = {"runs": runs, "spool": spool_folder(spool)}
         registry, address = serve_metrics(
             metrics, broker=where, login=reached.login, insecure=insecure, folders=folders
@@ -379,6 +379,16 @@ def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]
     for line in left_out:
         logs.write_line(line)
     return topology
+
+
+def _check_fit(chosen: Experiment, old: Mapping[str, str]) -> None:
+    """Report the nodes of an experiment that cannot take part. Raises InvalidExperiment if there are any."""
+    unfit = [node for node in chosen.tree.nodes if node in old]
+    for node in unfit:
+        logs.write_line(f"{node} cannot take part: {old[node]}")
+    if unfit:
+        problem = f"{len(unfit)} of the experiment's nodes cannot take part, as above"
+        raise InvalidExperiment("nodes", named(unfit), problem, "Fix them, or leave them out of the experiment.")
 
 
 def _stays(once: bool) -> bool:
