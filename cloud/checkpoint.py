@@ -34,7 +34,7 @@ class RunState:
     global_round: int
     elapsed_s: float
     epochs: dict[str, int]
-    selection: dict[str, Any] = field(default_factory=dict)  # the state of client selection; {} in earlier releases
+    selection: dict[str, Any] = field(default_factory=dict)  # the state of client selection
 
 
 def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Aggregator) -> Path:
@@ -69,7 +69,7 @@ def load(path: Path, *, layout: ModelLayout, row: Row, rule: Aggregator) -> RunS
             metadata = file.metadata()
             found: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         state = RunState(**json.loads(metadata[FACTS]))
-        if metadata.get(tensors.CONTENT) not in (None, tensors.content(found, metadata)):  # None: of an earlier release
+        if metadata[tensors.CONTENT] != tensors.content(found, metadata):
             raise ValueError("its content is damaged")
         layout.flatten(found, row)
         rule_states.read(path.with_suffix(""), rule.restore)

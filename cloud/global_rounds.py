@@ -26,7 +26,7 @@ from common.experiment.schema import Experiment
 from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
-from common.metrics import Metrics, node_labels
+from common.metrics import Metrics, NodeLabels
 from common.model.layout import ModelLayout, Row
 from common.model.refinement import Refiner
 from common.protocol.reports import plans_of, work_of
@@ -36,7 +36,7 @@ from common.runtime.patience import until_written
 from common.runtime.refining import run_refining
 from common.runtime.round import ClosedRound, Dispatch
 
-LABELS: Final = node_labels("cloud", CLOUD)
+LABELS: Final = NodeLabels("cloud", CLOUD)
 LINKS_S: Final = 5.0  # between two writes of links.csv, which has a row for each link
 LINKS_SHARE: Final = 0.02  # of the time, if it takes long: of thousands of devices
 SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
@@ -251,7 +251,7 @@ class GlobalRounds:
         for phase, seconds in phases.items():
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
         for name in names:
-            metrics.epochs.labels(*node_labels("cloud", name, parent=CLOUD)).set(epochs[name])
+            metrics.epochs.labels(*NodeLabels("cloud", name, parent=CLOUD)).set(epochs[name])
         return record
 
     def _tier_bytes(self) -> dict[str, int]:

@@ -222,10 +222,7 @@ class LinkRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecord(Record):
-    """A row of devices.csv: one device in one global round.
-
-    `node`: the device's path, `cloud/institution-0/device-3`. `pause_s`: None in runs of early releases.
-    """
+    """A row of devices.csv: one device in one global round. `node`: its path, `cloud/institution-0/device-3`."""
 
     global_round: _Int
     node: _Text
@@ -236,7 +233,7 @@ class DeviceRecord(Record):
     loss: _Short
     train_s: _Seconds
     wait_s: _Seconds
-    pause_s: _Short
+    pause_s: _Seconds
     path: _Path
 
     @property

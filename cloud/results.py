@@ -37,7 +37,7 @@ from common.text import json_text
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 LEDGER: Final = "ledger.json"
-FORMAT: Final = 3  # of a run's folder; `deploy.runs` also reads earlier formats
+FORMAT: Final = 3  # of a run's folder
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
 GROWING: Final = ("rounds.csv", "devices.csv", "events.jsonl")
@@ -105,13 +105,10 @@ class RunFolder:
         """
         try:
             manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-            run, earlier = str(manifest["run"]), manifest.get("format") != FORMAT
-            was_direct = DIRECT in manifest
+            run, was_direct = str(manifest["run"]), DIRECT in manifest
         except (OSError, ValueError, KeyError, TypeError):
             raise InvalidExperiment("--resume", str(path), "not a run's folder", "Name a folder under runs/.") from None
-        if earlier:
-            remedy = "Start a new run; report, compare and runs can still read this one."
-            raise InvalidExperiment("--resume", str(path), "the run was started by an earlier release", remedy)
+        check_format(manifest, path, key="--resume")
         if direct is not was_direct:  # its seconds and bytes would not be comparable
             had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Omit --direct.")
             raise InvalidExperiment("--resume", str(path), f"the run was started with {had}", remedy)
@@ -314,6 +311,13 @@ class RunFolder:
         experiment = self.experiment
         links = {name: experiment.link(name).recorded() for name in experiment.tree.nodes}
         return {"enforce": experiment.links.enforce, "of": links}
+
+
+def check_format(manifest: Mapping[str, object], path: Path, *, key: str) -> None:
+    """Check that a run's folder has the format of this release. Raises InvalidExperiment, for the option `key`."""
+    if (found := manifest.get("format")) != FORMAT:
+        problem = f"a run's folder of format {found}, this release has {FORMAT}"
+        raise InvalidExperiment(key, str(path), problem, "Use the release that wrote it.")
 
 
 def held(path: Path) -> bool:

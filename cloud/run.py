@@ -102,8 +102,7 @@ class CloudRun:
         """Record the run's facts, and report them and the warnings about its experiment and data."""
         experiment = self._experiment
         # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
-        score = {"name": experiment.score.name, "better": "higher" if experiment.score.higher else "lower"}
-        self._folder.note(model_bytes=self._layout.row_bytes, partition=self._partition, score=score)
+        self._folder.note(model_bytes=self._layout.row_bytes, partition=self._partition)
         self._observe(
             "run",
             {

@@ -28,26 +28,17 @@ Reading: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
 
 class NodeLabels(NamedTuple):
-    """The labels of a node; `institution` and `device` are those of earlier releases, which the next one omits."""
-
-    role: str
-    parent: str
-    node: str
-    institution: str
-    device: str
-
-
-NODE: Final = NodeLabels._fields
-
-
-def node_labels(role: str, node: str, *, parent: str = "") -> NodeLabels:
-    """Return the labels of a node; with the role `cloud` and a parent, of a child that the cloud reports on.
+    """The labels of a node; with the role `cloud` and a parent, of a child that the cloud reports on.
 
     The cloud itself has no parent.
     """
-    if role == "device":
-        return NodeLabels(role, parent, node, institution=parent, device=node)
-    return NodeLabels(role, parent, node, institution=node if parent else "", device="")
+
+    role: str
+    node: str
+    parent: str = ""
+
+
+NODE: Final = NodeLabels._fields
 
 
 class Family(NamedTuple):

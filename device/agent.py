@@ -18,7 +18,7 @@ from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.host.examination import examine_host
 from common.host.offload import offload
-from common.metrics import Metrics, node_labels
+from common.metrics import Metrics, NodeLabels
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
@@ -101,7 +101,7 @@ class DeviceAgent:
         self._stay = stay
         self._kit = kit
         self._world = world
-        self._labels = node_labels("device", name, parent=parent)
+        self._labels = NodeLabels("device", name, parent=parent)
 
     async def run(self) -> None:
         """Take part in one run until its end, or with `stay` in each run of its parent. Raises FedstrataError."""

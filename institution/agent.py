@@ -15,7 +15,7 @@ from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
 from common.host.examination import examine_host
-from common.metrics import Metrics, node_labels
+from common.metrics import Metrics, NodeLabels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
@@ -84,7 +84,7 @@ class InstitutionAgent:
         self._stay = stay
         self._kit = kit
         self._world = world
-        self._labels = node_labels("institution", name, parent=parent)
+        self._labels = NodeLabels("institution", name, parent=parent)
 
     async def run(self) -> None:
         """Take part in one run until its end, or with `stay` in each run of its parent. Raises FedstrataError."""

@@ -17,7 +17,7 @@ from common.aggregation.selection.situation import Choose
 from common.aggregation.uploads import Aggregated
 from common.experiment.schema import Experiment
 from common.host.offload import offload
-from common.metrics import Metrics, node_labels
+from common.metrics import Metrics, NodeLabels
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout
 from common.model.refinement import Refiner
@@ -58,7 +58,7 @@ class LocalRounds:
         self._down = down
         self._metrics = metrics
         self._refiner = refiner
-        self._labels = node_labels("institution", name, parent=tree.parent(name))
+        self._labels = NodeLabels("institution", name, parent=tree.parent(name))
         self._tier = experiment.tier_below(name)
         above, below = experiment.tier_above(name).transfer.down, self._tier.transfer.down
         self._recodes = below != above and not codec_of(below).exact  # the children decode another model

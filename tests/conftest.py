@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+# Before numpy and torch are imported. Several processes of tests share the cores: threads beside one another cost CPU
+# seconds and win no time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of the other test process
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -27,9 +34,6 @@ SAME: Final = settings(
 settings.register_profile("quick", SAME, max_examples=20)
 settings.register_profile("thorough", SAME, max_examples=200)
 settings.load_profile(PROFILE)
-
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of the other test process
 
 LONG: Final = ("faults", "staying", "seeds", "lab", "prometheus", "report", "scenarios", "direct", "pool", "sweep")
 

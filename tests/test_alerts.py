@@ -102,8 +102,8 @@ class Site:
             for words in (
                 ("cloud", experiment, "--runs", self._home / name, "--metrics", f"127.0.0.1:{self._cloud}"),
                 ("institution", "--name", HOME),
-                ("device", "--institution", HOME, "--name", "device-0"),
-                ("device", "--institution", HOME, "--name", "device-1"),
+                ("device", "--parent", HOME, "--name", "device-0"),
+                ("device", "--parent", HOME, "--name", "device-1"),
             )
         ]
         until(lambda: len(self.prometheus.healthy()) == 4, *lab)

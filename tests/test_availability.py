@@ -137,7 +137,6 @@ def test_a_trace_is_part_of_the_experiment_once_it_is_read(tmp_path: Path) -> No
     assert parse(experiment.to_json()) == experiment and "device-0 = [0.0, 40.0, 90.0]" in to_toml(experiment)
     assert experiment.online("device-1") == OnlineTimes((10.0, 30.0), 100.0) and experiment.online("device-2") is None
     assert load(file, ["availability.trace=phones.csv"]).online("device-0") == OnlineTimes((0.0, 40.0, 90.0))
-    assert "availability" not in parse({}).to_json()  # as in earlier releases
 
 
 @pytest.mark.parametrize(

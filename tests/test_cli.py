@@ -152,7 +152,7 @@ def test_a_resume_of_nothing_ends_with_4(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "role",
-    [["cloud", DEMO], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--institution", "i"]],
+    [["cloud", DEMO], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--parent", "i"]],
     ids=lambda role: role[0],
 )
 def test_no_broker_ends_with_3_and_names_the_address(role: list[str | Path], tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
                 if process is not None:
                     process.kill()
                     process.wait()
-    labels = 'device="",institution="institution-0",node="institution-0",parent="cloud",role="institution"'
+    labels = 'node="institution-0",parent="cloud",role="institution"'
     assert f'fedstrata_nodes{{{labels},state="absent",tier="lan"}} 4.0' in text
     for name in ("payload_bytes", "message_bytes", "wire_bytes", "retransmitted_bytes", "phase_seconds",
                  "ignored_messages", "refused_models"):  # fmt: skip

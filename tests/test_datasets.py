@@ -198,11 +198,6 @@ def test_constants_that_cannot_be_are_refused() -> None:
             reading.parse({"data": tree, "model": {"name": "char_lstm"}})
 
 
-def test_the_usual_constants_are_no_part_of_an_experiments_digest() -> None:
-    assert "normalise" not in reading.parse({}).to_json()
-    assert '"normalise":"own"' in reading.parse({"data": {"normalise": "own"}}).to_json()
-
-
 def test_noise_has_its_deviation_and_is_always_the_same() -> None:
     clean, noisy = datasets.load(schema.Data()), datasets.load(schema.Data(noise=0.4))
     for name in ("train_images", "test_images"):

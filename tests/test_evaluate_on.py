@@ -46,13 +46,6 @@ def test_a_missing_gpu_is_named_with_the_key(monkeypatch: pytest.MonkeyPatch) ->
         accelerator_of(parse({"cloud": {"evaluate_on": "cuda:2"}}))
 
 
-def test_the_default_is_no_part_of_an_experiments_digest() -> None:
-    assert "evaluate_on" not in parse({}).to_json()
-    assert parse({}).digest == parse({"cloud": {"evaluate_on": "cpu"}}).digest
-    lab = parse({"cloud": {"evaluate_on": "auto"}})
-    assert parse(json.loads(lab.to_json())).cloud.evaluate_on == "auto"
-
-
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fails: Exception) -> tuple[ModelTester, list[str]]:
     """Return a tester on a GPU that fails as soon as the module arrives there, and where the module has been."""
     tester = ModelTester(parse({}), accelerator=torch.device("cuda", 0))

@@ -160,7 +160,7 @@ class Lab:
         return self.start("institution", "--name", name)
 
     def devices(self, *places: int) -> Role:
-        words = [word for i in places for word in ("--name", DEVICES[i][0], "--institution", DEVICES[i][1])]
+        words = [word for i in places for word in ("--name", DEVICES[i][0], "--parent", DEVICES[i][1])]
         return self.start("device", *words)
 
 
@@ -792,7 +792,7 @@ def test_a_refused_login_ends_every_role_with_3_and_names_the_address(tmp_path: 
             for words in (
                 ["cloud", file, "--runs", tmp_path / "runs"],
                 ["institution", "--name", "institution-0"],
-                ["device", "--name", "device-0", "--institution", "institution-0"],
+                ["device", "--name", "device-0", "--parent", "institution-0"],
             )
         ]
         for role in roles:

@@ -221,6 +221,7 @@ def test_a_process_without_descriptors_is_sent_to_no_disk(tmp_path: Path, number
         lambda data: b"",
         lambda data: data[:-1],
         lambda data: data[:-100] + bytes(100),  # as long as it was, but its last pages were not written
+        lambda data: data.replace(b'"content":', b'"_ontent":'),  # without a digest
     ],
 )
 def test_a_torn_checkpoint_is_refused(tear: Callable[[bytes], bytes], tmp_path: Path) -> None:

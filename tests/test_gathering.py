@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -388,21 +388,6 @@ def test_executors_without_work_share_what_came(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gathering, "QUIET_S", 0.02)
     lanes = played([4], slots=2, devices=12)
     assert [len(names) for lane in lanes for names in lane.begun] == [2, 2]
-
-
-def test_the_old_variable_is_read_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    gathering._warn_of_old_variable.cache_clear()
-    monkeypatch.setenv("FEDSTRATA_STACKING", "never")
-    mode = partial(vmapped_mode, experiment().training, "cpu")
-    assert mode() is VmappedMode.ALWAYS and not caplog.messages  # the new variable takes precedence
-    monkeypatch.delenv(VARIABLE)
-    assert mode() is mode() is VmappedMode.NEVER
-    assert caplog.messages == ["FEDSTRATA_STACKING: the variable is deprecated. Write FEDSTRATA_VMAPPED."]
-    monkeypatch.setenv("FEDSTRATA_STACKING", "sometimes")
-    with pytest.raises(InvalidExperiment, match=r"^FEDSTRATA_STACKING = 'sometimes'"):
-        mode()
 
 
 class _Lane:

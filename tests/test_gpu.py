@@ -21,7 +21,8 @@ from common.learning import datasets, models
 from common.learning.evaluation import evaluate
 from common.learning.nets.layers import Dropout
 from common.model.layout import Row
-from device.training.trainer import LocalResult, Trainer
+from device.jobs import LocalResult
+from device.training.trainer import Trainer
 
 GPU = "cuda"
 TEXT = "to be or not to be that is the question whether tis nobler in the mind to suffer the slings and arrows "

@@ -206,7 +206,7 @@ def test_a_watch_of_an_empty_lab_names_it(address: BrokerAddress) -> None:
         ["run", "x.toml"],
         ["cloud", "x.toml"],
         ["institution", "--name", "i"],
-        ["device", "--name", "d", "--institution", "i"],
+        ["device", "--name", "d", "--parent", "i"],
         ["watch"],
     ],
     ids=lambda command: command[0],

@@ -104,7 +104,7 @@ def test_the_frames_of_own_code_stand_below_its_error_at_the_level_info(capsys: 
 
 @pytest.mark.parametrize(
     "role",
-    [["cloud", str(DEMO)], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--institution", "i"]],
+    [["cloud", str(DEMO)], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--parent", "i"]],
     ids=lambda role: role[0],
 )
 def test_every_role_logs_as_json(role: list[str], tmp_path: Path) -> None:

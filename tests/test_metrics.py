@@ -22,7 +22,7 @@ import pytest
 from common import metrics_server
 from common.host import machine
 from common.host.nvidia import Gpu, Gpus
-from common.metrics import FAMILIES, Metrics, node_labels
+from common.metrics import FAMILIES, Metrics, NodeLabels
 from common.metrics_server import (
     BEAT_S,
     CONNECTIONS_MOST,
@@ -41,32 +41,14 @@ from deploy.console.login import Login
 from deploy.kits.authority import Authority
 from deploy.simulation.loop import VirtualLoop
 
-NODE = node_labels("institution", "institution-0", parent="region-0")
-LABELS = 'device="",institution="institution-0",node="institution-0",parent="region-0",role="institution"'
+NODE = NodeLabels("institution", "institution-0", parent="region-0")
+LABELS = 'node="institution-0",parent="region-0",role="institution"'
 
 
 def scrape(metrics: Metrics) -> list[str]:
     port = metrics.serve("127.0.0.1", 0)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         return [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
-
-
-def test_a_node_has_its_parent_and_the_labels_of_earlier_releases() -> None:
-    assert [
-        node_labels("cloud", "cloud"),
-        node_labels("institution", "region-0", parent="cloud"),
-        node_labels("institution", "institution-0", parent="region-0"),
-        node_labels("device", "device-0", parent="institution-0"),
-        node_labels("device", "device-0", parent="cloud"),
-        node_labels("cloud", "region-0", parent="cloud"),  # what the cloud reports of a child
-    ] == [
-        ("cloud", "", "cloud", "", ""),
-        ("institution", "cloud", "region-0", "region-0", ""),
-        ("institution", "region-0", "institution-0", "institution-0", ""),
-        ("device", "institution-0", "device-0", "institution-0", "device-0"),
-        ("device", "cloud", "device-0", "cloud", "device-0"),
-        ("cloud", "cloud", "region-0", "region-0", ""),
-    ]
 
 
 def test_an_institution_has_one_total_of_its_two_connections() -> None:
@@ -104,7 +86,7 @@ class Counts:
 
 
 def test_a_run_that_is_over_leaves_its_counts_and_nothing_else() -> None:
-    metrics, other = Metrics(), node_labels("device", "device-1", parent="institution-0")
+    metrics, other = Metrics(), NodeLabels("device", "device-1", parent="institution-0")
     over = []
     for run, reconnects in (("r-1", 2), ("r-2", 3)):
         with metrics.run_of(NODE):
@@ -120,7 +102,7 @@ def test_a_run_that_is_over_leaves_its_counts_and_nothing_else() -> None:
     lines = scrape(metrics)
     assert f"fedstrata_reconnects_total{{{LABELS}}} 5.0" in lines
     assert [line for line in lines if LABELS in line and "_total" not in line] == []
-    assert any('fedstrata_run_info{device="device-1"' in line for line in lines), "the others' runs go on"
+    assert any('fedstrata_run_info{node="device-1"' in line for line in lines), "the others' runs go on"
     metrics.watch("reconnects", NODE, Counts(4).read)
     assert f"fedstrata_reconnects_total{{{LABELS}}} 9.0" in scrape(metrics)
 

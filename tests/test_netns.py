@@ -177,7 +177,7 @@ def test_flags_for_namespaces_go_with_them_alone(flag: str) -> None:
 
 def test_devices_of_one_process_have_one_broker_or_each_its_own() -> None:
     names = [word for name in "abc" for word in ("--name", name)]
-    done = invoke("device", *names, "--institution", "i", "--broker", "one:1", "--broker", "two:2")
+    done = invoke("device", *names, "--parent", "i", "--broker", "one:1", "--broker", "two:2")
     assert done.exit_code == 2
     assert "2 values given for 3 names" in done.stderr
 

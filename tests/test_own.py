@@ -64,7 +64,7 @@ def test_the_files_of_the_page_are_enough_for_a_run_in_one_process(flats: Path) 
     done = fedstrata(*shlex.split(direct)[1:], "--format", "json")
     assert done.returncode == 0, done.stderr
     run = Run(folder_in(done.stdout))
-    assert run.manifest["score"] == {"name": "r2", "better": "higher"}
+    assert (run.scored_by.name, run.scored_by.higher) == ("r2", True)
     assert run.score is not None and run.score > 0.8 and run.accuracy is None
     rows = table(run.path / "rounds.csv")
     assert not any(row["accuracy"] for row in rows) and float(rows[-1]["score"]) == pytest.approx(run.score, rel=1e-5)

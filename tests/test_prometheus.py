@@ -109,7 +109,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             return start(stack, *command(*words, "--broker", f"{served.host}:{served.port}", null=True), env=env)
 
         def device(*names: str) -> subprocess.Popen[bytes]:
-            return role("device", "--institution", HOME, *(word for name in names for word in ("--name", name)))
+            return role("device", "--parent", HOME, *(word for name in names for word in ("--name", name)))
 
         experiment = home / "lab.toml"
         experiment.write_text(LAB)

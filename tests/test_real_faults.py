@@ -346,7 +346,7 @@ class Processes:
 
     def devices(self, *names: str) -> subprocess.Popen[bytes]:
         words = [word for name in names for word in ("--name", name)]
-        return self.start("device", *words, "--institution", "institution-0", "--slots", "1")
+        return self.start("device", *words, "--parent", "institution-0", "--slots", "1")
 
     def logs(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self._home.glob("*.log")))

@@ -194,7 +194,7 @@ def hostile(path: Path) -> Path:
     manifest["links"]["of"][HOSTILE] = {"up_mbit": HOSTILE, "down_mbit": True}
     (path / "manifest.json").write_text(json.dumps(manifest | {"host": HOSTILE, HOSTILE: HOSTILE}))
     split = {"digest": HOSTILE, "seed": HOSTILE, "data": {"dataset": HOSTILE},
-             "devices": {HOSTILE: {"institution": HOSTILE, "by_class": [1, 0, 4]}}}  # fmt: skip
+             "devices": {HOSTILE: {"parent": HOSTILE, "by_class": [1, 0, 4]}}}  # fmt: skip
     (path / "partition.json").write_text(json.dumps(split))
     return path
 

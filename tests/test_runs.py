@@ -7,15 +7,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
 
 import pytest
 from typer.testing import CliRunner
 
-from cloud.records import DeviceRecord
 from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
@@ -27,7 +24,6 @@ from tests.helpers.commands import invoke
 from tests.helpers.records import BYTES
 
 MakeRun = Callable[..., Path]
-EARLIER: Final = Path(__file__).parent / "recordings" / "run-format-1"  # before global rounds had their name
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> None:
@@ -40,18 +36,6 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> N
     assert run.nodes.children == {"cloud": ["institution-0"], "institution-0": ["device-0"]}
     assert run.tiers == ("wan", "lan")
     assert run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
-
-
-def test_training_paths_of_earlier_releases_have_their_present_names(tmp_path: Path, make_run: MakeRun) -> None:
-    path = make_run(tmp_path, {})
-    row = "1,institution-0,device-{},10,1,1,1,0.5,1,0,0,{}"
-    names = ("lean", "stacked", "in-process", "vmapped", "workers", "")
-    rows = [row.format(number, name) for number, name in enumerate(names)]
-    columns = ["global_round", "institution", "device", *(field.name for field in fields(DeviceRecord)[2:])]
-    (path / "devices.csv").write_text("\n".join([",".join(columns), *rows]) + "\n")
-    present = ["in-process", "vmapped", "in-process", "vmapped", "workers", ""]
-    assert [device.path for device in Run(path).devices] == present
-    assert Run(path).devices[2].node == "cloud/institution-0/device-2"
 
 
 def test_accuracies_not_known_yet_are_none(tmp_path: Path, make_run: MakeRun) -> None:
@@ -122,7 +106,7 @@ def test_events_that_were_cut_are_left_out_also_in_the_middle(tmp_path: Path, ma
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("rounds.csv", "round\n1\n2\n", "line 1: there is no column elapsed_s"),
+        ("rounds.csv", "global_round\n1\n2\n", "line 1: there is no column elapsed_s"),
         ("rounds.csv", "{garbage\n", "line 1: there is no column global_round"),
         ("rounds.csv", "\0garbage", "line 1: there is no column global_round"),
         ("rounds.csv", None, "line 2: .*'one'"),
@@ -133,6 +117,8 @@ def test_events_that_were_cut_are_left_out_also_in_the_middle(tmp_path: Path, ma
         ("prediction.json", '{"seconds": {"train": "x"}}', "prediction.json"),
         ("prediction.json", '{"seconds": 3}', "prediction.json"),
         ("partition.json", '{"devices": {"d": {}}}', "partition.json"),
+        ("partition.json", '{"devices": {"d": {"by_class": [1]}}}', "parent"),
+        ("experiment.toml", "rounds = 0", "rounds = 0"),
     ],
 )
 def test_what_is_damaged_is_named(tmp_path: Path, make_run: MakeRun, name: str, text: str | None, words: str) -> None:
@@ -271,24 +257,15 @@ def test_a_run_is_shown(tmp_path: Path, make_run: MakeRun) -> None:
     assert "rounds.csv" in invoke("runs", "show", path).stdout
 
 
-def test_a_run_of_an_earlier_release_is_read() -> None:
-    run = Run(EARLIER)
-    assert (run.name, run.global_rounds, run.state) == ("demo", 4, State.FINISHED)
-    assert [row.global_round for row in run.rounds] == [1, 2, 3, 4] and run.accuracy == pytest.approx(0.802228)
-    assert {work.global_round for work in run.devices} == {1, 2, 3, 4}
-    names = [event.name for event in run.events]
-    assert names.count("global_round") == 4 and "iteration" not in names
-    assert [event.facts["global_round"] for event in run.events if event.name == "finished"] == [4]
-    assert not any("round" in event.facts for event in run.events)
-
-
-@pytest.mark.parametrize("command", [["report"], ["compare", "--target", "0.7"], ["runs", "show"]])
-def test_the_commands_read_a_run_of_an_earlier_release(command: list[str], tmp_path: Path) -> None:
-    words = [*command, EARLIER, *(["--out", tmp_path / "page.html"] if command == ["report"] else [])]
-    result = invoke(*words)
-    assert result.exit_code == 0, result.output
-
-
-def test_a_run_of_an_earlier_release_is_not_resumed() -> None:
-    with pytest.raises(InvalidExperiment, match=r"--resume = .*earlier release.*Start a new run"):
-        RunFolder.reopen(EARLIER)
+@pytest.mark.parametrize("number", [None, 2, 4])
+def test_a_folder_of_another_format_is_refused(tmp_path: Path, make_run: MakeRun, number: int | None) -> None:
+    path = make_run(tmp_path, {}, last="")
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": number}))
+    text = f"{str(path)!r}: a run's folder of format {number}, this release has 3. Use the release that wrote it."
+    for command in (["report"], ["compare", "--target", "0.7"], ["runs", "show"]):
+        result = invoke(*command, path)
+        assert result.exit_code == 4 and result.output.strip() == f"fedstrata: RUN = {text}"
+    with pytest.raises(InvalidExperiment) as raised:
+        RunFolder.reopen(path)
+    assert str(raised.value) == f"--resume = {text}"

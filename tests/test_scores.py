@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
-from common.experiment.reading import parse, to_toml
+from common.experiment.reading import parse
 from common.experiment.score import LOSSES, NUMBERS, Score
 from common.learning import models
 from common.learning.evaluation import evaluate
@@ -185,7 +185,6 @@ def test_the_targets_decide_the_defaults(tree: dict[str, Any], loss: str, score:
     experiment = parse(tree)
     assert (experiment.training.loss, experiment.score.name) == (loss, score)
     assert parse(experiment.to_json()).to_json() == experiment.to_json()
-    assert ("score" in to_toml(experiment)) is (score != "accuracy")
 
 
 @pytest.mark.parametrize(
@@ -215,12 +214,6 @@ def test_the_targets_decide_the_defaults(tree: dict[str, Any], loss: str, score:
 def test_what_does_not_fit_is_refused(tree: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidExperiment, match=problem):
         parse(tree)
-
-
-def test_an_experiment_of_classes_is_what_it_was() -> None:
-    made = parse({}).model_dump(mode="json")
-    assert "score" not in made and "loss" not in made["training"] and "targets" not in made["data"]
-    assert made["training"]["objective"] == {"name": "cross_entropy"}
 
 
 def test_a_target_is_reached_in_the_scores_direction() -> None:

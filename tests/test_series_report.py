@@ -103,8 +103,6 @@ def test_another_score_is_another_task_and_has_its_own_unit(tmp_path: Path, make
     paths = [make_run(tmp_path, {}), make_run(tmp_path, {"data": numbers, "model": {"name": "mine:build"}})]
     head, *rows = (paths[1] / "rounds.csv").read_text().splitlines()
     (paths[1] / "rounds.csv").write_text("\n".join([f"{head},score", *(f"{row},-0.25" for row in rows)]) + "\n")
-    manifest = json.loads((paths[1] / "manifest.json").read_text())
-    (paths[1] / "manifest.json").write_text(json.dumps(manifest | {"score": {"name": "r2"}}))
     page, _ = compose([Run(path) for path in paths])
     titles = [figure.title for figure in page.figures]
     assert "Accuracy over global rounds, %" in titles and "R2 over global rounds" in titles

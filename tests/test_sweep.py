@@ -92,6 +92,7 @@ def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> 
     with process, process.stderr as lines:
         assert any(line.startswith("1/4: ") for line in lines)  # the short one; the long one still runs
         os.kill(process.pid, signal.SIGKILL)
+        assert "Traceback" not in lines.read()  # to its end, which is that of the workers: they have it, too
     grid, folder = load(file), SweepFolder(tmp_path / "killed" / "two")
     assert 0 < len(folder.finished(grid)) < 4
     partial = invoke("sweep", file, "--table", "--runs", tmp_path / "killed")

@@ -19,7 +19,7 @@ from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
-from common.metrics import Metrics, node_labels
+from common.metrics import Metrics, NodeLabels
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.limits import ChildLimits
@@ -73,7 +73,7 @@ def test_devices_below_the_cloud_are_targets() -> None:
     targets = watching(tree)
     targets.receive("d0", presence(NodeState.READY, "h0:1"), now=0.0)
     answer = discovery(targets.addresses(), tree, cloud="10.0.0.1:9464", run="r-1")
-    labels = {"role": "device", "parent": "cloud", "node": "d0", "institution": "cloud", "device": "d0", "run": "r-1"}
+    labels = {"role": "device", "parent": "cloud", "node": "d0", "run": "r-1"}
     assert answer[1] == {"targets": ["h0:1"], "labels": labels}
 
 
@@ -152,9 +152,9 @@ class FourLayers:
 def test_the_cloud_finds_the_nodes_of_all_layers() -> None:
     lab = FourLayers()
     lab.change(ALIVE)
-    labels = {CLOUD: node_labels("cloud", CLOUD)}
-    labels |= {node: node_labels("institution", node, parent=FOUR.parent(node)) for node in FOUR.aggregators}
-    labels |= {node: node_labels("device", node, parent=FOUR.parent(node)) for node in FOUR.devices}
+    labels = {CLOUD: NodeLabels("cloud", CLOUD)}
+    labels |= {node: NodeLabels("institution", node, parent=FOUR.parent(node)) for node in FOUR.aggregators}
+    labels |= {node: NodeLabels("device", node, parent=FOUR.parent(node)) for node in FOUR.devices}
     assert lab.found() == {node: each._asdict() | {"run": "r-1"} for node, each in labels.items()}
 
 

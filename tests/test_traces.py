@@ -116,10 +116,6 @@ def test_a_trace_that_cannot_be_replayed_is_refused(
         load(file)
 
 
-def test_an_experiment_without_traces_has_the_digest_of_earlier_releases() -> None:
-    assert "trace" not in parse({"links": {"of": {"device-0": "lte"}}}).to_json()
-
-
 def test_links_that_nothing_shapes_replay_no_traces() -> None:
     with pytest.raises(InvalidExperiment, match="nothing replays a trace"):
         parse({"links": {"enforce": "none", "wan": {"trace": OUTAGE}}})

@@ -28,14 +28,15 @@ from common.experiment.training import TrainingSettings
 from common.host import accelerators
 from common.host.accelerators import is_lost, out_of_memory
 from common.learning import computing, datasets, models, partitions
+from common.learning.computing import resolve_accelerator
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.model.layout import Row
 from common.randomness import Purpose, generator
-from device.jobs import Cancelled
+from device.jobs import Cancelled, LocalResult
 from device.training import trainer as trainer_module
-from device.training.trainer import LocalResult, Trainer, resolve_accelerator
+from device.training.trainer import Trainer
 
 
 def experiment(*, model: str = "mlp_digits", devices: int = 4, **training: Any) -> schema.Experiment:

@@ -1057,7 +1057,7 @@ def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_pa
             return process
 
         def start_devices() -> subprocess.Popen[str]:
-            return start("device", "--institution", "institution-0", *(w for name in names for w in ("--name", name)))
+            return start("device", "--parent", "institution-0", *(w for name in names for w in ("--name", name)))
 
         watch = start("watch", "--format", "json", output=subprocess.PIPE)
         start("cloud", DEMO, "--runs", tmp_path, *sets(*pairs))

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Final
 
 from common.accounting.traffic import NO_WIRE, Measured, TcpStats, Traffic
 from common.text import NameText
 
 
 class TrainingPath(StrEnum):
-    """How a device trained: in its agent's process, in a worker process, or vmapped with other devices.
-
-    The names of earlier releases are accepted as values.
-    """
+    """How a device trained: in its agent's process, in a worker process, or vmapped with other devices."""
 
     NONE = ""
     IN_PROCESS = "in-process"
     WORKERS = "workers"
     VMAPPED = "vmapped"
-
-    @classmethod
-    def _missing_(cls, value: object) -> TrainingPath | None:
-        return EARLIER_PATHS.get(value) if isinstance(value, str) else None
-
-
-EARLIER_PATHS: Final[Mapping[str, TrainingPath]] = MappingProxyType(
-    {"lean": TrainingPath.IN_PROCESS, "stacked": TrainingPath.VMAPPED}
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,10 +168,6 @@ class Data(SettingsTable):
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         unused = {key for key, use in _USES.items() if not use.counts(self)}
-        unused |= {key for key in ("node_samples", "bins") if not getattr(self, key)}
-        unused |= {"targets"} if self.targets == CLASSES else set()
-        unused |= {"normalise"} if self.normalise == PUBLISHED else set()
-        unused |= {"classes"} if self.classes is None and _own(self) else set()
         return {key: value for key, value in dump(self).items() if key not in unused}
 
     @property
@@ -266,10 +262,6 @@ class Model(SettingsTable):
     name: str = "cnn_digits"  # one of fedstrata's models, or `package.module:function`
     # Features of a projection head before the classifier, as MOON's authors use it; 0 = none.
     projection: Annotated[int, Field(ge=0)] = 0
-
-    @model_serializer(mode="wrap")
-    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if value or key == "name"}
 
 
 def found_in(root: Path) -> list[str]:

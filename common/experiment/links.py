@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from common.experiment.tables import Name, Positive, SettingsTable, named
 from common.experiment.traces import LinkTrace, RateTrace, read_trace
@@ -66,12 +66,6 @@ class LinkSettings(Profile):
     # Rates and delays over time, or the name of its CSV file. The rates above decide the sizes of chunks, and are
     # measured before the run; omitted ones are the trace's mean.
     trace: LinkTrace | None = None
-
-    @model_serializer(mode="wrap")
-    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a trace that is not there: experiments without one keep their digests of earlier releases."""
-        tree: dict[str, Any] = dump(self)
-        return {key: value for key, value in tree.items() if key != "trace" or value is not None}
 
     @property
     def up(self) -> LinkDirection:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -21,45 +20,25 @@ from common.experiment.schema import Experiment
 from common.experiment.tables import read_toml, stands_for, write
 
 PARENTS_MOST: Final = 20  # of a key, in keywords of own code
-ANY: Final = "*"  # stands for any one name in a path of keys
-RENAMED: Final = {  # keys of earlier releases, as paths
-    "iterations": "rounds",
-    "cloud.aggregation.carry": "cloud.aggregation.on_new_model",
-    "institution.aggregation.carry": "institution.aggregation.on_new_model",
-    "hardware.default.think_s": "hardware.default.overhead_s",
-    "hardware.of.*.think_s": "hardware.of.*.overhead_s",
-    "hardware.profiles.*.think_s": "hardware.profiles.*.overhead_s",
-}
-
 ANNOUNCED_MOST: Final = 4096  # characters of a text in an announced experiment: a path may have as many
 _JSON_TEXT: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 
-log = logging.getLogger("fedstrata.experiment")
-
 
 def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
-    """Return the experiment of a TOML file with `key=value` overrides. Raises InvalidExperiment.
-
-    Keys of earlier releases are accepted with a warning.
-    """
+    """Return the experiment of a TOML file with `key=value` overrides. Raises InvalidExperiment."""
     return parse(read(path, overrides))
 
 
 def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Return the tree of a TOML file with overrides, as `load` does, not validated. Raises InvalidExperiment."""
     tree = read_toml("experiment", path, remedy="Name a TOML file.")
-    for old, new in rename_keys(tree):
-        log.warning("%s: the key %s is deprecated. Write %s.", path, old, new)
     for each in overrides:
         override(tree, each)
     return with_availability(with_traces(tree, path.parent), path.parent)
 
 
 def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
-    """Validate a tree, or its JSON text, and return the experiment. Raises InvalidExperiment.
-
-    JSON text may have keys of earlier releases: it comes from another node.
-    """
+    """Validate a tree, or its JSON text, and return the experiment. Raises InvalidExperiment."""
     if isinstance(tree, Mapping) and tree.get("topology") == LAB:
         problem = "only `fedstrata cloud` can ask which nodes are there"
         raise InvalidExperiment("topology", LAB, problem, "Give topology.institutions and topology.devices.")
@@ -91,39 +70,6 @@ def to_toml(experiment: Experiment) -> str:
     return write(experiment.model_dump(mode="json", exclude_none=True))
 
 
-def rename_keys(tree: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rename keys of earlier releases in place, and return the renamed paths, each with its present name.
-
-    Raises InvalidExperiment if both names are set.
-    """
-    found = []
-    for pattern, present in RENAMED.items():
-        *parents, old = pattern.split(".")
-        new = present.rpartition(".")[2]
-        for path, table in _tables(tree, parents):
-            if old not in table:
-                continue
-            before, after = ".".join([*path, old]), ".".join([*path, new])
-            if new in table:
-                problem = f"the old name of {after}, which is also set"
-                raise InvalidExperiment(before, table[old], problem, f"Remove {before}.")
-            table[new] = table.pop(old)
-            found.append((before, after))
-    return found
-
-
-def _tables(tree: dict[str, Any], parents: list[str]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the tables at a path of keys, which may contain ANY, each with its path."""
-    if not parents:
-        yield [], tree
-        return
-    first, *rest = parents
-    for key in list(tree) if first == ANY else [first]:
-        if isinstance(below := tree.get(key), dict):
-            for path, table in _tables(below, rest):
-                yield [key, *path], table
-
-
 def override(tree: dict[str, Any], text: str) -> None:
     """Set one `key=value` in a tree. Raises InvalidExperiment."""
     key, equals, value = text.partition("=")
@@ -141,8 +87,6 @@ def override(tree: dict[str, Any], text: str) -> None:
     branch: dict[str, Any] = {last: read["value"] if read.keys() == {"value"} else value.strip()}
     for parent in reversed(parents):
         branch = {parent: branch}
-    for old, new in rename_keys(branch):
-        log.warning("--set %s: the key%s is deprecated. Write %s.", text, "" if old == key else f" {old}", new)
     for depth in range(1, len(parents) + 1):
         ((parent, branch),) = branch.items()
         if isinstance(name := tree.get(parent), str) and (inner := stands_for(parents[:depth])):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import Aggregation, FedAvg, NormBound
@@ -56,10 +56,6 @@ class Cloud(SettingsTable):
     # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
     evaluate_on: AcceleratorName = "cpu"
     checkpoint_every: Count = 1  # save a checkpoint after every so many global rounds, and after the last one
-
-    @model_serializer(mode="wrap")
-    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if key != "evaluate_on" or value != "cpu"}
 
     @property
     def rounds_back(self) -> int:

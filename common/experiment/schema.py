@@ -29,7 +29,7 @@ from common.experiment.objectives import FedProx
 from common.experiment.own import is_own
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
 from common.experiment.rules import RuleSettings
-from common.experiment.score import ACCURACY, NUMBERS, Score
+from common.experiment.score import NUMBERS, Score
 from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal, with_tables
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_alone, check_tiers, layers_of
 from common.experiment.topology import CLOUD, Topology, check_topology
@@ -89,12 +89,8 @@ class Experiment(SettingsTable):
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what the other form of the tiers has, and accuracy, which is the score of classes."""
+        """Leave out what the other form of the tiers has."""
         tree: dict[str, Any] = dump(self)
-        if self.score.name == ACCURACY:
-            del tree["score"]
-        if self.availability.trace is None:
-            del tree["availability"]
         for path in SHORT_FORM if self.tiers else ("tiers",):
             *parents, last = path.split(".")
             del reduce(dict.__getitem__, parents, tree)[last]

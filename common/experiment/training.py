@@ -78,9 +78,9 @@ class TrainingSettings(SettingsTable):
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unnamed = {"loss"} if self.loss == CROSS_ENTROPY else {"objective"} if self.plain else set()
-        unnamed |= set() if self.vmapped else {"vmapped"}
-        return {key: value for key, value in dump(self).items() if key not in unnamed}
+        """Leave out the objective of the loss alone, which is named after cross-entropy, where the loss is another."""
+        named = self.loss == CROSS_ENTROPY or not self.plain
+        return {key: value for key, value in dump(self).items() if named or key != "objective"}
 
     @property
     def plain(self) -> bool:

@@ -107,7 +107,7 @@ def _read(
         raise TooLarge(f"a message of {len(data)} bytes: its sender's have at most {sender.most_of_all}")
     body = memoryview(data)[DIGEST_BYTES:]  # no copy: a small model may be inside
     if data[:DIGEST_BYTES] != xxh3_64_digest(body):
-        raise WireError("damaged message, or one of an earlier release")
+        raise WireError("damaged message")
     version, session, code = _head(body)
     if not 0 <= code < len(KINDS):
         if version != VERSION:

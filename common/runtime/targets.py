@@ -9,7 +9,7 @@ from typing import Final, TypedDict
 
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
-from common.metrics import NODE, NodeLabels, node_labels
+from common.metrics import NODE, NodeLabels
 from common.net.address import BrokerAddress, HostPort, is_loopback
 from common.protocol.messages import Target
 from common.protocol.targets import HTTPS
@@ -34,12 +34,12 @@ def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) ->
     """
     elsewhere = not is_loopback(_host(cloud))
     nodes: dict[str, list[NodeLabels]] = defaultdict(list)
-    nodes[cloud].append(node_labels("cloud", CLOUD))
+    nodes[cloud].append(NodeLabels("cloud", CLOUD))
     for target in targets:
         if elsewhere and is_loopback(_host(target.metrics)):
             continue
         role = "institution" if target.name in tree.children else "device"
-        nodes[target.metrics].append(node_labels(role, target.name, parent=tree.parent(target.name)))
+        nodes[target.metrics].append(NodeLabels(role, target.name, parent=tree.parent(target.name)))
     return [
         {
             "targets": [address.removeprefix(HTTPS)],

@@ -267,20 +267,14 @@ def _listed(given: str, known: Sequence[str], option: str) -> list[str]:
     return words
 
 
-def _key(run: Run, table: str, key: str) -> str:
-    """Return a text of the experiment, empty where an invalid one has none."""
-    found = run.tree.get(table)
-    return str(found.get(key, "")) if isinstance(found, dict) else ""
-
-
 def _summary(run: Run) -> dict[str, Any]:
     return {
         "run": run.id,
         "name": run.name,
         "started": run.started,
         "aggregation": run.aggregation,
-        "model": _key(run, "model", "name"),
-        "dataset": _key(run, "data", "dataset"),
+        "model": run.experiment.model.name,
+        "dataset": run.experiment.data.dataset,
         "state": str(run.state),
         "reason": run.reason,
         "global_rounds_done": len(run.rounds),

@@ -76,10 +76,8 @@ ROLL_S = 2.0  # as long as the nodes of a lab usually have to answer
 Allow = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow",
-        "--allow-models",
         help="A package whose code an experiment may name here, package:Name: models, data, objectives, rules.",
-        envvar=["FEDSTRATA_ALLOW", "FEDSTRATA_ALLOW_MODELS"],
+        envvar="FEDSTRATA_ALLOW",
         show_default=False,
     ),
 ]
@@ -189,8 +187,6 @@ def institution(
     child_broker: Annotated[
         str | None,
         typer.Option(
-            "--child-broker",
-            "--device-broker",
             help="The broker of its children, like --broker.  [default: its parent's]",
             show_default=False,
         ),
@@ -251,8 +247,6 @@ def device(
     parent: Annotated[
         list[str] | None,
         typer.Option(
-            "--parent",
-            "--institution",
             help="Its parent, an institution or the cloud: one for all names, or one per name.  [default: cloud]",
             show_default=False,
         ),

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from common.errors import InvalidExperiment
 from common.experiment.links import LinkSettings, shipped
@@ -57,8 +57,7 @@ class LabMachine(SettingsTable):
     accelerator: AcceleratorName = "auto"
     slots: Count | None = None  # concurrent trainings; omitted: one per GPU, else one per core
     data: AbsolutePath | None = None  # the folder of data sets, in place of the experiments' data.root
-    # Packages whose code an experiment may name; an earlier name of the key is allow_models.
-    allow: list[Package] = Field(default_factory=list, validation_alias=AliasChoices("allow", "allow_models"))
+    allow: list[Package] = Field(default_factory=list)  # packages whose code an experiment may name
 
 
 class Broker(SettingsTable):

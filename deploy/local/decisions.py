@@ -69,6 +69,6 @@ class Decisions:
     def _of(self, node: str, r: int) -> RoundDecisions:
         if (found := self._rounds.get((node, r))) is None:
             problem = f"it has no plan of {node}'s round {r}, counted from 0"
-            remedy = "Runs of earlier releases, and runs whose events.jsonl was cut, cannot be replayed."
+            remedy = "Runs whose events.jsonl was cut cannot be replayed."
             raise InvalidExperiment("RUN", str(self._run.path), problem, remedy)
         return found

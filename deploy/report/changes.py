@@ -40,7 +40,7 @@ class Panel:
 def figure(run: Run) -> Figure | None:
     """Return the figure of a run that replayed traces, else None."""
     experiment = run.experiment
-    if experiment is None or run.direct or not run.rounds:
+    if run.direct or not run.rounds:
         return None
     panels = [*_available(experiment, run.seconds), *_links(experiment, run.seconds)]
     if not panels:

@@ -17,8 +17,7 @@ from deploy.report.figures import PHASES, Figure
 from deploy.report.link_sections import file_name
 from deploy.report.maps import NODES_MOST, quantiles
 from deploy.runs.groups import Series, by_seed, firsts, paired
-from deploy.runs.records import Event
-from deploy.runs.run import Run, columns_of, tiers_of
+from deploy.runs.run import Event, Run, columns_of, tiers_of
 
 EVENTS_MOST: Final = 200
 
@@ -180,22 +179,21 @@ def work(run: Run) -> Table:
     """Return a table of each device's total work in the run, or of the quantiles over more than NODES_MOST devices."""
     columns = [Column("parent", text=True), Column("device", text=True), Column("samples"),
                Column("global rounds"), Column("epochs"), Column("SGD steps"), Column("training", "s", 3),
-               Column("waiting for a slot", "s", 3)]  # fmt: skip
+               Column("waiting for a slot", "s", 3), Column("slowed by", "s", 3)]  # fmt: skip
     found: dict[tuple[str, str], list[Any]] = {}
-    pauses = any(each.pause_s is not None for each in run.devices)
     paths = any(each.path for each in run.devices)
     for each in run.devices:
         sums = found.setdefault((each.parent, each.device), [each.samples, 0, 0, 0, 0.0, 0.0, 0.0, each.path])
-        for i, value in enumerate((1, each.epochs, each.sgd_steps, each.train_s, each.wait_s, each.pause_s or 0.0), 1):
+        for i, value in enumerate((1, each.epochs, each.sgd_steps, each.train_s, each.wait_s, each.pause_s), 1):
             sums[i] += value
         sums[7] = each.path
     if len(found) > NODES_MOST:
         title = f"Work of {len(found)} devices, quantiles of each column (devices.csv has each device)"
-        several = [Column("quantile", text=True), *columns[2:], *[Column("slowed by", "s", 3)] * pauses]
-        quantiled = quantiles([[*sums[:6], *sums[6:7] * pauses] for sums in found.values()])
+        several = [Column("quantile", text=True), *columns[2:]]
+        quantiled = quantiles([sums[:7] for sums in found.values()])
         return Table(file_name("devices", run), title, several, quantiled)
-    columns += [Column("slowed by", "s", 3)] * pauses + [Column("path", text=True)] * paths
-    rows = [[*names, *sums[:6], *sums[6:7] * pauses, *sums[7:] * paths] for names, sums in found.items()]
+    columns += [Column("path", text=True)] * paths
+    rows = [[*names, *sums[:7], *sums[7:] * paths] for names, sums in found.items()]
     return Table(file_name("devices", run), "Work of each device", columns, rows)
 
 

@@ -152,18 +152,15 @@ def leaves_of(run: Run) -> dict[str, Any]:
 
     Tables of `[[tiers]]` have the keys of the short form, so that labs of different layers can be compared.
     """
-    every = flat(run.tree) if run.experiment is None else _uniform(run.tree)
-    leaves = {key: value for key, value in every.items() if key not in _IGNORED}
+    leaves = {key: value for key, value in _uniform(run.tree).items() if key not in _IGNORED}
     leaves |= {"nodes": nodes_of(run), "network": "no network" if run.direct else "network"}
     leaves |= {key: run.manifest.get(key) for key in _HOST}
     return dict(sorted(leaves.items(), key=lambda leaf: _rank(leaf[0])))
 
 
 def chosen_keys(run: Run) -> frozenset[str]:
-    """Return the keys that are not at their defaults, with the keys of `leaves_of`; none of an invalid experiment."""
+    """Return the keys that are not at their defaults, with the keys of `leaves_of`."""
     experiment = run.experiment
-    if experiment is None:
-        return frozenset()
     tables = {key: getattr(experiment, key) for key in ("cloud", "institution", "training", "data", "model", "links")}
     tree = {key: table.model_dump(exclude_defaults=True) for key, table in tables.items()}
     tree["tiers"] = [tier.model_dump(exclude_defaults=True) for tier in experiment.tiers]
@@ -180,13 +177,8 @@ def _rank(key: str) -> int:
 
 def nodes_of(run: Run) -> str:
     """Return the numbers of a run's nodes, such as `3 institutions, 12 devices`, and their shares where they differ."""
-    layers = run.nodes.layers[1:]
-    if run.experiment is not None:
-        kinds = list(run.experiment.count_by_kind())
-    else:
-        kinds = [*(["institutions"] * (len(layers) - 1)), "devices"]
     texts, above = [], [CLOUD]
-    for kind, layer in zip(kinds, layers, strict=True):
+    for kind, layer in zip(run.experiment.count_by_kind(), run.nodes.layers[1:], strict=True):
         sizes = [len(run.nodes.children.get(parent, ())) for parent in above]
         shares = f" ({' + '.join(map(str, sizes))})" if max(sizes) - min(sizes) > 1 else ""
         texts.append(f"{len(layer)} {kind if len(layer) != 1 else kind.removesuffix('s')}{shares}")
@@ -293,7 +285,7 @@ _CONDITIONS: Final[Mapping[str, Callable[[Run], dict[str, Any]]]] = dict(
 
 
 def _uniform(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a valid experiment without its shape, those of `[[tiers]]` under the keys of short forms."""
+    """Return the leaves of an experiment without its shape, those of `[[tiers]]` under the keys of short forms."""
     uniform = {key: value for key, value in tree.items() if key not in _SHAPE}
     parent = "cloud"
     for tier in tree.get("tiers", ()):

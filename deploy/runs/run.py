@@ -11,31 +11,28 @@ import json
 import shutil
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from pydantic import ValidationError
-
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
-from cloud.results import DIRECT, held
+from cloud.results import DIRECT, HELD, check_format, held
 from common.errors import InvalidExperiment
-from common.experiment.reading import parse, rename_keys
+from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.score import Score
 from common.experiment.tiers import Tree
-from common.experiment.topology import CLOUD
 from common.host.files import writing
-from deploy.runs.records import EARLIER_TIERS, PREDICTION, RENAMED, Event, Prediction, present, renamed
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 STARTED: Final = "%Y%m%dT%H%M%SZ"
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
+PREDICTION: Final = "prediction.json"  # in a run's folder, if a prediction was made
 SWEEP: Final = "sweep.json"  # in a sweep's folder, beside its runs: the names of its cells
 
 _R = TypeVar("_R", bound=Record)
@@ -60,54 +57,66 @@ class State(StrEnum):
     INTERRUPTED = "interrupted"
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of events.jsonl."""
+
+    time: str
+    name: str
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A prediction of one global round: seconds by phase, MQTT bytes by `source target` of a link's direction."""
+
+    seconds: Mapping[str, float]
+    bytes_: Mapping[str, float]
+
+
 class Run:
-    """A run's folder. Each file is read on first access. Raises InvalidExperiment if a file cannot be read."""
+    """A run's folder. Each file is read on first access.
+
+    Raises InvalidExperiment if a file cannot be read, or the folder has another format.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Mapping[str, Any] = self._json("manifest.json")
+        check_format(self.manifest, path, key="RUN")
         self.id = str(self.manifest.get("run", path.name))
         self.started = str(self.manifest.get("started", ""))
         self.direct = DIRECT in self.manifest
 
     @cached_property
-    def _parsed(self) -> tuple[dict[str, Any], Experiment | None]:
-        """The experiment as it is in the file, and as this release reads it, None if it does not accept it."""
+    def experiment(self) -> Experiment:
+        """The experiment."""
         try:
-            tree = tomllib.loads((self.path / "experiment.toml").read_text(encoding="utf-8"))
+            return parse(tomllib.loads((self.path / HELD).read_text(encoding="utf-8")))
+        except InvalidExperiment as error:
+            raise self._damaged(HELD, str(error).removesuffix(".")) from None
         except (OSError, ValueError) as error:
-            raise self._damaged("experiment.toml", getattr(error, "strerror", None) or f"not TOML: {error}") from None
-        try:
-            rename_keys(tree)
-            return tree, parse(tree)
-        except InvalidExperiment:
-            return tree, None
-
-    @property
-    def experiment(self) -> Experiment | None:
-        """The experiment, None if this release does not accept it."""
-        return self._parsed[1]
+            raise self._damaged(HELD, getattr(error, "strerror", None) or f"not TOML: {error}") from None
 
     @cached_property
     def tree(self) -> Mapping[str, Any]:
-        """The experiment's keys, completed by defaults if this release accepts them, else as in the file."""
-        read, experiment = self._parsed
-        return read if experiment is None else experiment.model_dump(mode="json", exclude_none=True)
+        """The experiment's keys, completed by defaults."""
+        return self.experiment.model_dump(mode="json", exclude_none=True)
 
     @property
     def text(self) -> str:
         """The experiment, TOML."""
-        return self._text("experiment.toml")
+        return self._text(HELD)
 
     @property
     def name(self) -> str:
         """The experiment's name."""
-        return str(self.tree.get("name", ""))
+        return self.experiment.name
 
     @property
-    def seed(self) -> Any:
+    def seed(self) -> int:
         """The experiment's seed."""
-        return self.tree.get("seed")
+        return self.experiment.seed
 
     @cached_property
     def rounds(self) -> Sequence[GlobalRoundRecord]:
@@ -140,7 +149,8 @@ class Run:
                 counts = device["by_bin"] if "by_bin" in device else device["by_class"]
                 if not all(isinstance(count, int) and count >= 0 for count in counts):
                     raise ValueError(counts)
-                device.setdefault("parent", device.get("institution", ""))  # as earlier releases named it
+                if not isinstance(device["parent"], str):
+                    raise ValueError(device["parent"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._damaged("partition.json", repr(error)) from None
         return content
@@ -191,8 +201,8 @@ class Run:
 
     @property
     def aggregation(self) -> str:
-        """The rules of the tiers from the cloud down, such as `fedcross + fedavg`; empty for an invalid experiment."""
-        return "" if self.experiment is None else " + ".join(t.aggregation.name for t in self.experiment.every_tier)
+        """The rules of the tiers from the cloud down, such as `fedcross + fedavg`."""
+        return " + ".join(tier.aggregation.name for tier in self.experiment.every_tier)
 
     def frame(self, table: Literal["rounds", "links", "devices"]) -> DataFrame:
         """Return a table as a pandas data frame; what is not known is missing. Raises InvalidExperiment."""
@@ -215,29 +225,20 @@ class Run:
         with writing(self.path):
             shutil.rmtree(self.path)
 
-    @cached_property
+    @property
     def nodes(self) -> Tree:
-        """The lab's nodes, by the experiment; if that is invalid, the devices in devices.csv and their parents."""
-        if self.experiment is not None:
-            return self.experiment.tree
-        layers: dict[int, dict[str, list[str]]] = {}
-        for work in self.devices:
-            for depth, (parent, child) in enumerate(pairwise(work.node.split("/"))):
-                children = layers.setdefault(depth, {}).setdefault(parent, [])
-                children += [child] if child not in children else []
-        return Tree([layers[depth] for depth in sorted(layers)] or [{CLOUD: []}])
+        """The lab's nodes."""
+        return self.experiment.tree
 
-    @cached_property
+    @property
     def tiers(self) -> Sequence[str]:
         """The names of the tiers, from the cloud down."""
-        codecs = self.manifest.get("codecs")
-        return tuple(codecs) if isinstance(codecs, Mapping) else EARLIER_TIERS
+        return tuple(tier.name for tier in self.experiment.every_tier)
 
     @property
     def global_rounds(self) -> int:
         """The number of global rounds in the experiment."""
-        wanted = self.tree.get("rounds")
-        return wanted if isinstance(wanted, int) else 0
+        return self.experiment.rounds
 
     @property
     def accuracy(self) -> float | None:
@@ -252,17 +253,12 @@ class Run:
     @property
     def scored_by(self) -> Score:
         """The name and the direction of the score."""
-        given = self.manifest.get("score")
-        try:
-            return Score.model_validate(given) if given is not None else Score()
-        except ValidationError as error:
-            raise self._damaged("manifest.json", f"score: {error.errors()[0]['msg']}") from None
+        return self.experiment.score
 
     @property
     def target(self) -> float | None:
         """The score at which the experiment ends, or None."""
-        target = self.tree.get("score", {}).get("target", self.tree.get("target_accuracy"))
-        return target if isinstance(target, (int, float)) else None
+        return self.experiment.target
 
     @property
     def loss(self) -> float | None:
@@ -295,7 +291,7 @@ class Run:
                 try:
                     facts = json.loads(line)
                     time, name = str(facts.pop("time")), str(facts.pop("event"))
-                    yield Event(time, RENAMED.get(name, name), renamed(facts))
+                    yield Event(time, name, facts)
                 except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
                     continue
 
@@ -306,7 +302,7 @@ class Run:
         self._check_header(name, text, kind)
         try:
             for row in rows_of(text):
-                found.append(kind.read(present(row)))
+                found.append(kind.read(row))
         except (KeyError, ValueError, csv.Error) as error:
             raise self._damaged(name, f"line {len(found) + 2}: {error}") from None
         return found
@@ -316,8 +312,7 @@ class Run:
         header, ended, _ = text.partition("\n")
         named, wanted = header.strip().split(","), kind.required()
         if ended:
-            columns = present(dict.fromkeys(named, ""))
-            lacking = [column for column in wanted if column not in columns]
+            lacking = [column for column in wanted if column not in named]
         else:
             lacking = [] if wanted[0].startswith(named[0]) else wanted[:1]
         if lacking:

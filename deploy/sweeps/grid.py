@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from common.errors import InvalidExperiment
 from common.experiment.messages import explain
-from common.experiment.reading import override, parse, read, rename_keys
+from common.experiment.reading import override, parse, read
 from common.experiment.schema import Experiment
 from common.experiment.score import ACCURACY
 from common.experiment.tables import proposal, with_tables
@@ -134,7 +134,7 @@ def expand(
             wheres += [where for where in file.small.where if where.holds(values)]
         if any(where.skip for where in wheres):
             continue
-        keys = merged({"name": _name(path.stem)}, base, *map(_present, [*large, *on_top]))
+        keys = merged({"name": _name(path.stem)}, base, *map(with_tables, [*large, *on_top]))
         experiments = {seed: _experiment(keys, values, seed, overrides) for seed in chosen}
         cells.append(SweepCell(values, experiments, _target(file, wheres, experiments[chosen[0]])))
     if not cells:
@@ -198,13 +198,6 @@ def _seeds(file: SweepFile) -> list[int]:
         problem = "a seed twice" if seeds else "no seed"
         raise InvalidExperiment("seeds", seeds, problem, "Write for instance 5, or [1, 2, 3].")
     return seeds
-
-
-def _present(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a tree with the present names of its keys, and a table for each name that stands for one."""
-    found = merged({}, with_tables(tree))
-    rename_keys(found)
-    return found
 
 
 def _experiment(keys: Mapping[str, Any], values: Mapping[str, str], seed: int, overrides: Sequence[str]) -> Experiment:

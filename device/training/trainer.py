@@ -38,8 +38,6 @@ from device.training.sgd import run_sgd
 from device.training.updates import finish, vectors_of
 from device.vectors import TaskVectors
 
-__all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
-
 PROGRESS_S = 0.5
 TRIED_SAMPLES: Final = 8
 ROUNDING_MOST: Final = 0.1  # of a step; 0.02 was seen (batch norm)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable
 from enum import StrEnum
-from functools import cache
 from math import inf
 from typing import Final
 
@@ -15,13 +13,10 @@ from common.errors import InvalidExperiment
 from common.experiment.training import TrainingSettings
 
 VARIABLE: Final = "FEDSTRATA_VMAPPED"
-OLD_VARIABLE: Final = "FEDSTRATA_STACKING"  # of earlier releases
 VMAPPED_DEVICES_MOST: Final = 1024  # in one group; memory sets another limit
 QUIET_S: Final = 0.05
 WAIT_SHARE: Final = 0.1  # of the training: an executor that waits for another device trains nobody meanwhile
 PATIENCE: Final = 10  # quiet times
-
-log = logging.getLogger("fedstrata.vmapped")
 
 
 class VmappedMode(StrEnum):
@@ -40,21 +35,11 @@ def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
     if training.deterministic or training.compile:
         return VmappedMode.NEVER
     default = VmappedMode.NEVER if accelerator == "cpu" else VmappedMode.AUTO
-    name = VARIABLE
-    if VARIABLE not in os.environ and OLD_VARIABLE in os.environ:
-        name = OLD_VARIABLE
-        _warn_of_old_variable()
-    given = os.environ.get(name, training.vmapped or default)
+    given = os.environ.get(VARIABLE, training.vmapped or default)
     try:
         return VmappedMode(given)
     except ValueError:
-        raise InvalidExperiment(name, given, "no such choice", f"Use {', '.join(VmappedMode)}.") from None
-
-
-@cache
-def _warn_of_old_variable() -> None:
-    """Log the warning once per process: the variable is read before each training."""
-    log.warning("%s: the variable is deprecated. Write %s.", OLD_VARIABLE, VARIABLE)
+        raise InvalidExperiment(VARIABLE, given, "no such choice", f"Use {', '.join(VmappedMode)}.") from None
 
 
 def most_together(training: TrainingSettings, accelerator: str) -> int:

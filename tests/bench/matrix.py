@@ -152,12 +152,12 @@ class Lab:
         """Return the words of a role's command."""
         file = str(self.folder) if again and name == CLOUD else str(self.file)
         homes = ((1, 0), (2, 1), (3, 1))
-        others = [("--name", f"device-{i}", "--institution", f"institution-{home}") for i, home in homes]
+        others = [("--name", f"device-{i}", "--parent", f"institution-{home}") for i, home in homes]
         return {
             CLOUD: ["cloud", "--sole", *["--resume"] * again, file, "--runs", str(self.runs), "--format", "json"],
             INSTITUTION: ["institution", "--once", "--name", INSTITUTION],
             "institution-1": ["institution", "--once", "--name", "institution-1"],
-            DEVICE: ["device", "--once", "--name", DEVICE, "--institution", INSTITUTION, "--slots", "1"],
+            DEVICE: ["device", "--once", "--name", DEVICE, "--parent", INSTITUTION, "--slots", "1"],
             "others": ["device", "--once", *(word for words in others for word in words), "--slots", "1"],
         }[name]
 

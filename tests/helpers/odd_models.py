@@ -1,6 +1,7 @@
 """Models that PyTorch allows and a trainer may get wrong: each trains as in a plain loop, or is refused in one line.
 
-All are for gray images of 8 x 8 in ten classes. They are imported as a user's own code is.
+All are for gray images of 8 x 8 in ten classes. All are smooth: at the kink of a ReLU another order of a sum gives
+another gradient. They are imported as a user's own code is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Net(nn.Module):
         self.last = nn.Linear(144, 10)
 
     def features(self, x: Tensor) -> Tensor:
-        return torch.relu(self.conv(x))
+        return torch.tanh(self.conv(x))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.features(x).flatten(1))
@@ -50,7 +51,7 @@ class WeightStandardised(Net):
         self.whole.forward = _standardised(self.whole)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.features(x).flatten(1)) + self.whole(torch.relu(self.wide(x))).flatten(1)
+        return self.last(self.features(x).flatten(1)) + self.whole(torch.tanh(self.wide(x))).flatten(1)
 
 
 class LinearOfItsOwn(Net):
@@ -67,7 +68,7 @@ class NormOfItsOwn(Net):
         self.norm.forward = lambda x: 3 * nn.BatchNorm2d.forward(self.norm, x)  # type: ignore[method-assign]
 
     def features(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.conv(x)))
+        return torch.tanh(self.norm(self.conv(x)))
 
 
 class LSTMOfItsOwn(nn.Module):
@@ -95,14 +96,14 @@ class RunningMean(Net):
     def features(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean.mul_(0.5).add_(0.5 * x.mean(0).detach())
-        return torch.relu(self.conv(x - self.mean))
+        return torch.tanh(self.conv(x - self.mean))
 
 
 class Rebound(RunningMean):
     def features(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean = 0.5 * self.mean + 0.5 * x.mean(0).detach()
-        return torch.relu(self.conv(x - self.mean))
+        return torch.tanh(self.conv(x - self.mean))
 
 
 class StepCounter(Net):
@@ -291,7 +292,7 @@ class InPlaceDropout(Net):
 
     def features(self, x: Tensor) -> Tensor:
         out = self.conv(x)
-        return torch.relu(self.drop(out) + out)
+        return torch.tanh(self.drop(out) + out)
 
 
 class HookedDropout(Net):
@@ -321,7 +322,7 @@ class Strided(Net):
         self.second = nn.Conv2d(4, 4, 1)
 
     def features(self, x: Tensor) -> Tensor:
-        out = self.second(torch.relu(self.conv(x)))
+        out = self.second(torch.tanh(self.conv(x)))
         return out.as_strided((len(x), 4, 6, 6), (144, 36, 6, 1))
 
 
@@ -333,7 +334,7 @@ class Normed(nn.Module):
         self.last = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.relu(self.norm(self.first(x.flatten(1)))))
+        out: Tensor = self.last(torch.tanh(self.norm(self.first(x.flatten(1)))))
         return out
 
 
@@ -350,7 +351,7 @@ class MomentumNone(Net):
         self.norm = nn.BatchNorm2d(4, momentum=None)
 
     def features(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.conv(x)))
+        return torch.tanh(self.norm(self.conv(x)))
 
 
 class CentresTheBatch(Net):
@@ -383,7 +384,7 @@ def scripted(**_: Any) -> nn.Module:
 
 class Unbatched(Net):
     def features(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.relu(self.conv(each)) for each in x])
+        return torch.stack([torch.tanh(self.conv(each)) for each in x])
 
 
 class ExtraState(Net):
@@ -409,7 +410,7 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.relu(self.second(torch.relu(self.first(x.flatten(1))))))
+        out: Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
         return out
 
 
@@ -485,7 +486,7 @@ class Lazy(nn.Module):
         self.first, self.last = nn.LazyLinear(16), nn.LazyLinear(10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.relu(self.first(x.flatten(1))))
+        out: Tensor = self.last(torch.tanh(self.first(x.flatten(1))))
         return out
 
 
@@ -531,7 +532,7 @@ class KeepsEval(Net):
         return self
 
     def features(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.conv(x)))
+        return torch.tanh(self.norm(self.conv(x)))
 
 
 class Volume(nn.Module):
@@ -541,7 +542,7 @@ class Volume(nn.Module):
         self.last = nn.Linear(144, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.relu(self.conv(x[:, None])).flatten(1))
+        out: Tensor = self.last(torch.tanh(self.conv(x[:, None])).flatten(1))
         return out
 
 

@@ -49,7 +49,7 @@ def main() -> None:
         roles = (
             ["institution", "--once", "--name", "institution-0"],
             ["device", "--once", *(word for i in range(2) for word in ("--name", f"device-{i}")),
-             "--institution", "institution-0", "--slots", "1"],
+             "--parent", "institution-0", "--slots", "1"],
             ["cloud", str(file), "--runs", str(home / "runs")],
         )  # fmt: skip
         command = [sys.executable, "-m", "deploy.cli"]

@@ -135,7 +135,7 @@ class ClientSelection:
         return found
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Restore what `save` returned; {} in checkpoints of earlier releases."""
+        """Restore what `save` returned; {}, before the first checkpoint, is no state."""
         self._history = {
             name: Participation(**{**past, "result": past["result"] and ResultFacts(*past["result"])})
             for name, past in facts.get("history", {}).items()
