@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-payloads bench-plan bench-scale bench-slow bench-soak bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -62,6 +62,9 @@ bench-soak: $(INSTALLED) broker ## kill roles and the broker at random for ten m
 
 bench-kits: $(INSTALLED) broker wheel ## install a lab of ten machines from its kits and measure runs in a row, as root
 	.venv/bin/python tests/bench/kits.py
+
+bench-operations: $(INSTALLED) ## watch, unplug, upgrade and revoke machines of a TLS lab from its kits, as root
+	.venv/bin/python tests/bench/operations.py
 
 bench-tls: $(INSTALLED) broker ## measure rounds with mutual TLS beside rounds without
 	.venv/bin/python tests/bench/tls.py

@@ -142,6 +142,11 @@ class Record:
         return found
 
     @classmethod
+    def required(cls) -> list[str]:
+        """Return the columns that every table of these rows has, in order."""
+        return [field.removesuffix("_") for field, form in cls._formats.items() if not isinstance(form, _Columns)]
+
+    @classmethod
     def read(cls, cells: Mapping[str, str]) -> Self:
         """Read a row. Raises KeyError, ValueError."""
         return cls(**{field: form.read(field, cells) for field, form in cls._formats.items()})

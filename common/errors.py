@@ -153,6 +153,13 @@ def described(error: BaseException) -> str:
     return bounded(", ".join([f"{type(error).__name__}: {lines[0]}".rstrip(": "), *lines[1:]]), TEXT_MOST)
 
 
+def in_words(error: OSError | RuntimeError) -> str:
+    """Return what the operating system reports, without its number, as part of a line: `connection refused`."""
+    text = getattr(error, "strerror", None) or str(error)
+    where = getattr(error, "filename", None)
+    return f"{where}: {text[:1].lower()}{text[1:]}" if where else f"{text[:1].lower()}{text[1:]}"
+
+
 def as_known(error: BaseException, where: str) -> FedstrataError | None:
     """Return the first FedstrataError, see `first_error`; log any other error and return it as RunFailed.
 

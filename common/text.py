@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Final, TypeAlias
 
 TEXT_MOST: Final = 1000
 JSON_MOST: Final = 4_000_000
+NAMED: Final = 3  # of those that share a cause
+_SAMPLES: Final = re.compile(r" on \d+ samples")
 _PART: Final = 65_536  # characters that are escaped before the length is checked
 
 
@@ -84,3 +88,26 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def by_cause(causes: Iterable[tuple[str, str]]) -> str:
+    """Return names with their causes in one line; equal causes once, after the names, of which NAMED are named.
+
+    Causes are equal if they differ by a number of samples alone, as devices do.
+    """
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name, cause in causes:
+        groups.setdefault(_SAMPLES.sub("", cause), []).append((name, cause))
+    return "; ".join(
+        f"{named([name for name, _ in found])} {found[0][1] if len(found) == 1 else shared}"
+        for shared, found in groups.items()
+    )
+
+
+def named(names: Sequence[str]) -> str:
+    """Return names for people; of more than NAMED the first, and the number of the others."""
+    if len(names) == 1:
+        return names[0]
+    if len(names) <= NAMED:
+        return f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{', '.join(names[: NAMED - 1])} and {len(names) - NAMED + 1} others"

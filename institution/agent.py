@@ -31,6 +31,7 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.refining import RefinerProcess
 from common.runtime.roll import Resources
+from common.runtime.targets import passed_on
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
 from institution.rounds import LocalRounds
@@ -235,14 +236,13 @@ class InstitutionAgent:
             down.session.begin(await up.began())
             down.wake()
 
-    @staticmethod
-    async def _pass_targets_on(up: ChildEndpoint, down: ParentEndpoint) -> None:
+    async def _pass_targets_on(self, up: ChildEndpoint, down: ParentEndpoint) -> None:
         """Publish the /metrics addresses of the nodes below with this node's presence, on both brokers.
 
         If both are one broker, the last presence of either endpoint is the node's.
         """
         while True:
-            targets = await down.targets_changed()
+            targets = passed_on(await down.targets_changed(), self._broker)
             for endpoint in (up, down):
                 endpoint.link.own.set_targets(targets)
                 endpoint.wake()

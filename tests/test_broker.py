@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import aiomqtt
@@ -17,8 +18,9 @@ import pytest
 from common.errors import ConnectionFailed
 from common.host.processes import free_port, spawn, stop
 from common.protocol import topics
+from common.protocol.bounds import MESSAGE_MOST
 from deploy.brokers.broker import BrokerProcess, Kind, choose, start
-from deploy.brokers.guard import Guard
+from deploy.brokers.guard import PACKET_MOST, Guard
 
 PATIENCE_S = 10.0
 
@@ -274,6 +276,24 @@ def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FEDSTRATA_BROKER_KIND", "hivemq")
     with pytest.raises(ConnectionFailed, match="'hivemq': use auto, mosquitto or embedded"):
         choose()
+
+
+def test_the_largest_message_of_any_lab_passes_and_larger_packets_do_not(broker: BrokerProcess) -> None:
+    """One that is let in, such as a device, could send packets of 268 MB, held for each subscriber."""
+
+    async def play() -> list[int]:
+        async with client(broker) as reader:
+            await reader.subscribe("t")
+            async with client(broker) as sender:
+                await sender.publish("t", bytes(MESSAGE_MOST))
+                sizes = [len(body) for _, body, _ in await received(reader)]
+                with suppress(aiomqtt.MqttError):  # it is disconnected
+                    await sender.publish("t", bytes(PACKET_MOST + 1), qos=1, timeout=PATIENCE_S)
+            async with client(broker) as sender:
+                await sender.publish("t", b"last")
+                return sizes + [len(body) for _, body, _ in await received(reader)]
+
+    assert asyncio.run(play()) == [MESSAGE_MOST, len(b"last")]
 
 
 def test_in_the_foreground_until_a_signal(kind: Kind) -> None:

@@ -442,10 +442,14 @@ def test_a_wrong_password_ends_at_once(kind: Kind, tmp_path: Path, caplog: pytes
 
 def test_what_may_come_yet_is_reported_at_once_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     nobody = BrokerAddress("127.0.0.1", free_port())
-    assert outcome_of(nobody, caplog) == f"broker {nobody}: [Errno 111] Connection refused; trying again"
+    assert outcome_of(nobody, caplog) == f"broker {nobody}: connection refused; trying again"
     caplog.clear()
     unknown = outcome_of(BrokerAddress("no-such-host.invalid"), caplog)
-    assert unknown.startswith("broker no-such-host.invalid:1883: [Errno -") and unknown.endswith("; trying again")
+    assert (
+        unknown.startswith("broker no-such-host.invalid:1883: ")
+        and "Errno" not in unknown
+        and unknown.endswith("; trying again")
+    )
     caplog.clear()
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.MonkeyPatch.context() as patch:
         patch.setattr("common.net.connection.ANSWER_S", 0.01)

@@ -316,7 +316,7 @@ async def test_a_round_in_which_all_are_refused_fails_and_names_them(site: Simul
     parent = parent_of(site, names, layout=layout)
     tasks = [ending_with(site, child_of(site, name), layout, math.nan) for name in names]
     async with together(living(site, parent), *tasks):
-        with pytest.raises(RunFailed, match=r"device-0's model was refused: .*NaN.*device-1's model was refused"):
+        with pytest.raises(RunFailed, match=r"device-0 and device-1 sent a model that was refused: .*NaN"):
             await play(parent, drawn(layout, 1))
 
 
@@ -349,7 +349,7 @@ async def test_a_task_that_does_not_fit_is_declined_and_the_parent_names_the_rea
     children = [child_of(site, name) for name in names]
     tasks = [serving(site, child, ours, place) for place, child in enumerate(children)]
     async with together(living(site, parent), *tasks):
-        reason = r"device-0 made no progress for 20 s \(its state is ready; it declined its task: .*layout"
+        reason = r"device-0 and device-1 made no progress for 20 s \(its state is ready; it declined its task: .*layout"
         with pytest.raises(NoProgress, match=reason):
             await play(parent, drawn(other, 1))
         assert all(child.session.link.refusals.of(Refusal.MISFIT) for child in children)

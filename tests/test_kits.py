@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from cryptography import x509
 from typer.core import TyperGroup
 
 from common.errors import InvalidExperiment
@@ -255,7 +256,13 @@ def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: P
     assert {path.name for path in (out / "server" / "tls").glob("*.key")} == {
         "broker-main.key", "cloud.key", "metrics.key", "operator.key", "region-0.key",
     }  # fmt: skip
-    assert sorted(path.name for path in out.glob("cluster.*")) == ["cluster.emqx", "cluster.mosquitto", "cluster.nats"]
+    assert sorted(path.name for path in out.glob("cluster.*")) == [
+        "cluster.crt", "cluster.emqx", "cluster.key", "cluster.mosquitto", "cluster.nats",
+    ]  # fmt: skip
+    own = x509.load_pem_x509_certificate((out / "cluster.crt").read_bytes())
+    hosts = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert hosts.get_values_for_type(x509.DNSName) == ["a", "b"], "of a server at the broker's addresses"
+    assert (out / "cluster.key").stat().st_mode & 0o777 == 0o600
     assert "ssh -t pi@10.0.0.10 sudo ./pi-0/install.sh" in (out / "pi-0" / "README.md").read_text()
     assert "pi-0 ansible_host=10.0.0.10 ansible_user=pi\n" in (out / "hosts.ini").read_text()
     assert (out / "install.yml").is_file()
@@ -279,6 +286,9 @@ def test_certificates_are_kept_revoked_and_found_beside_the_file(lab: Lab, tmp_p
         f"accepted until then by server, pi-0. Give {tmp_path / 'rack-authority' / 'ca.crl'} to broker cluster"
     ) in done.output
     assert "by server, pi-0, gpu-0" in invoke(*words, "--revoke", "broker-site").output, "nodes refuse it"
+    before = (out / "cluster.crt").read_bytes()
+    assert "and its new certificate and key to cluster" in invoke(*words, "--revoke", "broker-cluster").output
+    assert (out / "cluster.crt").read_bytes() != before
     assert (out / "pi-0" / "tls" / "institution-0.crt").read_bytes() != first
     assert invoke(*words, "--revoke", "institution-9").exit_code == 4
     kept = (tmp_path / "rack-authority" / "ca.crl").read_bytes()

@@ -34,13 +34,14 @@ from docs.tools.dashboards.panel import Panel
 from tests.helpers.commands import DEMO, PATIENCE_S, command, sets, table
 from tests.helpers.energy import RECORDED, vcgencmd
 from tests.helpers.monitoring import (
-    INTERVAL_S,
     ROOT,
     SHIPPED,
     Prometheus,
     Row,
     configure,
+    expressions,
     needs_prometheus,
+    replaced,
     start,
     start_prometheus,
     until,
@@ -81,42 +82,10 @@ class Story:
     folder: Path = Path()
 
 
-def expressions() -> dict[str, str]:
-    """Return every expression that is shipped, with the variables filled in, by where it stands.
-
-    Conditions of alerts and marks tell their truth in place of being empty while all is well.
-    """
-    found = {}
-    for file in ("rules.yml", "alerts.yml"):
-        for group in yaml.safe_load((SHIPPED / file).read_text())["groups"]:
-            for rule in group["rules"]:
-                name = rule.get("record") or rule["alert"]
-                found[f"{file}: {name}"] = truth(rule["expr"]) if "alert" in rule else rule["expr"]
-    for name in DASHBOARDS:
-        made = json.loads(dashboard(name))
-        for panel in made["panels"]:
-            for target in panel["targets"]:
-                found[f"{name}: {panel['id']} {panel['title']} {target['refId']}"] = target["expr"]
-        for mark in made["annotations"]["list"]:
-            found[f"{name}: {mark['name']}"] = truth(mark["expr"])
-        for variable in made["templating"]["list"]:
-            if variable["type"] == "textbox":
-                continue
-            match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
-            assert match is not None, variable
-            found[f"{name}: ${variable['name']}"] = f"count by ({match[2]}) ({match[1]})"
-    return found
-
-
-def truth(condition: str) -> str:
-    return re.sub(r" (==|<|>) ", r" \1 bool ", condition)
-
-
 def filled(where: str, expr: str, run: str) -> str:
-    """Return an expression with the variables of dashboards replaced, as Grafana does it."""
-    values = {"run": run, "run_a": run, "run_b": run, "__rate_interval": f"{4 * INTERVAL_S}s", "__range": "1m"}
-    values |= {"tier": "lan", "parent": HOME, "node": HOME if where.startswith("institution:") else "device-0"}
-    return re.sub(r"\$(\w+)", lambda match: values[match[1]], expr)
+    """Return an expression with the variables of dashboards replaced by those of the lab."""
+    node = HOME if where.startswith("institution:") else "device-0"
+    return replaced(expr, run=run, tier="lan", parent=HOME, node=node)
 
 
 @pytest.fixture(scope="module")

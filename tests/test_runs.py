@@ -106,9 +106,11 @@ def test_events_that_were_cut_are_left_out_also_in_the_middle(tmp_path: Path, ma
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("rounds.csv", "global_round\n1\n2\n", "elapsed_s"),
-        ("rounds.csv", None, "row 1"),
-        ("links.csv", 'tier,from\n"wan,cloud\n', "row 1"),
+        ("rounds.csv", "global_round\n1\n2\n", "line 1: there is no column elapsed_s"),
+        ("rounds.csv", "{garbage\n", "line 1: there is no column global_round"),
+        ("rounds.csv", "\0garbage", "line 1: there is no column global_round"),
+        ("rounds.csv", None, "line 2: .*'one'"),
+        ("links.csv", "from,to\nwan,cloud\n", "line 1: there is no column tier"),
         ("manifest.json", "[]", "not an object"),
         ("manifest.json", "{", "manifest.json"),
         ("experiment.toml", "= 3", "experiment.toml"),

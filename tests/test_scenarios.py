@@ -377,7 +377,8 @@ def test_children_that_offer_and_do_not_serve_hold_no_slots_under_a_quorum(withh
 @pytest.mark.parametrize("withhold", [uplinks_that_carry_no_chunk, black_holes])
 def test_children_that_offer_and_do_not_serve_end_a_run_that_needs_them(withhold: Scenario) -> None:
     outcome = lab(withhold, tree=SERVING)
-    assert re.search("NoProgress: institution-0 gave up: device-[0-5] made no progress", ended_with(outcome, CLOUD))
+    reason = "NoProgress: institution-0 gave up: device-0, device-1 and 4 others made no progress"
+    assert re.search(reason, ended_with(outcome, CLOUD))
     assert outcome.virtual_s < 2 * IDLE_S
 
 

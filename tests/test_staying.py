@@ -252,6 +252,17 @@ def test_nodes_of_another_release_are_left_out_of_the_lab_that_is_there(capsys: 
     assert "device-1 is left out: it is of release 9.1 (protocol 9)" in capsys.readouterr().err
 
 
+def test_an_experiment_names_all_its_nodes_that_cannot_take_part(capsys: pytest.CaptureFixture[str]) -> None:
+    lab = parse({"topology": {"institutions": 1, "devices": 4}})
+    roles._check_fit(lab, {"stranger": "x"})
+    old = {f"device-{i}": f"it is of release 0.{i}" for i in range(4)}
+    problem = r"nodes = 'device-0, device-1 and 2 others': 4 of the experiment's nodes cannot take part, as above"
+    with pytest.raises(InvalidExperiment, match=problem):
+        roles._check_fit(lab, old)
+    lines = capsys.readouterr().err
+    assert all(f"{node} cannot take part: {reason}" in lines for node, reason in old.items())
+
+
 @virtual
 async def test_a_node_that_answers_the_roll_all_the_time_hides_nobody(site: SimulatedSite) -> None:
     """As many sessions as it likes, and messages that no node sends."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from math import inf
 from pathlib import Path
@@ -25,9 +25,10 @@ from common.protocol.identity import Identity
 from common.protocol.limits import ChildLimits
 from common.protocol.messages import NodeState, Presence, Target
 from common.protocol.targets import REPORT_MOST_S, REPORT_S, STAYING, Targets
+from common.runtime import targets as targets_of_runs
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.targets import discovery, reachable
+from common.runtime.targets import discovery, passed_on, published, reachable
 from common.runtime.world import new_session
 from deploy.brokers.broker import BrokerProcess, start
 
@@ -227,18 +228,65 @@ def test_the_answer_is_json_also_before_there_is_anything_to_tell() -> None:
     assert ask() == [{"targets": [f"127.0.0.1:{port}"], "labels": {"role": "cloud"}}]
 
 
-def test_a_server_on_all_addresses_is_found_where_its_broker_is_reached_from() -> None:
+class Routes:
+    """This machine's addresses, by the host that a packet goes to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, **outside: str) -> None:
+        self._by = {"127.0.0.1": "127.0.0.1", "::1": "::1", "10.0.0.7": "10.0.0.7", "10.0.0.9": "10.0.0.7"} | {
+            targets_of_runs.OUTSIDE: outside.get("ipv4", ""), targets_of_runs.OUTSIDE_6: outside.get("ipv6", ""),
+        }  # fmt: skip
+        patch.setattr(targets_of_runs, "_routes", self.find)
+
+    def find(self, hosts: Iterable[tuple[str, int]], family: int) -> Iterator[tuple[str, str]]:
+        for host, _ in hosts:
+            if (source := self._by.get(host)) and (family != socket.AF_INET or ":" not in host):
+                yield source, host
+
+
+def test_a_server_on_all_addresses_is_found_where_its_broker_is_reached_from(monkeypatch: pytest.MonkeyPatch) -> None:
     here, nowhere = BrokerAddress("127.0.0.1"), BrokerAddress("broker.invalid")
+    assert reachable("0.0.0.0", here) != "", "by the routes of this machine"
+    Routes(monkeypatch)
     assert reachable("192.0.2.7", here) == "192.0.2.7"
     assert reachable("::1", here) == "[::1]"
     assert reachable("0.0.0.0", here) == "127.0.0.1"
     assert reachable("", nowhere) == socket.gethostname()
     assert reachable("0.0.0.0", BrokerAddress("broker.invalid", others=(("127.0.0.1", 1884),))) == "127.0.0.1"
+    assert reachable("0.0.0.0", BrokerAddress("10.0.0.9")) == "10.0.0.7"
 
 
-def test_a_server_of_ipv4_is_not_published_by_the_ipv6_address_that_reaches_the_broker() -> None:
+def test_a_server_beside_its_broker_is_published_by_an_address_that_others_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Routes(monkeypatch, ipv4="10.0.0.7", ipv6="fd00::7")
+    assert reachable("0.0.0.0", BrokerAddress("127.0.0.1")) == "10.0.0.7"
+    assert reachable("::", BrokerAddress("::1")) == "[fd00::7]"
+
+
+def test_a_server_of_ipv4_is_not_published_by_the_ipv6_address_that_reaches_the_broker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Routes(monkeypatch)
     assert reachable("0.0.0.0", BrokerAddress("::1", others=(("127.0.0.1", 1883),))) == "127.0.0.1"
-    assert reachable("::", BrokerAddress("::1")) in ("[::1]", socket.gethostname())  # a machine may have no IPv6
+    assert reachable("::", BrokerAddress("::1")) == "[::1]"
+
+
+def test_an_address_of_this_machine_alone_is_published_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published("127.0.0.1:9464", BrokerAddress("localhost")) == "127.0.0.1:9464", "by this machine's routes"
+    Routes(monkeypatch)
+    here, own, there = BrokerAddress("127.0.0.1"), BrokerAddress("10.0.0.7"), BrokerAddress("10.0.0.9")
+    for address in ("127.0.0.1:1", "https://127.0.0.1:1", "[::1]:1"):
+        assert published(address, here) == published(address, own) == address
+        assert published(address, there) == published(address, BrokerAddress("broker.invalid")) == ""
+    assert published("10.0.0.7:1", there) == "10.0.0.7:1" and published("", here) == ""
+    below = (Target("d0", "127.0.0.1:1"), Target("d1", "10.0.0.7:1"))
+    assert passed_on(below, here) == below and passed_on(below, there) == below[1:]
+
+
+def test_a_prometheus_elsewhere_gets_no_address_of_the_clouds_machine_alone() -> None:
+    below = [Target("d0", "127.0.0.1:1"), Target("d1", "https://10.0.0.7:1")]
+    for cloud, wanted in (("10.0.0.1:9464", ["10.0.0.7:1"]), ("https://127.0.0.1:9464", ["127.0.0.1:1", "10.0.0.7:1"])):
+        assert [each["targets"][0] for each in discovery(below, TREE, cloud=cloud, run="r")][1:] == wanted
 
 
 def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from common.experiment.reading import parse
 from common.host.examination import Finding
 from common.protocol import serialization, topics
 from common.protocol.messages import Acknowledgement, Alive, Declined, Here, Key, NodeState, Preparing, Presence
-from common.text import escaped, json_text
+from common.text import by_cause, escaped, json_text
 from deploy.console import logs, reporting, tabular
 from deploy.watching import formatting
 from deploy.watching.cloud_feed import CloudFeed
@@ -54,6 +54,16 @@ def test_json_has_null_for_a_number_that_is_not_finite() -> None:
     assert json.loads(json_text(value)) == wanted == json.loads(json_text(value, indent=1))
     finite = {"b": [1, 0.1], "a": "\u00e4"}
     assert json_text(finite) == json.dumps(finite) and json_text(finite, indent=2) == json.dumps(finite, indent=2)
+
+
+def test_equal_causes_of_many_are_named_once() -> None:
+    assert by_cause([]) == ""
+    assert by_cause([("a", "fails"), ("b", "hangs"), ("c", "fails")]) == "a and c fails; b hangs"
+    many = [(f"device-{i}", f"gave up: fails in training on {60 + i} samples with KeyError") for i in range(12)]
+    shared = "gave up: fails in training with KeyError"
+    assert by_cause(many[:1]) == f"device-0 {many[0][1]}"
+    assert by_cause(many[:3]) == f"device-0, device-1 and device-2 {shared}"
+    assert by_cause(many) == f"device-0, device-1 and 10 others {shared}"
 
 
 def test_text_without_control_characters_is_not_changed() -> None:

@@ -544,7 +544,7 @@ def test_metrics_beyond_this_machine_need_a_certificate_or_a_login(
         return guarded, plain
 
     guarded, plain = asyncio.run(serve())
-    assert guarded.startswith("https://127.0.0.1:")
+    assert guarded.startswith("https://") and "0.0.0.0" not in guarded
     port = int(guarded.rpartition(":")[2])
     stranger = Tls(ca).client_context()
     assert scraped(port, own.client_context()) == 200

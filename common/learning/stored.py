@@ -24,6 +24,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.errors import in_words
 from common.host.files import PARTIAL, private, private_folder
 from common.model import tensors
 
@@ -75,7 +76,7 @@ def shared(digest: str, make: Callable[[], Stored]) -> Stored:
             if (found := _read(path)) is None:
                 raise OSError(f"{path} cannot be read again")
     except (OSError, RuntimeError) as error:  # no home is a RuntimeError
-        log.warning("this process keeps its own copy of the data: %s", error)
+        log.warning("this process keeps its own copy of the data: %s", in_words(error))
         return make() if made is None else made
     made = None
     _give_back()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, in_words
 
 PORT: Final = 8883
 REQUIRED, OPTIONAL = ssl.CERT_REQUIRED, ssl.CERT_OPTIONAL  # of a server: whether clients need a certificate
@@ -163,14 +163,14 @@ class _ClosedOnFailure(ssl.SSLSocket):
 
 
 def reason_of(error: OSError) -> str:
-    """Return what an error of a TLS connection means; its own text if it is another error."""
+    """Return what an error of a connection means, by TLS or without."""
     if isinstance(error, ssl.SSLCertVerificationError):
         text = f"the broker's certificate is refused: {error.verify_message.rstrip('.')}"
         early = " by this machine's clock. Set that, or the one of the machine that made the certificate."
         return f"{text}{early}" if error.verify_code in _NOT_YET_VALID else text
     if isinstance(error, ssl.SSLError) and error.reason:
         return _REASONS.get(error.reason, f"TLS: {error.reason.lower().replace('_', ' ')}")
-    return str(error)
+    return in_words(error)
 
 
 def is_final(error: OSError) -> bool:

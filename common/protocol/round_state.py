@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 from common.experiment.availability import OnlineTimes
 from common.protocol.closing import Standing
 from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Progress, Result
+from common.text import by_cause
 
 REPEAT_S: Final = 1.0  # before a task is repeated; twice the time until its child's last answer, if that is longer
 REPEAT_MOST_S: Final = 5.0
@@ -288,11 +289,13 @@ def blame(children: Mapping[str, ChildInRound], idle: Iterable[str], *, idle_s: 
     for name in idle:
         child = children[name]
         if child.presence is NodeState.FAILED:
-            reasons.append(f"{name} gave up: {child.reason}")
+            reasons.append((name, f"gave up: {child.reason}"))
         else:
             state = f"its state is {child.presence}" if child.session else "it never came"
             state += f": {child.reason}" if child.session and child.reason else ""
             why = f"; it declined its task: {child.declined}" if child.declined else ""
-            reasons.append(f"{name} made no progress for {idle_s:g} s ({state}{why})")
-    reasons += [f"{name}'s model was refused: {child.refusal}" for name, child in children.items() if child.refusal]
-    return "; ".join(reasons) or "no child is left"
+            reasons.append((name, f"made no progress for {idle_s:g} s ({state}{why})"))
+    for name, child in children.items():
+        if child.refusal:
+            reasons.append((name, f"sent a model that was refused: {child.refusal}"))
+    return by_cause(reasons) or "no child is left"

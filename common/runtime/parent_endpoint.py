@@ -44,6 +44,7 @@ from common.runtime.models import Models
 from common.runtime.round import ClosedRound, Dispatch, break_off, failure
 from common.runtime.world import REAL, World, nothing
 from common.storage.spool import Spool
+from common.text import by_cause
 
 log = logging.getLogger("fedstrata.parent")
 
@@ -209,7 +210,7 @@ class ParentEndpoint(Endpoint):
             if len(found.ready) >= need and now >= begun + (closing.deadline_s or 0.0):
                 break
             if len(self.peers) - len(found.hanging) < need:
-                hanging = "; ".join(f"{name}: {found.missing[name]}" for name in sorted(found.hanging))
+                hanging = by_cause((f"{name}:", found.missing[name]) for name in sorted(found.hanging))
                 raise NoProgress(f"the run cannot begin: {hanging}")
             waiting(found.text)
             if now >= remind_at or not found.failed <= failed:

@@ -23,7 +23,7 @@ from common.host.files import write_private
 from common.host.processes import free_port, interruptible, spawn, stop
 from common.net.address import host_port
 from deploy.brokers import nats
-from deploy.brokers.guard import OPEN, Guard
+from deploy.brokers.guard import OPEN, PACKET_MOST, Guard
 from deploy.console.logs import write_line
 from deploy.console.service import notify, watchdog_s
 
@@ -36,13 +36,13 @@ _SBIN = (Path("/usr/sbin/mosquitto"), Path("/usr/local/sbin/mosquitto"))  # on r
 _CONNECT = bytes.fromhex("10 0c 0004 4d515454 04 02 000a 0000")  # MQTT 3.1.1, clean session, no client id
 _DISCONNECT = bytes.fromhex("e000")
 
-# No message is dropped and no packet refused (some 2.0.x drop at `max_queued_messages 0`). Valid for 2.0 and for 2.1,
-# which deprecates password_file; its replacement does not exist in 2.0.
+# No message is dropped and no packet of a lab refused (some 2.0.x drop at `max_queued_messages 0`). Valid for 2.0 and
+# for 2.1, which deprecates password_file; its replacement does not exist in 2.0.
 _MOSQUITTO: Mapping[str, str | int] = {
     "persistence": "false",
     "max_queued_messages": 1_000_000,
     "max_inflight_messages": 16,
-    "max_packet_size": 268_435_455,
+    "max_packet_size": PACKET_MOST,
     "set_tcp_nodelay": "true",
 }
 _LOGGED = ("log_dest stderr", "log_type error", "log_type warning", "log_type notice")

@@ -15,8 +15,12 @@ from common.errors import InvalidExperiment
 from common.host.files import write_private
 from common.net.address import is_loopback
 from common.net.tls import Tls
+from common.protocol.bounds import MESSAGE_MOST
 from deploy.console.logs import write_line
 
+# The most bytes of a packet: of the largest message of any lab, and of its topic. A broker holds one for each
+# subscriber, so that larger ones would take its memory.
+PACKET_MOST: Final = MESSAGE_MOST + 1024
 HASH_ROUNDS: Final = 101  # as mosquitto_passwd: the password is random, not a word
 
 

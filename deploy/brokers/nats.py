@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from common.errors import ConnectionFailed, InvalidExperiment
-from deploy.brokers.guard import Guard
+from deploy.brokers.guard import PACKET_MOST, Guard
 
 ANYBODY: Final = "anybody"
 _BCRYPT: Final = re.compile(r"\$2[abxy]\$\d\d\$[./A-Za-z0-9]{53}", re.ASCII)
@@ -42,7 +42,7 @@ def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str
     settings: dict[str, object] = {
         "server_name": "fedstrata",
         "listen": "127.0.0.1:-1",  # any free port
-        "max_payload": 64 << 20,  # the most that NATS allows
+        "max_payload": PACKET_MOST,
         "max_pending": 2 << 30,
         "write_deadline": "24h",
         "jetstream": {

@@ -15,6 +15,7 @@ import typer
 from common.errors import InvalidExperiment
 from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
+from common.text import named
 from deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, serve_metrics
 from deploy.console import logs
@@ -152,8 +153,7 @@ def cloud(
             if chosen is None:
                 tree["topology"] = _topology(found, old)
                 chosen = checked()
-            for node in (each for each in chosen.tree.nodes if each in old):
-                raise InvalidExperiment("node", node, old[node], "Or leave it out of the experiment.")
+            _check_fit(chosen, old)
         folders = {"runs": runs, "spool": spool_folder(spool)}
         registry, address = serve_metrics(
             metrics, broker=where, login=reached.login, insecure=insecure, folders=folders
@@ -207,6 +207,7 @@ def institution(
     In a run it receives the experiment and runs its local rounds with its children. It reads data for rules that need
     samples at the node, and then needs fedstrata[learning] as devices do.
     """
+    from common.runtime.targets import published
     from institution.agent import InstitutionAgent
 
     check_parents([parent], [name])
@@ -224,7 +225,7 @@ def institution(
             lab=lab,
             connect_timeout_s=connect_timeout,
             metrics=registry,
-            metrics_address=address,
+            metrics_address=published(address, upward),
             spool=folders["spool"],
             allow=allow or (),
             data=data,
@@ -303,6 +304,7 @@ def device(
 
     async def take_part() -> None:
         require("torch")
+        from common.runtime.targets import published
         from deploy.local.agents import run_agents
         from device.agent import DeviceAgent
         from device.pool.pool import Pool
@@ -323,7 +325,7 @@ def device(
                     pool=pool,
                     connect_timeout_s=connect_timeout,
                     metrics=registry,
-                    metrics_address=address,
+                    metrics_address=published(address, places[each]),
                     spool=spool_folder(spool),
                     states=folders["spool"],
                     allow=allow or (),
@@ -371,6 +373,16 @@ def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]
     for line in left_out:
         logs.write_line(line)
     return topology
+
+
+def _check_fit(chosen: Experiment, old: Mapping[str, str]) -> None:
+    """Report the nodes of an experiment that cannot take part. Raises InvalidExperiment if there are any."""
+    unfit = [node for node in chosen.tree.nodes if node in old]
+    for node in unfit:
+        logs.write_line(f"{node} cannot take part: {old[node]}")
+    if unfit:
+        problem = f"{len(unfit)} of the experiment's nodes cannot take part, as above"
+        raise InvalidExperiment("nodes", named(unfit), problem, "Fix them, or leave them out of the experiment.")
 
 
 def _stays(once: bool) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from common.errors import InvalidExperiment
 from common.host.files import write_private
 from common.metrics_server import SERVER_NAME
+from common.net.address import parse_hosts
 from deploy.console.login import METRICS_NAME
 from deploy.kits import access, units
 from deploy.kits.lab import AUTHORITY, HERE, KEPT_TLS, REVOKED, Lab, authority_of
@@ -45,7 +46,8 @@ def provision(lab: Lab, source: Path, *, wheel: Path, out: Path, authority: Path
     """Write the kits of all machines below `out`, replacing earlier ones, and return their folders.
 
     `source` is the lab's file, `authority` the folder of its authority (beside the file unless given), which is made
-    if there is none. A kit has the certificates of its machine alone. Raises InvalidExperiment if `out` has something
+    if there is none. A kit has the certificates of its machine alone; those of brokers that no machine of the lab runs
+    are beside the kits, with the access rules. Raises InvalidExperiment if `out` has something
     else, or cannot be written.
     """
     kits = [out / machine for machine in lab.machines]
@@ -61,9 +63,12 @@ def provision(lab: Lab, source: Path, *, wheel: Path, out: Path, authority: Path
             if signer is not None:
                 _write_certificates(lab, machine, signer, kit / KEPT_TLS)
         for name, broker in lab.brokers.items():
-            if lab.tls and broker.addresses is not None:
+            if signer is not None and broker.addresses is not None:
                 for form, text in access.FORMS.items():
                     (out / f"{name}.{form}").write_text(text(lab, name), encoding="utf-8")
+                own = signer.of(f"broker-{name}", hosts=[host for host, _ in parse_hosts(",".join(broker.addresses))])
+                write_private(out / f"{name}.crt", own.certificate)
+                write_private(out / f"{name}.key", own.key)
         (out / INVENTORY).write_text(_inventory(lab), encoding="utf-8")
         shutil.copyfile(str(files("deploy.kits") / PLAYBOOK), out / PLAYBOOK)
     except OSError as error:
@@ -88,6 +93,8 @@ def revoke_certificates(lab: Lab, source: Path, names: Sequence[str], *, authori
     text += f"The old certificates are accepted until then by {', '.join(refusing)}"
     if there := [name for name, each in lab.brokers.items() if each.addresses is not None]:
         text += f". Give {folder / REVOKED} to broker {', '.join(there)}"
+        if new := [name for name in there if f"broker-{name}" in names]:
+            text += f", and its new certificate and key to {', '.join(new)}"
     return text
 
 

@@ -36,6 +36,7 @@ from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.work import Work
 from common.runtime.world import new_session, nothing
 from common.storage.spool import Spool
+from common.text import by_cause
 from deploy.local.decisions import ALL_USED, RoundDecisions
 
 
@@ -159,7 +160,8 @@ class Calls:
             timeline.seconds[name] = timeline.last_result - called
             timeline.first_result = timeline.first_result or timeline.last_result
         if judge(dispatch.closing, Standing(len(results), len(refused), 0, 0), overdue=False) is not Verdict.CLOSE:
-            raise RunFailed("; ".join(f"{name}'s model was refused: {reason}" for name, reason in refused.items()))
+            causes = {name: f"sent a model that was refused: {reason}" for name, reason in refused.items()}
+            raise RunFailed(by_cause(causes.items()))
         timeline.closed = self.now()
         reports = tuple(results.get(name) for name in children)
         uploads = Uploads(children, self._uploads, reports, lambda: None)

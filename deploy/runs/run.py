@@ -296,14 +296,27 @@ class Run:
                     continue
 
     def _rows(self, name: str, kind: type[_R]) -> list[_R]:
-        """Return a table's rows. A truncated last row is skipped; any other invalid row raises InvalidExperiment."""
+        """Return a table's rows. A truncated last row is skipped; any other invalid line raises InvalidExperiment."""
         found: list[_R] = []
+        text = self._text(name)
+        self._check_header(name, text, kind)
         try:
-            for row in rows_of(self._text(name)):
+            for row in rows_of(text):
                 found.append(kind.read(row))
         except (KeyError, ValueError, csv.Error) as error:
-            raise self._damaged(name, f"row {len(found) + 1}: {error!r}") from None
+            raise self._damaged(name, f"line {len(found) + 2}: {error}") from None
         return found
+
+    def _check_header(self, name: str, text: str, kind: type[Record]) -> None:
+        """Check the names of a table's columns; of a header that a kill cut short, the first name."""
+        header, ended, _ = text.partition("\n")
+        named, wanted = header.strip().split(","), kind.required()
+        if ended:
+            lacking = [column for column in wanted if column not in named]
+        else:
+            lacking = [] if wanted[0].startswith(named[0]) else wanted[:1]
+        if lacking:
+            raise self._damaged(name, f"line 1: there is no column {lacking[0]}")
 
     def _text(self, name: str) -> str:
         try:

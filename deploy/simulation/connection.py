@@ -189,9 +189,9 @@ class SimulatedConnection:
             await asyncio.sleep(2 * ROUND_TRIPS * link.conditions.delay_s)
         if link.conditions.cut:
             await asyncio.sleep(CONNECT_TIMEOUT_S)
-            raise BrokenConnection("Operation timed out")
+            raise BrokenConnection("operation timed out")
         if not self.broker.up:
-            raise BrokenConnection("[Errno 111] Connection refused")
+            raise BrokenConnection("connection refused")
         self._ready, self._early = False, []
         return ClientStream(self, loop=loop)
 

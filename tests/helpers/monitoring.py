@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import yaml
 
 from deploy.kits.units import TLS
+from docs.tools.dashboards import DASHBOARDS, dashboard
 from tests.helpers.commands import PATIENCE_S
 
 ROOT: Final = Path(__file__).parents[2]
@@ -117,3 +120,41 @@ def start_prometheus(
         f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
     )  # fmt: skip
     return port
+
+
+def expressions() -> dict[str, str]:
+    """Return every expression that is shipped, with the variables filled in, by where it stands.
+
+    Conditions of alerts and marks tell their truth in place of being empty while all is well.
+    """
+    found = {}
+    for file in ("rules.yml", "alerts.yml"):
+        for group in yaml.safe_load((SHIPPED / file).read_text())["groups"]:
+            for rule in group["rules"]:
+                name = rule.get("record") or rule["alert"]
+                found[f"{file}: {name}"] = truth(rule["expr"]) if "alert" in rule else rule["expr"]
+    for name in DASHBOARDS:
+        made = json.loads(dashboard(name))
+        for panel in made["panels"]:
+            for target in panel["targets"]:
+                found[f"{name}: {panel['id']} {panel['title']} {target['refId']}"] = target["expr"]
+        for mark in made["annotations"]["list"]:
+            found[f"{name}: {mark['name']}"] = truth(mark["expr"])
+        for variable in made["templating"]["list"]:
+            if variable["type"] == "textbox":
+                continue
+            match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
+            assert match is not None, variable
+            found[f"{name}: ${variable['name']}"] = f"count by ({match[2]}) ({match[1]})"
+    return found
+
+
+def truth(condition: str) -> str:
+    return re.sub(r" (==|<|>) ", r" \1 bool ", condition)
+
+
+def replaced(expr: str, *, run: str, tier: str, parent: str, node: str, interval_s: int = INTERVAL_S) -> str:
+    """Return an expression with the variables of dashboards replaced, as Grafana does it."""
+    values = {"run": run, "run_a": run, "run_b": run, "__rate_interval": f"{4 * interval_s}s", "__range": "1m"}
+    values |= {"tier": tier, "parent": parent, "node": node}
+    return re.sub(r"\$(\w+)", lambda match: values[match[1]], expr)

@@ -1,0 +1,462 @@
+"""`make bench-operations`: the keeper's side of a lab of six machines, installed by its kits, with mutual TLS.
+
+    server: cloud, broker, Prometheus == router == site-0: institution-0, broker == box-0: device-0, device-1
+                                             router == site-1: institution-1 == box-1: device-2
+                                                                       site-1 == box-2: device-3
+
+The machines are those of `tests/bench/machines.py`; Prometheus has what is shipped for it, as it is shipped. In one
+run: the targets, the queries of every dashboard, the alerts of a machine that is unplugged, a node whose certificate is
+revoked. Then upgrades, the devices first and the server first: a release of another version and wire version is this
+one with both numbers changed, and its kits. At last a broker whose certificate is revoked. Needs root, mosquitto and
+Prometheus.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from rich.table import Table
+
+from common.metrics_server import SERVER_NAME
+from deploy.kits.lab import KEPT_TLS, REVOKED, load
+from deploy.kits.provision import LAB_FILE, revoke_certificates
+from deploy.local.namespaces import Namespace, VethPair
+from deploy.simulation.outcome import model_digest
+from tests.bench.machines import DEMO, PATIENCE_S, ROUTER, SETTINGS, Checks, KitLab, Machine, console, home_of
+from tests.helpers.monitoring import ROOT, SHIPPED, Prometheus, expressions, replaced
+
+ABOVE: Final = {
+    "server": ROUTER, "site-0": ROUTER, "site-1": ROUTER, "box-0": "site-0", "box-1": "site-1", "box-2": "site-1",
+}  # fmt: skip
+SITES, BOXES = ("site-0", "site-1"), ("box-0", "box-1", "box-2")
+NODES: Final = {
+    ("cloud", "cloud"), ("institution", "institution-0"), ("institution", "institution-1"), ("device", ""),
+    ("device", "device-2"), ("device", "device-3"),
+}  # fmt: skip
+INSTALLED_FILE: Final = Path(SETTINGS) / LAB_FILE
+METRICS_PORT: Final = 9464
+PROMETHEUS_PORT: Final = 9090
+INTERVAL_S: Final = 5  # of the shipped configuration
+QUERIES_S: Final = 90  # rates want several scrapes, rules are worked out at their own pace
+# A round does without one of two children after some seconds; models are large enough to measure their links.
+WATCHED: Final = (
+    "rounds=100000", "transfer.idle_s=150", "institution.rounds=1", "model.name=cnn_femnist", "training.epochs=1",
+    "transfer.chunk_bytes=32768",
+    'institution.closing={ rule = "quorum", quorum = 1, deadline_s = 5.0 }',
+    'data={ dataset = "synthetic", image_shape = [1, 28, 28], classes = 10, samples = 400, test_samples = 100 }',
+)  # fmt: skip
+BY_FILE: Final = ("--lab", str(INSTALLED_FILE))
+# Without the lab's file the cloud does not call the roll, and meets its children in the run.
+BY_NAME: Final = (
+    "--lab", "rack", "--broker", "localhost:8883", "--tls-ca", f"{SETTINGS}/tls/ca.crt",
+    "--tls-cert", f"{SETTINGS}/tls/{{name}}.crt", "--tls-key", f"{SETTINGS}/tls/{{name}}.key",
+)  # fmt: skip
+NUMBERS: Final = ("topology={ institutions = 2, devices = 4 }",)
+SHORT: Final = ("rounds=3", "links.check=off")
+RELEASES: Final = {"0.1.0": None, "0.2.0": 9, "0.3.0": 10}  # None: the wire version is the present one
+
+
+def described(addresses: Mapping[str, str]) -> str:
+    """Return the lab's file."""
+    machines = "\n".join(
+        f'{name} = {{ address = "{address}", metrics = true'
+        + (", cloud = true" if name == "server" else "")
+        + (', accelerator = "cpu", slots = 1' if name in BOXES else "")
+        + " }"
+        for name, address in addresses.items()
+    )
+    return f"""name = "rack"
+broker = "main"
+[machines]
+{machines}
+[brokers]
+main = {{ machine = "server" }}
+site = {{ machine = "site-0" }}
+[institutions]
+institution-0 = {{ machine = "site-0", broker = "site" }}
+institution-1 = {{ machine = "site-1" }}
+[[devices]]
+names = ["device-0..1"]
+machine = "box-0"
+parent = "institution-0"
+[[devices]]
+names = ["device-2"]
+machine = "box-1"
+parent = "institution-1"
+[[devices]]
+names = ["device-3"]
+machine = "box-2"
+parent = "institution-1"
+"""
+
+
+def wheel_of(version: str, wire: int | None, home: Path) -> Path:
+    """Return the wheel of this release, or of one that differs by its version and its wire version alone."""
+    source, out = home / f"source-{version}", home / f"wheel-{version}"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in listed.split("\0"):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    changes = {"pyproject.toml": (r'(?m)^version = ".*"$', f'version = "{version}"')}
+    if wire is not None:
+        changes["common/protocol/serialization.py"] = (r"(?m)^VERSION: Final = \d+$", f"VERSION: Final = {wire}")
+    for name, (old, new) in changes.items():
+        text, count = re.subn(old, new, (source / name).read_text())
+        assert count == 1, name
+        (source / name).write_text(text)
+    line = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", out, source]
+    subprocess.run(line, check=True)
+    return next(out.iterdir())
+
+
+def until(what: Callable[[], Any], patience_s: float = PATIENCE_S) -> float | None:
+    """Wait until something is true; return the seconds that it took, None if it did not become true."""
+    began = time.monotonic()
+    while not what():
+        if time.monotonic() > began + patience_s:
+            return None
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def seconds(found: float | None) -> str:
+    return "never" if found is None else f"after {found:.0f} s"
+
+
+def quoted(text: str, *words: str) -> None:
+    """Print the lines of an output, or those that have one of the words."""
+    for line in text.splitlines():
+        if not words or any(word in line for word in words):
+            console.print(f"       | {line.rstrip()}", markup=False, highlight=False, soft_wrap=True)
+
+
+class InsidePrometheus(Prometheus):
+    """The one on a machine of the lab."""
+
+    def __init__(self, space: Namespace) -> None:
+        super().__init__(PROMETHEUS_PORT)
+        self._space = space
+
+    def get(self, path: str, **query: str) -> Any:
+        with self._space.entered():
+            return super().get(path, **query)
+
+    def answers(self) -> bool:
+        with self._space.entered():
+            return super().answers()
+
+    def nodes(self) -> set[tuple[str, str]]:
+        """Return role and node of each target that answers over TLS."""
+        targets = self.get("/api/v1/targets", state="active")["activeTargets"]
+        good = [each for each in targets if each["health"] == "up" and each["scrapeUrl"].startswith("https://")]
+        return {(each["labels"]["role"], each["labels"].get("node", "")) for each in good}
+
+
+class Run:
+    """A run in the background: its folder, and what its cloud writes for people."""
+
+    def __init__(self, lab: Operated, name: str, *sets: str, access: Sequence[str] = BY_FILE) -> None:
+        self._runs = lab.machines["server"].home / "runs" / name
+        self._log = lab.machines["server"].log("commands")
+        self._before = self._log.stat().st_size if self._log.exists() else 0
+        words = [word for pair in sets for word in ("--set", pair)]
+        self.process = lab.start(
+            "cloud", lab.demo, *access, "--metrics", f"0.0.0.0:{METRICS_PORT}", "--runs", self._runs,
+            *words, out=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    @property
+    def folder(self) -> Path:
+        return next(self._runs.iterdir())
+
+    @property
+    def written(self) -> str:
+        return self._log.read_bytes()[self._before :].decode()
+
+    @property
+    def rounds(self) -> int:
+        """The global rounds that are done."""
+        found = list(self._runs.glob("*/rounds.csv"))
+        return len(found[0].read_text().splitlines()) - 1 if found else 0
+
+    def participants(self) -> dict[str, int]:
+        """Return how often each device has given a result."""
+        with (self.folder / "devices.csv").open() as file:
+            counts: dict[str, int] = defaultdict(int)
+            for row in csv.DictReader(file):
+                counts[row["node"].rpartition("/")[2]] += 1
+            return counts
+
+    def interrupt(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait()
+
+
+class Operated(KitLab):
+    """The lab, and what its keeper does."""
+
+    def __init__(self, home: Path) -> None:
+        wires = [VethPair(i, name, above, name) for i, (name, above) in enumerate(ABOVE.items())]
+        super().__init__(home, described, wires)
+        self.demo = home / "demo.toml"
+        shutil.copyfile(DEMO, self.demo)
+
+    def run(self, name: str) -> tuple[int, str, bool]:
+        """Run the demo to its end; return its exit code, what was written, and whether the model is --direct's."""
+        run = Run(self, name, "topology=lab", *SHORT)
+        code = run.process.wait()
+        if code:
+            return code, run.written, False
+        runs = self.machines["server"].home / "direct" / name
+        words = ("run", run.folder / "experiment.toml", "--direct", "--runs", runs, "--format", "json")
+        assert self.fedstrata(*words)[0] == 0
+        return code, run.written, model_digest(runs) == model_digest(run.folder.parent)
+
+    def revoke(self, *names: str, wheel: Path) -> str:
+        """Revoke certificates and write the kits anew; return what to do then."""
+        text = revoke_certificates(load(self.file), self.file, names)
+        self.provision(wheel)
+        return text
+
+    def link(self, machine: str, state: str) -> None:
+        """Plug the cable of a machine out, or in again."""
+        self.machines[machine].space.batch("ip", [f"link set up{self.wires[machine].number} {state}"])
+        if state == "up":  # the route went with the link
+            above = self.wires[machine].parent_address
+            self.machines[machine].space.batch("ip", [f"route replace default via {above}"])
+
+    def scraped(self, asking: Machine, node: str) -> str:
+        """Return the status with which the cloud answers a request for its metrics with a node's certificate."""
+        tls = asking.root / SETTINGS.strip("/") / KEPT_TLS
+        context = ssl.create_default_context(cafile=str(tls / "ca.crt"))
+        context.load_cert_chain(tls / f"{node}.crt", tls / f"{node}.key")
+        where = self.wires["server"].child_address, METRICS_PORT
+        try:
+            with (
+                asking.space.entered(),
+                socket.create_connection(where, timeout=10) as plain,
+                context.wrap_socket(plain, server_hostname=SERVER_NAME) as secured,
+            ):
+                secured.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+                return secured.recv(4096).decode().partition("\r\n")[0] or "closed"
+        except OSError as error:
+            return str(error)
+
+    @contextmanager
+    def prometheus(self) -> Iterator[InsidePrometheus]:
+        """Run a Prometheus at the server, with what is shipped for a lab with certificates."""
+        server = self.machines["server"]
+        words = [
+            "prometheus", f"--config.file={SHIPPED / 'prometheus-tls.yml'}", "--storage.tsdb.path=/var/tmp/tsdb",
+            f"--web.listen-address=127.0.0.1:{PROMETHEUS_PORT}", "--log.level=error",
+        ]  # fmt: skip
+        with server.log("prometheus").open("ab") as log:
+            process = server.popen(words, log=log, env={})
+        try:
+            found = InsidePrometheus(server.space)
+            assert until(found.answers) is not None, server.log("prometheus").read_text()
+            yield found
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def show_queries(prometheus: InsidePrometheus, run: str, check: Checks) -> None:
+    """Evaluate all that is shipped for Prometheus and Grafana, and print what has no data."""
+    asked = {}
+    for where, expr in expressions().items():
+        node = "institution-1" if where.startswith("institution:") else "device-2"
+        asked[where] = replaced(expr, run=run, tier="lan", parent="institution-1", node=node, interval_s=INTERVAL_S)
+    empty, began = dict(asked), time.monotonic()
+    while any(here(expr) for expr in empty.values()) and time.monotonic() < began + QUERIES_S:
+        empty = {where: expr for where, expr in empty.items() if not prometheus.query(expr)}
+    table = Table("shipped", "queries", "with data", title=f"queries, within {time.monotonic() - began:.0f} s")
+    sources = [where.partition(": ")[0] for where in asked]
+    for source in dict.fromkeys(sources):
+        without = sum(where.startswith(f"{source}: ") for where in empty)
+        table.add_row(source, str(sources.count(source)), str(sources.count(source) - without))
+    console.print(table)
+    for where, expr in empty.items():
+        quoted(f"no data: {where}: {expr}")
+    unexpected = [where for where, expr in empty.items() if here(expr)]
+    check(f"(b) queries without data that this host should have: {', '.join(unexpected) or 'none'}", not unexpected)
+
+
+def here(expr: str) -> bool:
+    """Return whether this host has what an expression asks for."""
+    return not any(name in expr for name in ("fedstrata_host_temperature", "fedstrata_gpu_", "fedstrata_energy_"))
+
+
+def watch(lab: Operated, check: Checks, *, wheel: Path) -> None:
+    """Targets, panels, an unplugged machine and a revoked node, in one run."""
+    with lab.prometheus() as prometheus:
+        run = Run(lab, "watched", "topology=lab", *WATCHED)
+        found = until(lambda: prometheus.nodes() == NODES)
+        check(f"(a) every node of every role is a target and up over https {seconds(found)}", found is not None)
+        for each in prometheus.get("/api/v1/targets", state="active")["activeTargets"]:
+            labels = each["labels"]
+            quoted(f"{labels['role']} {labels.get('node', 'of one process'):14} {each['health']} {each['scrapeUrl']}")
+        until(lambda: run.rounds >= 10)
+        manifest = json.loads((run.folder / "manifest.json").read_text())
+        show_queries(prometheus, manifest["run"], check)
+        check(f"(b) no alert fires: {sorted(prometheus.firing())}", not prometheus.firing() - {"HostMemoryLow"})
+
+        lab.link("box-1", "down")
+        fired, began = dict[str, float](), time.monotonic()
+        while "ChildLost" not in fired and time.monotonic() < began + 140:
+            fired |= {alert: time.monotonic() - began for alert in prometheus.firing() - fired.keys()}
+            time.sleep(0.2)
+        alerts = ", ".join(f"{alert} after {after:.0f} s" for alert, after in fired.items())
+        check(f"(c) box-1 is unplugged: {alerts}", {"RoleDown", "ChildLost"} <= fired.keys())
+        for labels, _ in prometheus.query('ALERTS{alertstate="firing"}'):
+            quoted(" ".join(f"{key}={value}" for key, value in sorted(labels.items()) if key != "__name__"))
+        before = run.rounds
+        found = until(lambda: run.rounds >= before + 2, 60)
+        check(f"(c) the round goes on without it: two global rounds {seconds(found)}", found is not None)
+        lab.link("box-1", "up")
+        found = until(lambda: not prometheus.firing() & {"ChildLost", "RoleDown"}, 150)
+        check(f"(c) box-1 is plugged in: no alert {seconds(found)}", found is not None)
+        had = run.participants()["device-2"]
+        found = until(lambda: run.participants()["device-2"] >= had + 2, 60)
+        check(f"(c) device-2 takes part again {seconds(found)}", found is not None)
+        quoted(run.written, "device-2")
+
+        quoted(lab.revoke("device-3", wheel=wheel))
+        stolen = lab.machines["box-2"]
+        check("(e) /metrics answers device-3's certificate before", "200" in lab.scraped(stolen, "device-3"))
+        for machine in ("server", *SITES):  # as by hand; installing the kit would restart the services, too
+            shutil.copy(lab.kits / machine / KEPT_TLS / REVOKED, lab.machines[machine].root / "etc/fedstrata/tls")
+        time.sleep(12)  # until brokers have read it, as docs/lab.md has it
+        answer = lab.scraped(stolen, "device-3")
+        check(f"(e) /metrics refuses it then: {answer}", "200" not in answer)
+        stolen.shut_down(signal.SIGKILL)
+        stolen.boot()
+        log = stolen.log("fedstrata-devices")
+        found = until(lambda: "is revoked" in log.read_text(), 60)
+        check(f"(e) the broker refuses device-3 {seconds(found)}", found is not None)
+        quoted(log.read_text(), "revoked")
+        before = run.rounds
+        found = until(lambda: run.rounds >= before + 3, 60)
+        check(f"(e) the rest goes on: three global rounds {seconds(found)}", found is not None)
+        code = run.interrupt()
+        check(f"the run is interrupted: exit code {code}", code == 130)
+    code, table, text = lab.fedstrata("lab", "status", "--lab", INSTALLED_FILE)
+    quoted(table, "device-3")
+    quoted(text)
+    check("(e) lab status: device-3 alone is away", code == 5 and "device-3" in table)
+    lab.install("server", *SITES, "box-2")
+    code, _, same = lab.run("renewed")
+    check(f"(e) device-3 has a new certificate: exit code {code}, the model is that of --direct: {same}", same)
+
+
+def upgrade(lab: Operated, check: Checks, first: tuple[str, ...], rest: tuple[str, ...], *, of: str, to: str) -> None:
+    """Install another release on some machines first, and show what the server's commands print then."""
+    console.rule(f"(d) {of} to {to}: {', '.join(first)} first")
+    other = {node for node, machine in load(lab.file).machine_of.items() if (machine in first) != ("server" in first)}
+    lab.install(*first)
+
+    def named(text: str, *, version: bool = True) -> list[str]:
+        """Return the nodes of the other release that are named in a line, with both releases if they are known."""
+        lines = text.splitlines()
+        return [
+            node for node in sorted(other)
+            if any(node in line and (not version or (of in line and to in line)) for line in lines)
+        ]  # fmt: skip
+
+    until(lambda: lab.fedstrata("lab", "status", "--lab", INSTALLED_FILE)[0] == 0, 30)  # they connect again
+    code, table, text = lab.fedstrata("lab", "status", "--lab", INSTALLED_FILE)
+    quoted(table)
+    quoted(text)
+    check(f"lab status: all are there, exit code {code}", code == 0 and "away" not in table)
+    check("lab status names both releases of each", named(text) == sorted(other))
+    code, table, text = lab.fedstrata("doctor", "--lab", INSTALLED_FILE)
+    quoted(table, "protocol")
+    check(f"doctor names both releases of each, exit code {code}", code == 1 and named(table) == sorted(other))
+    check("doctor: nobody is away", "away" not in table and "does not answer" not in table)
+
+    refused = Run(lab, f"{to}-lab", "topology=lab", *SHORT)
+    code = refused.process.wait()
+    quoted(refused.written)
+    check(f"cloud with topology=lab names both releases of each, exit code {code}", code == 4 and (
+        named(refused.written) == sorted(other)
+    ))  # fmt: skip
+    refused = Run(lab, f"{to}-numbers", *NUMBERS, *SHORT)
+    code = refused.process.wait()
+    quoted(refused.written)
+    check(f"cloud with numbers of nodes names both releases of each, exit code {code}", code == 4 and (
+        named(refused.written) == sorted(other)
+    ))  # fmt: skip
+    waiting = Run(lab, f"{to}-waits", *NUMBERS, *SHORT, access=BY_NAME)
+    met = [node for node in sorted(other) if node.startswith("institution")] or sorted(other)
+    found = until(lambda: named(waiting.written, version=False) == met, 60)
+    quoted(waiting.written)
+    good = found is not None and "is of another release" in waiting.written and "Start" not in waiting.written
+    check(f"cloud without the lab's file waits, and names {', '.join(met)} {seconds(found)}", good)
+    waiting.interrupt()
+
+    lab.install(*rest)
+    code, written, same = lab.run(f"all-{to}")
+    quoted(written if code else "")
+    check(f"all machines have {to}: exit code {code}, the model is that of --direct: {same}", same)
+
+
+def revoke_broker(lab: Operated, check: Checks, *, wheel: Path) -> None:
+    """A broker whose certificate is revoked, as seen by its nodes and by the server."""
+    console.rule("(e) a revoked broker")
+    quoted(lab.revoke("broker-site", wheel=wheel))
+    log = lab.machines["box-0"].log("fedstrata-devices")
+    lab.install("server")  # site-0 keeps the old certificate
+    lab.install("box-0", ready=False)
+    found = until(lambda: "revoked" in log.read_text(), 60)
+    check(f"device-0 refuses the broker of site-0 {seconds(found)}", found is not None)
+    quoted("\n".join(line for line in log.read_text().splitlines() if "revoked" in line).rsplit("\n", 1)[-1])
+    code, table, text = lab.fedstrata("lab", "status", "--lab", INSTALLED_FILE)
+    quoted(text)
+    check(f"lab status names the broker, exit code {code}", code == 5 and "revoked" in text)
+    check("the others are there", all(node in table for node in ("institution-1", "device-2", "device-3")))
+    lab.install(*SITES, "box-1", "box-2")
+    code, _, same = lab.run("new-broker")
+    check(f"with its new certificate: exit code {code}, the model is that of --direct: {same}", same)
+
+
+def main() -> None:
+    """Play the keeper's year, and print what was seen; exit with 1 if anything is not as it should be."""
+    check = Checks()
+    with home_of("operations") as home:
+        wheels = {version: wheel_of(version, wire, home) for version, wire in RELEASES.items()}
+        old, middle, new = RELEASES
+        lab = Operated(home)
+        lab.provision(wheels[old])
+        with lab.connected():
+            lab.install(*ABOVE)
+            lab.boot(*ABOVE)
+            code, *_ = lab.fedstrata("lab", "status", "--lab", INSTALLED_FILE)
+            check("lab status: all nodes of lab.toml are there", code == 0)
+            watch(lab, check, wheel=wheels[old])
+            lab.provision(wheels[middle])
+            upgrade(lab, check, BOXES, ("server", *SITES), of=old, to=middle)
+            lab.provision(wheels[new])
+            upgrade(lab, check, ("server",), (*SITES, *BOXES), of=middle, to=new)
+            revoke_broker(lab, check, wheel=wheels[new])
+    for line in check.wrong:
+        console.print(f"WRONG {line}", markup=False, highlight=False)
+    sys.exit(1 if check.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
