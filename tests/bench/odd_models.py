@@ -7,9 +7,11 @@ Its final model is compared with the weighted mean of plain loops. What is refus
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
 
+from common.errors import InvalidExperiment
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.host.processes import free_port
@@ -75,6 +78,27 @@ def _samples(lab: Experiment, node: str) -> int:
     return len(splits.split_of(lab, node=node).partitions[lab.tree.devices.index(node)])
 
 
+def ended(command: list[str], refusal: str | None) -> tuple[int, str, str]:
+    """Run a cloud; return its exit code, its output and its last message.
+
+    A cloud waits for devices that refuse a model, and names why: that line, which `refusal` matches, counts as exit 4.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    late = threading.Timer(PATIENCE_S, process.kill)
+    late.start()
+    line = ""
+    try:
+        with process:
+            assert process.stdout is not None and process.stderr is not None
+            for line in map(str.strip, process.stderr):
+                if refusal is not None and "waits for its children" in line and re.search(refusal, line):
+                    process.kill()
+                    return InvalidExperiment.exit_code, "", line
+            return process.wait(), process.stdout.read(), line
+    finally:
+        late.cancel()
+
+
 def main() -> None:
     """Run all models and print a table; the exit code is 1 if one is neither equal nor refused."""
     table, wrong = Table("model", "outcome", "largest difference"), 0
@@ -93,13 +117,12 @@ def main() -> None:
             lab, file = experiment(name), home / f"{name}.toml"
             file.write_text(to_toml(lab))
             words = ["cloud", str(file), "--runs", str(home / name), "--format", "json", *where]
-            done = subprocess.run([*fedstrata, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-            if done.returncode:
-                line = done.stderr.strip().rpartition("\n")[2]
-                right = name in REFUSED and done.returncode == 4
-                table.add_row(name, f"{done.returncode}: {line}", "")
+            code, output, line = ended([*fedstrata, *words], REFUSED.get(name))
+            if code:
+                right = name in REFUSED and code == InvalidExperiment.exit_code
+                table.add_row(name, f"{code}: {line}", "")
             else:
-                folder = Path(json.loads(done.stdout.splitlines()[0])["folder"])
+                folder = Path(json.loads(output.splitlines()[0])["folder"])
                 layout = models.layout_of(models.anew(lab, inputs=datasets.load(lab.data).inputs))
                 row = wanted(lab, layout)
                 found = load_file(folder / "model.safetensors")
@@ -111,7 +134,7 @@ def main() -> None:
                 right = name in TRAINED and apart <= ERROR_MOST
                 table.add_row(name, "trained", f"{apart:.2g}")
             wrong += not right
-            print(name, "right" if right else "WRONG", done.stderr if not right else "", file=sys.stderr, flush=True)
+            print(name, "right" if right else "WRONG", line if not right else "", file=sys.stderr, flush=True)
     Console(width=160).print(table)
     print(f"{len(TRAINED) + len(REFUSED) - wrong} of {len(TRAINED) + len(REFUSED)} equal a plain loop or are refused")
     raise SystemExit(bool(wrong))
