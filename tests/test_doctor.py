@@ -260,5 +260,5 @@ def test_nodes_with_an_old_kit_are_named_and_refused(tmp_path: Path) -> None:
         "device-1": f"{old}; {lacks}",
         "device-2": "does not answer",
     }
-    assert refused.exit_code == 4 and f"node = 'device-1': {old}" in refused.output
+    assert refused.exit_code == 4 and f"device-1 cannot take part: {old}" in refused.output
     assert taken.returncode == 0 and f"device-1 is left out: {old}" in taken.stderr, taken.stderr

@@ -499,7 +499,7 @@ def test_a_broker_that_does_not_come_is_an_error() -> None:
         await pair.processes["late"].ended.wait()
 
     pair.run(scenario)
-    assert "Connection refused" in str(failures[0])
+    assert "connection refused" in str(failures[0])
 
 
 # The event loop
