@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import subprocess
 import threading
+import time
 import tomllib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -44,6 +46,7 @@ from tests.helpers.sites import SimulatedSite, forever, until, virtual
 
 EXPERIMENT = Announcement("{}", "[]", "split-1")
 PATIENCE_S: Final = 60
+NEXT: Final = ("9.1", serialization.VERSION + 1)  # a release and its version of the protocol
 NO_TORCH: Final = Finding("PyTorch", True, False, "not installed")
 
 
@@ -494,18 +497,33 @@ class Lab:
 
     def __init__(self, home: Path, stack: ExitStack) -> None:
         self.home, self._stack = home, stack
+        self.upgraded: set[str] = set()
         served = stack.enter_context(broker.start(directory=home))
         self.address = f"{served.host}:{served.port}"
-        self.nodes = {
-            "institution": self._start("institution", "--name", "institution-0", "--spool", home / "spool"),
-            "device": self._start("device", "--name", "device-0", "--name", "device-1", "--parent", "institution-0"),
+        self._words: dict[str, list[str | Path]] = {
+            "institution": ["--name", "institution-0", "--spool", home / "spool"],
+            "device": ["--name", "device-0", "--name", "device-1", "--parent", "institution-0"],
         }
+        self.nodes = {role: self._start(role, *words) for role, words in self._words.items()}
+
+    def upgrade(self, *upgraded: str) -> None:
+        """Install another release on the machines of these roles: a node that waits is started again."""
+        self.upgraded |= set(upgraded)
+        for role in self.nodes.keys() & set(upgraded):
+            self.nodes[role].terminate()
+            assert self.nodes[role].wait(PATIENCE_S) == 130
+            self.nodes[role] = self._start(role, *self._words[role])
+
+    def release(self, role: str) -> dict[str, str]:
+        """Return the environment of a role's machine; commands are started where the cloud is."""
+        return {"NULL_LAB_RELEASE": ":".join(map(str, NEXT))} if role in self.upgraded else {}
 
     def _start(self, role: str, *words: str | Path) -> subprocess.Popen[str]:
         line = command(role, *words, "--broker", self.address, null=True, stay=True)
         with (self.home / f"{role}.log").open("wb") as log:
             errors = subprocess.PIPE if role == "cloud" else log
-            process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True)
+            env = os.environ | self.release(role)
+            process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
         self._stack.callback(process.communicate)
         self._stack.callback(process.kill)
         return process
@@ -624,6 +642,55 @@ def test_the_runs_of_a_sweep_follow_each_other_in_the_lab(lab: Lab) -> None:
     more = fedstrata(*words, "--seeds", "1", null=True)
     assert more.returncode == 0 and "0 of 1 runs are finished" in more.stderr, more.stderr
     assert [Run(path).seed for path in folders(lab.home / "twice")] == [3, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["cloud", "institution", "device"])
+def test_an_upgrade_of_one_role_first_is_named_by_the_commands_and_ends_with_that_of_the_others(
+    lab: Lab, first: str
+) -> None:
+    """The cloud is upgraded with its machine's commands; nobody is away, and each other release is named."""
+    names = {"institution": ["institution-0"], "device": ["device-0", "device-1"]}
+    nodes = [name for each in names.values() for name in each]
+    others = [name for role, each in names.items() if (role == first) != (first == "cloud") for name in each]
+    present = (version("fedstrata"), serialization.VERSION)
+    theirs, ours = (present, NEXT) if first == "cloud" else (NEXT, present)
+    reason = "it is of release {} (protocol {}), this is {} (protocol {})".format(*theirs, *ours)
+
+    def status() -> list[dict[str, object]]:
+        words = ("lab", "status", "--broker", lab.address, "--format", "json")
+        listed = fedstrata(*words, null=True, env=lab.release("cloud"))
+        lines.append(listed.stderr)
+        return [json.loads(line) for line in listed.stdout.splitlines()]
+
+    def answers_of_all() -> list[dict[str, object]]:
+        rows, deadline = status(), time.monotonic() + PATIENCE_S
+        while {row["node"] for row in rows} != {*nodes}:
+            assert time.monotonic() < deadline, rows  # a node that was just started has not joined yet
+            rows = status()
+        return rows
+
+    lines = list[str]()
+    answers_of_all()
+    lab.upgrade(first)
+    rows = answers_of_all()
+    assert all(f"{name}: {reason}" in lines[-1] for name in others), lines[-1]
+    assert {row["node"]: row["release"] for row in rows} == {
+        name: theirs[0] if name in others else ours[0] for name in nodes
+    }
+    refused = ends(lab.cloud(SMALL, "--set", "topology=lab", seed=1), 4)
+    assert all(f"{name} is left out: {reason}" in refused for name in others), refused
+
+    waiting = lab.cloud(seed=2)
+    assert waiting.stderr is not None
+    versions = f"is of another release: protocol version {theirs[1]}, this release uses {ours[1]}"
+    met = others if first == "device" else ["institution-0"]
+    line = next(line for line in waiting.stderr if "of another release" in line)
+    assert all(f"{name} {versions}" in line for name in met), line
+    waiting.terminate()
+    ends(waiting, 130)
+    lab.upgrade("cloud", *(role for role in names if role != first))
+    assert lab.run(3) == alone(3)
 
 
 def test_a_node_that_waits_ends_on_sigterm(lab: Lab) -> None:

@@ -7,11 +7,13 @@ bit for bit. No process imports torch, which takes seconds.
 With NULL_LAB_HOLD=ROUND:FILE devices train from this local round on only when nobody has locked FILE. With
 NULL_LAB_SPLIT=DEVICE:DIGEST a device has this split of the data. With NULL_LAB_EVALUATOR=real the cloud has its own
 evaluator, and so needs the data, and torch. NULL_LAB_BYTES is the size of a model.
-With NULL_LAB_PROCESSES=N the devices of a lab are in N processes.
+With NULL_LAB_PROCESSES=N the devices of a lab are in N processes. With NULL_LAB_RELEASE=VERSION:PROTOCOL the process is
+of another release, with that version of the protocol.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from functools import partial
@@ -53,8 +55,20 @@ def simulate(command: str) -> None:
             setattr(network, "DEVICES_MOST", 1)  # noqa: B010
 
 
+def be_of_release(given: str) -> None:
+    """Let this process be of a release, VERSION:PROTOCOL, before anything else is imported that asks for either."""
+    from common.protocol import serialization
+
+    release, _, protocol = given.partition(":")
+    known = importlib.metadata.version
+    setattr(importlib.metadata, "version", lambda name: release if name == "fedstrata" else known(name))  # noqa: B010
+    setattr(serialization, "VERSION", int(protocol))  # noqa: B010
+
+
 if __name__ == "__main__":
     with frozen_imports():
+        if "NULL_LAB_RELEASE" in os.environ:
+            be_of_release(os.environ["NULL_LAB_RELEASE"])
         from deploy.cli.main import main
 
         simulate(
