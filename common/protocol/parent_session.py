@@ -100,7 +100,6 @@ class ParentSession:
             seeks=False,
         )
         self.peers = self.link.peers
-        self.idle_s, self._inline_bytes = transfer.idle_s, transfer.inline_bytes
         self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})
         online = {name: limit.online for name, limit in self._limits.items()}
         self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s, online=online)
@@ -232,7 +231,7 @@ class ParentSession:
             hanging=set(self.coordinator.hanging(now)),
             waits_for=self._waits_for,
             other_releases=self.link.other_releases,
-            idle_s=self.idle_s,
+            idle_s=self.link.transfer.idle_s,
         )
 
     @property
@@ -259,7 +258,7 @@ class ParentSession:
 
     def _bound(self, blob_bytes: int = 0) -> None:
         """Set the bounds of the children's messages, and of the presences under this node's own name."""
-        inline_bytes = self._inline_bytes
+        inline_bytes = self.link.transfer.inline_bytes
         self.link.admission.bounds = {
             name: SenderBounds(
                 nodes=len(limit.below),

@@ -34,11 +34,9 @@ from common.protocol.messages import (
     Alive,
     Announcement,
     Ask,
-    Failure,
     Gone,
     Manifest,
     Message,
-    NodeState,
     Presence,
     WhoIsThere,
 )
@@ -376,12 +374,6 @@ class PeerLink:
         self.receiver.drop(peer, blob=noise.blob, now=now)
 
     # This node
-
-    def set_state(
-        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
-    ) -> None:
-        """Publish this node's state, retained."""
-        self.own.set_state(state, reason=reason, samples=samples, failure=failure)
 
     def begin(self, begun: float) -> None:
         """Note when the run's first global round began, in monotonic seconds: the time zero of all traces."""
