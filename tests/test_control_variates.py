@@ -413,7 +413,7 @@ def test_scaffolds_first_round_is_the_uniform_mean(tmp_path: Path) -> None:
     }
     found = {}
     for name, method in methods.items():
-        folder = RunFolder.create(tmp_path, parse(tree | {"name": name} | method))
+        folder = RunFolder.create(tmp_path, parse(tree | {"name": name} | method), direct=True)
         run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         found[name] = load_file(folder.path / "model.safetensors")
     for entry, tensor in found["scaffold"].items():
@@ -441,8 +441,8 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(name: str, tmp_path
         folder.release()
         return folder.path
 
-    whole = run(9, RunFolder.create(tmp_path, parse(tree)))
-    broken = run(3, RunFolder.create(tmp_path, parse(tree)))
+    whole = run(9, RunFolder.create(tmp_path, parse(tree), direct=True))
+    broken = run(3, RunFolder.create(tmp_path, parse(tree), direct=True))
     run(9, RunFolder.reopen(broken, direct=True), resume=True)
     assert tensors(broken) == tensors(whole) and not (broken / "spool").exists()
 

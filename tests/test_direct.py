@@ -55,7 +55,7 @@ Tree = Mapping[str, Any]
 
 
 def run_direct(root: Path, *changes: Tree) -> Path:
-    folder = RunFolder.create(root, parse(merged(SMALL, *changes)))
+    folder = RunFolder.create(root, parse(merged(SMALL, *changes)), direct=True)
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     return folder.path
 
@@ -65,7 +65,7 @@ def test_a_run_that_diverges_reports_it_once_and_leaves_json(
 ) -> None:
     steep = merged(SMALL, {"rounds": 3, "training": {"learning_rate": 1e25, "batch_size": 2000, "momentum": 0.0}})
     steep["institution"] = {"rounds": 1}
-    folder = RunFolder.create(tmp_path, parse(steep | {"rounds": 1}))
+    folder = RunFolder.create(tmp_path, parse(steep | {"rounds": 1}), direct=True)
     with show(folder.experiment, json_lines=False) as observe:
         run_in_process(folder, resume=False, accelerator="cpu", observe=observe)
     shown = capsys.readouterr()
@@ -284,7 +284,7 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: s
     size: dict[str, Any] = {"rounds": 5, "topology": topology, "training": ONE_STEP}
     cloud = {"checkpoint_every": every, "participation": 0.67 if every > 1 else 1.0}  # not all may have a last one
     tree = merged(SMALL, size, {"cloud": cloud}, {tier: {"aggregation": rule}})
-    folder = RunFolder.create(tmp_path, parse(tree))
+    folder = RunFolder.create(tmp_path, parse(tree), direct=True)
     with pytest.raises(KeyboardInterrupt):
         run_in_process(folder, resume=False, accelerator="cpu", observe=until_the_third)
     assert len(table(folder.path)) == 3

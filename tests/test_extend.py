@@ -223,7 +223,7 @@ def direct_model(
     training = {**SMALL["training"], "objective": {"name": objective}}
     below = {"rounds": 2, "participation": participation, "aggregation": rule}
     tree = {**SMALL, "training": training, "institution": below}
-    run = RunFolder.create(folder, parse(tree))
+    run = RunFolder.create(folder, parse(tree), direct=True)
     run_in_process(run, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     return load_file(run.path / "model.safetensors")
 

@@ -305,7 +305,7 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
     })  # fmt: skip
     path = tmp_path / "two.toml"
     path.write_text(to_toml(experiment))
-    direct = RunFolder.create(tmp_path / "direct", experiment)
+    direct = RunFolder.create(tmp_path / "direct", experiment, direct=True)
     run_in_process(direct, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     with ExitStack() as stack:
         overheard = stack.enter_context(overhearing(served))

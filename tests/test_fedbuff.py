@@ -410,7 +410,7 @@ TINY: Final[dict[str, Any]] = {
 
 
 def run_direct(folder: Path, tree: Mapping[str, Any]) -> Path:
-    run = RunFolder.create(folder, parse(tree))
+    run = RunFolder.create(folder, parse(tree), direct=True)
     run_in_process(run, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     run.release()
     return run.path

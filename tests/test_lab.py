@@ -73,7 +73,7 @@ def run_roles(runs: Path, address: str, *pairs: str, devices: list[list[str]], n
 
 
 def run_direct(root: Path, *pairs: str) -> Path:
-    folder = RunFolder.create(root, load(DEMO, pairs))
+    folder = RunFolder.create(root, load(DEMO, pairs), direct=True)
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     return folder.path
 

@@ -78,8 +78,8 @@ def scenario(play: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-def new_folder(root: Path, seed: int) -> RunFolder:
-    return RunFolder.create(root, parse({**TINY, "seed": seed}))
+def new_folder(root: Path, seed: int, *, direct: bool = False) -> RunFolder:
+    return RunFolder.create(root, parse({**TINY, "seed": seed}), direct=direct)
 
 
 def model_of(folder: RunFolder) -> dict[str, bytes]:
@@ -159,7 +159,7 @@ def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp
     assert runs == {lab: {folder.run} for lab, folder in folders.items()}
     for lab, seed in LABS.items():
         assert seen[lab].runs == {folders[lab].run} and seen[lab].events[-1] == "end"
-        alone = new_folder(tmp_path / "alone", seed)
+        alone = new_folder(tmp_path / "alone", seed, direct=True)
         run_in_process(alone, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         assert model_of(folders[lab]) == model_of(alone)
     assert model_of(folders["north"]) != model_of(folders["south"])

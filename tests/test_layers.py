@@ -117,7 +117,7 @@ def test_fedavg_with_one_round_a_tier_is_fedavg_of_two_layers(tmp_path: Path) ->
     common = {"rounds": 2, "model": {"name": "mlp_digits"}, "data": {"partition": "dirichlet", "concentration": 0.5}}
     models = []
     for layers in ({"tiers": tiers}, {"topology": {"institutions": 0, "devices": 8}}):
-        folder = RunFolder.create(tmp_path, parse(common | layers))
+        folder = RunFolder.create(tmp_path, parse(common | layers), direct=True)
         run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         models.append(load_file(folder.path / "model.safetensors"))
     four, two = models

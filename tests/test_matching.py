@@ -182,7 +182,9 @@ def test_without_matching_a_run_is_fedavg_bit_for_bit(name: str, tmp_path: Path)
     tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 4}, "training": {"batch_size": 100}}
     found = []
     for rule in ({}, {"name": name, "matching": False}):
-        folder = RunFolder.create(tmp_path, parse(tree | {"institution": {"rounds": 2, "aggregation": rule}}))
+        folder = RunFolder.create(
+            tmp_path, parse(tree | {"institution": {"rounds": 2, "aggregation": rule}}), direct=True
+        )
         run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         found.append(tensors(folder.path))
     assert found[0] == found[1]

@@ -118,7 +118,7 @@ def test_with_mu_0_a_run_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
     found = []
     for objective in ({}, {"name": "moon", "mu": 0.0}, {"name": "moon"}):
         chosen = {"training": {"batch_size": 100, "objective": objective}}
-        folder = RunFolder.create(tmp_path, parse(tree | chosen))
+        folder = RunFolder.create(tmp_path, parse(tree | chosen), direct=True)
         run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         found.append(tensors(folder.path))
     assert found[0] == found[1] != found[2]

@@ -196,7 +196,7 @@ def line_of(key: str, error: str = "KeyError: 'a bug'") -> re.Pattern[str]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_without_a_network_the_place_is_named(name: str, home: Path) -> None:
-    folder = RunFolder.create(home / "runs", parse(with_fault(name)))
+    folder = RunFolder.create(home / "runs", parse(with_fault(name)), direct=True)
     with pytest.raises(InvalidExperiment, match=line_of(FAULTS[name][0])) as caught:
         run_in_process(folder, resume=False, accelerator="cpu", observe=lambda *_: None)
     assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
@@ -222,7 +222,7 @@ def test_what_own_code_returns_in_another_form_is_one_line_too(name: str, proble
         tree["training"] = {"epochs": 1, "batch_size": 400, "objective": table}
     else:
         tree["cloud"] = {"aggregation": table}
-    folder = RunFolder.create(home / "runs", parse(tree))
+    folder = RunFolder.create(home / "runs", parse(tree), direct=True)
     with pytest.raises(InvalidExperiment, match=f"name = 'faulty:{name}': {problem}"):
         run_in_process(folder, resume=False, accelerator="cpu", observe=lambda *_: None)
 
@@ -233,7 +233,7 @@ def test_what_is_no_error_to_python_is_one_here(
     name: str, error: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT", error)
-    folder = RunFolder.create(home / "runs", parse(with_fault(name)))
+    folder = RunFolder.create(home / "runs", parse(with_fault(name)), direct=True)
     with pytest.raises(InvalidExperiment, match=line_of(FAULTS[name][0], f"{error}: a bug")):
         run_in_process(folder, resume=False, accelerator="cpu", observe=lambda *_: None)
 

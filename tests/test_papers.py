@@ -250,6 +250,6 @@ def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> Non
     for change in ("rounds=2", "training.epochs=1"):
         override(tree, change)
     rule.update({key: min(rule[key], most) for key, most in SHORT.items() if key in rule})
-    folder = RunFolder.create(tmp_path, parse(tree))
+    folder = RunFolder.create(tmp_path, parse(tree), direct=True)
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     assert len(table(folder.path / "rounds.csv")) == 2

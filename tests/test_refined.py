@@ -154,7 +154,7 @@ def lab(name: str, tier: str = "institution", **keys: Any) -> dict[str, Any]:
 
 
 def run(tree: dict[str, Any], folder: Path) -> Path:
-    made = RunFolder.create(folder, parse(tree))
+    made = RunFolder.create(folder, parse(tree), direct=True)
     run_in_process(made, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     return made.path
 

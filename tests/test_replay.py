@@ -31,7 +31,7 @@ Plan = dict[str, Any]
 
 
 def run_direct(folder: Path, tree: Mapping[str, Any]) -> Path:
-    path = RunFolder.create(folder, parse(tree))
+    path = RunFolder.create(folder, parse(tree), direct=True)
     run_in_process(path, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     path.release()
     return path.path

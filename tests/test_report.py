@@ -59,7 +59,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for control in ("fixed", "tempo"):
         for seed in (1, 2):
             tree = {**LAB, "seed": seed, "cloud": {"epoch_control": {"name": control}}}
-            folder = RunFolder.create(root, parse(tree))
+            folder = RunFolder.create(root, parse(tree), direct=True)
             direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
             paths.append(folder.path)
     return paths

@@ -131,8 +131,8 @@ def taking_part(folder: Path) -> dict[int, list[str]]:
 def test_a_resumed_run_selects_as_an_undisturbed_one(every: int, tmp_path: Path) -> None:
     cloud = {"participation": 0.67, "checkpoint_every": every, "selection": {"name": "power_of_choice"}}
     experiment = parse(TINY | {"cloud": cloud})
-    undisturbed = run_direct(RunFolder.create(tmp_path, experiment))
-    killed = run_direct(RunFolder.create(tmp_path, experiment), until=3)
+    undisturbed = run_direct(RunFolder.create(tmp_path, experiment, direct=True))
+    killed = run_direct(RunFolder.create(tmp_path, experiment, direct=True), until=3)
     resumed = run_direct(RunFolder.reopen(killed, direct=True), resume=True)
     assert tensors(resumed) == tensors(undisturbed)
     assert taking_part(resumed) == taking_part(undisturbed) and len(taking_part(resumed)) == 5
@@ -141,7 +141,7 @@ def test_a_resumed_run_selects_as_an_undisturbed_one(every: int, tmp_path: Path)
 def test_a_round_that_is_repeated_has_the_same_selection_by_durations(tmp_path: Path) -> None:
     """The run is broken off after its fourth global round, of which there is no checkpoint yet."""
     cloud = {"participation": 0.67, "selection": {"name": "oort", "cut_off": 0.01}}
-    killed = run_direct(RunFolder.create(tmp_path, parse(TINY | {"cloud": cloud})), until=4)
+    killed = run_direct(RunFolder.create(tmp_path, parse(TINY | {"cloud": cloud}), direct=True), until=4)
     before = taking_part(killed)
     resumed = run_direct(RunFolder.reopen(killed, direct=True), resume=True, until=4)
     repeated = [event["global_round"] for event in plans(resumed)]
@@ -173,7 +173,7 @@ def test_processes_select_as_one_process_does_and_know_the_same(tmp_path: Path) 
         *("transfer.wan.up=delta+fp32+zstd", "transfer.wan.down=fp32+zstd", "transfer.lan.up=delta+int8"),
     )
     network = run_lab(DEMO, tmp_path / "network", *pairs)
-    direct = run_direct(RunFolder.create(tmp_path / "direct", load(DEMO, pairs)))
+    direct = run_direct(RunFolder.create(tmp_path / "direct", load(DEMO, pairs), direct=True))
     assert tensors(direct) == tensors(network)
     assert taking_part(direct) == taking_part(network)
     known = histories(direct)
@@ -187,7 +187,7 @@ def test_the_bytes_of_a_result_are_those_of_both_models_as_they_travel(
 ) -> None:
     wan = {"transfer": {"wan": {"up": up, "down": down}}}
     cloud = {"participation": 0.67, "selection": {"name": "power_of_choice"}}
-    direct = run_direct(RunFolder.create(tmp_path, parse(TINY | wan | {"rounds": 1, "cloud": cloud})))
+    direct = run_direct(RunFolder.create(tmp_path, parse(TINY | wan | {"rounds": 1, "cloud": cloud}), direct=True))
     size = sum(entry.nbytes for entry in load_file(direct / "model.safetensors").values())
     assert bytes_of(direct) == {share * size}
     found: set[int] = set()

@@ -205,7 +205,7 @@ def run(folder: RunFolder, *, until: int | None = None, resume: bool = False) ->
 
 
 def model_of(root: Path, *trees: Mapping[str, Any]) -> bytes:
-    return tensors(run(RunFolder.create(root, parse(merged(*trees)))).path)
+    return tensors(run(RunFolder.create(root, parse(merged(*trees)), direct=True)).path)
 
 
 NULLS: Final[list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = [
@@ -245,7 +245,7 @@ def test_feddyns_node_has_the_mean_of_what_its_devices_keep(codecs: str, tmp_pat
     """h is the mean of the h_k, whoever takes part; the node keeps h / alpha."""
     alpha = 0.05
     experiment = parse(merged(LAB, dynamic(alpha), {"transfer": TIERS[codecs], "rounds": 4}))
-    folder = run(RunFolder.create(tmp_path, experiment), until=3).path
+    folder = run(RunFolder.create(tmp_path, experiment, direct=True), until=3).path
     for name, devices in experiment.tree.children.items():
         if name == "cloud":
             continue
@@ -271,7 +271,7 @@ def test_agents_over_a_network_compute_what_one_process_does(rule: str, codecs: 
     experiment = parse(merged(LAB, methods, cloud, {"rounds": 2}))
     outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
     assert outcome.ok, outcome.result
-    run(RunFolder.create(tmp_path, experiment))
+    run(RunFolder.create(tmp_path, experiment, direct=True))
     assert outcome.digest == model_digest(tmp_path)
 
 
@@ -291,7 +291,7 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(
     cloud = {"checkpoint_every": 2, "aggregation": {"name": "fedavgm"}}
     methods = {"training": objective, "institution": {"aggregation": rule}, "transfer": TIERS[codecs], "cloud": cloud}
     tree = merged(LAB, methods, {"rounds": 5})
-    broken = run(RunFolder.create(tmp_path, parse(tree)), until=3).path
+    broken = run(RunFolder.create(tmp_path, parse(tree), direct=True), until=3).path
     run(RunFolder.reopen(broken, direct=True), resume=True)
     assert tensors(broken) == model_of(tmp_path, tree)
 

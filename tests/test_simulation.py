@@ -102,7 +102,10 @@ def test_real_training_gives_the_model_of_a_direct_run(tree: dict[str, Any], tmp
         training={"momentum": 0.5, "learning_rate": 0.05},
     )
     run_in_process(
-        RunFolder.create(tmp_path, experiment), resume=False, accelerator="cpu", observe=lambda event, facts: None
+        RunFolder.create(tmp_path, experiment, direct=True),
+        resume=False,
+        accelerator="cpu",
+        observe=lambda event, facts: None,
     )
     outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
     assert outcome.ok, outcome

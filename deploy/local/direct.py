@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cloud.evaluator import EvaluationResult
-from cloud.results import DIRECT, WITHOUT_A_NETWORK, RunFolder
+from cloud.results import RunFolder
 from cloud.run import CloudRun
 from common.errors import FedstrataError, InvalidExperiment, StorageFailed
 from common.experiment.data import check_alike
@@ -51,7 +51,7 @@ from institution.rounds import LocalRounds
 def run_in_process(
     folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe, decisions: Decisions | None = None
 ) -> Path:
-    """Run the experiment of a folder to its end, with the decisions of a recorded run; return the final model's path.
+    """Run the experiment of a direct folder to its end, with the decisions of a recorded run; return the model's path.
 
     Raises FedstrataError, KeyboardInterrupt.
     """
@@ -67,7 +67,7 @@ async def _run(
     if experiment.training.vmapped == "always":
         problem, remedy = "--direct trains devices one after another", "Use auto or never, or omit --direct."
         raise InvalidExperiment("training.vmapped", "always", problem, remedy)
-    folder.note(**{DIRECT: WITHOUT_A_NETWORK})
+    RunFolder.check(folder.path, direct=True)
 
     def record(event: str, facts: dict[str, object]) -> None:
         folder.event(event, facts)

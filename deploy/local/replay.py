@@ -25,7 +25,7 @@ def replayed(run: Run, runs: Path, *, accelerator: str, observe: Observe) -> Pat
         raise InvalidExperiment("RUN", str(run.path), f"it is {run.state}, not finished", "Resume it first.")
     experiment = load(run.path / HELD)
     decisions = Decisions(run, experiment)
-    folder = RunFolder.create(runs, experiment)
+    folder = RunFolder.create(runs, experiment, direct=True)
     with folder.removed_unless_begun():
         folder.note(replay_of=run.id)
         run_in_process(folder, resume=False, accelerator=accelerator, observe=observe, decisions=decisions)

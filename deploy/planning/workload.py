@@ -278,7 +278,7 @@ def _rehearsed_epochs(experiment: Experiment, rounds: int) -> dict[str, float]:
         score = experiment.score.model_dump(mode="json") | {"target": None}
         tree = experiment.model_dump(mode="json") | {"rounds": rounds, "target_accuracy": None, "score": score}
         short = parse(tree)
-        folder = RunFolder.create(Path(home), short)
+        folder = RunFolder.create(Path(home), short, direct=True)
         direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         decided = [each.epochs for each in Run(folder.path).rounds[1:]]
     found = {}
