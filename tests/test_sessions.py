@@ -251,6 +251,20 @@ def test_a_strangers_presence_changes_no_count_of_samples() -> None:
     assert session.samples["device-0"] == 10
 
 
+def test_the_first_count_of_samples_is_not_a_strangers() -> None:
+    """A node whose parent counts a stranger's samples would tell its own parent a wrong sum."""
+    lab = Lab(names_of(1), start=False)
+    lab.rest(1.0)
+    session = lab.parent.session
+    presence = serialization.encode(Presence(NodeState.READY, "device", samples=7), "stranger")
+    session.receive(topics.state(LAB, RUN, "device-0"), presence, retained=False, now=lab.now)
+    lab.rest(1.0)
+    assert session.samples == {}
+    lab.start("device-0")
+    lab.rest(1.0)
+    assert session.samples == {"device-0": 10}
+
+
 # The remains of the dead
 
 

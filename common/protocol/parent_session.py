@@ -110,6 +110,7 @@ class ParentSession:
         self.targets = Targets(below)
         self.samples: dict[str, int] = {}
         self._counted = dict.fromkeys(self.peers, "")  # the session that reported the samples
+        self._met = dict.fromkeys(self.peers, "")  # the session of the last presence
         self.rates: dict[str, float] = {}
         self.moves = 0
         self.farewells: set[str] = set()
@@ -395,15 +396,16 @@ class ParentSession:
         if not self.coordinator.presence(peer, session, presence, now=now):
             return
         self.targets.receive(peer, presence, now=now)
-        before = self._last.get(peer)
+        before, met, self._met[peer] = self._last.get(peer), session == self._met[peer], session
         if presence is None or presence.state not in LIVING:
             self.link.sender.forget(peer)
             self.link.receiver.yield_slot(peer, now=now)
         elif published or before is None or before.state not in LIVING:  # its connection is new
             self.link.receiver.ask_again(peer, now=now)
         if presence is not None and presence.samples and (self._limits[peer].below or session != self._counted[peer]):
-            if published and self.samples.get(peer, presence.samples) != presence.samples:
-                self.link.proofs.want(peer, now)  # possibly a stranger's: another count is taken from an answer only
+            known = self.samples.get(peer, presence.samples if met else 0)
+            if published and known != presence.samples:  # possibly a stranger's: this is taken from an answer only
+                self.link.proofs.want(peer, now)
             else:  # a device's are the same all the time
                 self.samples[peer], self._counted[peer] = presence.samples, session
         self._last[peer] = presence

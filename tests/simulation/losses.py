@@ -1,7 +1,8 @@
 """Invariants of labs with a permanent fault: a lab that can close its rounds without the device finishes, others end.
 
 The experiment alone decides. A parent can close every round without one of its children if its quorum is less than the
-number of children that it selects, whichever they are.
+number of children that it selects, whichever they are. A rule that draws its children itself may draw one twice, so
+that its round has fewer of them, and a quorum that is all of them.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _closes_without_one(drawn: DrawnLab, node: Cloud | Institution, children: in
             and fault.kind is not FaultKind.HANG
             and buffered < participants(children, node.participation)
         )
-    enough = node.closing.quorum
+    enough = None if node.aggregation.selects else node.closing.quorum
     return enough is not None and enough < participants(children, node.participation)
 
 
