@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from common.experiment.reading import parse
-from deploy.report import changes, page
-from deploy.report.figures import Figure
-from deploy.runs.run import Run
+from deploy.results import maps, page
+from deploy.results.figures import Figure
+from deploy.results.run import Run
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
 
@@ -29,7 +29,7 @@ def drawn(**settings: Any) -> tuple[Figure | None, str]:
 
     def read(lab: SimulatedLab) -> None:
         run = Run(next(lab.agents.runs.iterdir()))
-        found.append((changes.figure(run), page.compose([run])[0].html("run")))
+        found.append((maps.changes(run), page.compose([run])[0].html("run")))
 
     experiment = parse(LAB | settings)
     assert SimulatedLab(experiment, seed=3, model_bytes=400, durations=Durations(spread=0.0), at_end=read).run().ok
@@ -53,12 +53,12 @@ def test_a_run_without_traces_has_no_such_picture() -> None:
 
 
 def test_changes_of_many_devices_are_sampled() -> None:
-    times = changes._times([lambda t: t + 0.001], 10.0)
-    assert len(times) == changes.SAMPLES and times[-1] < 10.0
+    times = maps._times([lambda t: t + 0.001], 10.0)
+    assert len(times) == maps.SAMPLES and times[-1] < 10.0
 
 
 def test_the_picture_can_be_drawn_for_papers() -> None:
-    paper = pytest.importorskip("deploy.report.paper")
+    paper = pytest.importorskip("deploy.results.paper")
     figure, _ = drawn(availability=AVAILABILITY)
     assert figure is not None
     assert paper.render(figure, ["svg"])["svg"].startswith(b"<?xml")

@@ -300,7 +300,7 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
 
 def test_large_libraries_are_not_imported() -> None:
     modules = {
-        "cloud.agent", "institution.agent", "deploy.cli.main", "deploy.local.lab", "deploy.report.page",
+        "cloud.agent", "institution.agent", "deploy.cli.main", "deploy.local.lab", "deploy.results.page",
         "deploy.watching.screens",
     }  # fmt: skip
     code = f"import sys, json, {', '.join(sorted(modules))}; print(json.dumps(sorted(sys.modules)))"

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
 from deploy.console.tabular import Column, Spread, Table, show
-from deploy.report.compare import Group, costs_to, groups_of, notes, speed_up, target_of
-from deploy.runs.groups import series_of
-from deploy.runs.run import Run
+from deploy.results.compare import Group, costs_to, groups_of, notes, speed_up, target_of
+from deploy.results.run import Run
+from deploy.results.series import series_of
 from tests.helpers.commands import invoke
 
 MakeRun = Callable[..., Path]

@@ -12,7 +12,7 @@ import pytest
 
 from common.experiment.reading import load
 from common.learning import datasets, partitions
-from deploy.report.maps import partition
+from deploy.results.maps import partition
 from tests.helpers.commands import invoke
 
 EXPERIMENT = """

@@ -19,9 +19,8 @@ from tensorboardX.proto.event_pb2 import Event
 from cloud.records import GlobalRoundRecord
 from common.errors import InvalidExperiment
 from deploy.console import reporting
-from deploy.runs.run import Run, State
-from deploy.runs.series import complete, series
-from deploy.runs.trackers import TensorBoardTracker, began
+from deploy.results.run import Run, State
+from deploy.results.trackers import TensorBoardTracker, began, complete, series
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, run_lab, sets
 
 LAB: Final = (

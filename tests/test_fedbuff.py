@@ -33,7 +33,7 @@ from common.protocol.round_state import TAKEN_BACK, Assignment, Closed, ResultAn
 from common.runtime.round import Dispatch
 from deploy.local.direct import run_in_process
 from deploy.local.replay import replayed
-from deploy.runs.run import Run
+from deploy.results.run import Run
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
 from tests.helpers.examples import examples

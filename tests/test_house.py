@@ -35,7 +35,7 @@ def test_imports_run_strictly_downward() -> None:
         ("zstandard", {"common/model/codecs.py"}),
         ("torch", {"common/learning", "device/"}),
         ("PIL", {"common/learning/readers/folder.py"}),
-        ("matplotlib", {"deploy/report/paper.py"}),
+        ("matplotlib", {"deploy/results/paper.py"}),
         ("cryptography", {"deploy/kits/authority.py"}),
     ],
 )

@@ -15,9 +15,18 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
 from deploy.console.tabular import Spread
-from deploy.runs.groups import by_seed, condition_notes, conditions, nodes_of, paired, series_of
-from deploy.runs.labels import differing, flat, labels
-from deploy.runs.run import Run
+from deploy.results.run import Run
+from deploy.results.series import (
+    by_seed,
+    condition_notes,
+    conditions,
+    differing,
+    flat,
+    labels,
+    nodes_of,
+    paired,
+    series_of,
+)
 
 MakeRun = Callable[..., Path]
 TEMPO = {"cloud": {"epoch_control": {"name": "tempo"}}}

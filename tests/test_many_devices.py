@@ -16,9 +16,9 @@ from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from deploy.local import beforehand
 from deploy.local.beforehand import FILES_BESIDE, allow_connections
-from deploy.report import link_sections, sections
-from deploy.report.maps import NODES_MOST, QUANTILES, partition, spaced
-from deploy.runs.run import Run
+from deploy.results import sections
+from deploy.results.maps import NODES_MOST, QUANTILES, partition, spaced
+from deploy.results.run import Run
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ def test_a_report_of_many_devices_has_quantiles_and_no_row_for_each(tmp_path: Pa
     assert [row[0] for row in table.rows] == list(QUANTILES)
     steps = [column.name for column in table.columns].index("SGD steps")
     assert [row[steps] for row in table.rows] == [0.0, 0.1 * (many - 1), 0.5 * (many - 1), 0.9 * (many - 1), many - 1.0]
-    links = link_sections.links(run)
+    links = sections.links(run)
     ends = {cell for row in links.rows for cell in row[1:3]}
     assert len(run.links) > 2 * many and "institution-1" in ends and not ends & set(names)
     assert "devices.csv" in table.title and "links.csv" in links.title

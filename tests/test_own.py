@@ -26,7 +26,7 @@ from common.host.processes import free_port, python
 from common.learning import datasets
 from common.learning.datasets import Dataset
 from common.learning.inputs import Inputs
-from deploy.runs.run import Run, folders
+from deploy.results.run import Run, folders
 from tests.helpers.commands import fedstrata, folder_in, invoke, table
 
 PAGE: Final = (Path(__file__).parents[1] / "docs" / "own.md").read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.protocol.parent_session import ParentSession
 from common.protocol.timeline import GLOBAL_PHASES
-from deploy.runs.run import Run
+from deploy.results.run import Run
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.records import BYTES, a_global_round

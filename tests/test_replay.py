@@ -14,7 +14,7 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from deploy.local.direct import run_in_process
 from deploy.local.replay import largest_difference, replayed
-from deploy.runs.run import Run
+from deploy.results.run import Run
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata, invoke, run_lab, table, tensors
 

@@ -29,11 +29,11 @@ from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.console.tabular import THIN, html
 from deploy.local import direct
-from deploy.report import charts
-from deploy.report.figures import COLOURS, SERIES, Figure
-from deploy.report.maps import Rates, epochs, topology
-from deploy.report.page import compose
-from deploy.runs.run import Run
+from deploy.results import charts
+from deploy.results.figures import COLOURS, SERIES, Figure
+from deploy.results.maps import Rates, epochs, topology
+from deploy.results.page import compose
+from deploy.results.run import Run
 from tests.helpers.commands import invoke
 from tests.helpers.records import BYTES
 
@@ -119,7 +119,7 @@ def read(text: str) -> Tree:
 
 def render(figure: Figure, formats: list[str]) -> dict[str, bytes]:
     """Render a figure by matplotlib, which only the process of these tests has to import."""
-    from deploy.report import paper
+    from deploy.results import paper
 
     return paper.render(figure, formats)
 
@@ -302,7 +302,7 @@ def test_without_matplotlib_there_is_a_page_and_one_line(
 ) -> None:
     path = make_run(tmp_path, LAB)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "deploy.report.paper", raising=False)
+    monkeypatch.delitem(sys.modules, "deploy.results.paper", raising=False)
     assert invoke("report", path).exit_code == 0
     done = invoke("report", path, "--figures", tmp_path / "figures")
     assert done.exit_code == 4 and not (tmp_path / "figures").exists()

@@ -19,7 +19,7 @@ from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.cli.main import app
 from deploy.console.tabular import age
-from deploy.runs.run import Run, State, find, find_all, folders
+from deploy.results.run import Run, State, find, find_all, folders
 from tests.helpers.commands import invoke
 from tests.helpers.records import BYTES
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.experiment.score import Score
-from deploy.report import charts
-from deploy.report.curves import mean_curve, score_axis
-from deploy.report.page import Page, compose
-from deploy.runs.run import Run
+from deploy.results import charts
+from deploy.results.page import Page, compose
+from deploy.results.run import Run
+from deploy.results.sections import mean_curve, score_axis
 from docs.tools.runs_picture import picture
 from tests.helpers.commands import invoke
 from tests.test_report import CHROMIUM, LAB, read

@@ -16,8 +16,8 @@ import pytest
 
 from cloud.records import GlobalRoundRecord
 from common.errors import InvalidExperiment, RunFailed
-from deploy.runs import load, start
-from deploy.runs.starting import _toml
+from deploy.results import load, start
+from deploy.results.starting import _toml
 from tests.helpers.commands import PATIENCE_S
 from tests.helpers.records import a_global_round
 

@@ -37,7 +37,7 @@ from common.runtime.world import World
 from deploy.brokers import broker
 from deploy.cli import roles
 from deploy.kits.answers import faults
-from deploy.runs.run import Run, folders
+from deploy.results.run import Run, folders
 from deploy.simulation.broker import Routed
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import command, fedstrata, null_model

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from common.experiment.tables import write
-from deploy.runs.run import Run, State, folders
+from deploy.results.run import Run, State, folders
 from deploy.sweeps.folder import MissingRun, SweepFolder
 from deploy.sweeps.grid import load
 from deploy.sweeps.jobs import fitting

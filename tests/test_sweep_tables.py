@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deploy.console.tabular import Column, Table
-from deploy.runs.run import Run
+from deploy.results.run import Run
 from deploy.sweeps.grid import Grid, expand
 from deploy.sweeps.measuring import value_of
 from deploy.sweeps.output import notes, to_json

@@ -16,7 +16,7 @@ from deploy.console import logs
 if TYPE_CHECKING:
     from cloud.results import RunFolder
     from common.experiment.schema import Experiment
-    from deploy.runs.run import Run
+    from deploy.results.run import Run
 
 Names = Annotated[
     list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of a sweep, or prefixes of runs' ids.")
@@ -26,7 +26,7 @@ Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder
 
 def named_runs(names: list[str], root: Path) -> list[Run]:
     """Return the runs that `names` name, and report what is skipped. Raises InvalidExperiment."""
-    from deploy.runs.run import Run, find_all
+    from deploy.results.run import Run, find_all
 
     found, others = find_all(names, root)
     if others:
@@ -88,7 +88,7 @@ def already_finished(
     """
     from cloud.results import RunFolder
     from common.errors import InvalidExperiment
-    from deploy.runs.run import Run, State
+    from deploy.results.run import Run, State
 
     if resume is None or path is not None or overrides:  # which `tree_of` refuses
         return False

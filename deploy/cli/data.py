@@ -123,7 +123,7 @@ def partition(
 def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Write the three files into a folder and return the content of partition.json. Raises InvalidExperiment."""
     from common.learning import splits
-    from deploy.report.maps import partition
+    from deploy.results.maps import partition
 
     split = splits.split_of(experiment)
     try:

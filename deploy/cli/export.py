@@ -16,7 +16,7 @@ from deploy.console.options import Output, Runs
 from deploy.console.reporting import reporting
 
 if TYPE_CHECKING:
-    from deploy.runs.run import Run
+    from deploy.results.run import Run
 
 POLL_S = 1.0
 
@@ -59,9 +59,8 @@ def export(
 
 def _export(run: Run, chosen: Mapping[str, str], *, follow: bool, output: str) -> None:
     """Write a run to the chosen trackers, by kind and place, and report where it is."""
-    from deploy.runs.run import Run, State
-    from deploy.runs.series import complete, series
-    from deploy.runs.trackers import TRACKERS
+    from deploy.results.run import Run, State
+    from deploy.results.trackers import TRACKERS, complete, series
 
     trackers = [TRACKERS[kind](run, place) for kind, place in chosen.items()]
     written = [tracker.begin() for tracker in trackers]

@@ -20,8 +20,8 @@ from deploy.console.options import Output, Runs
 from deploy.console.reporting import reporting, require
 
 if TYPE_CHECKING:
-    from deploy.report.page import Page
-    from deploy.runs.run import Run
+    from deploy.results.page import Page
+    from deploy.results.run import Run
 
 REASON_MOST: Final = 60  # characters of a reason in the list
 Labels = Annotated[
@@ -59,7 +59,7 @@ def report(
     Runs that differ only in the seed are one line with a band. Figures of several runs are those that compare them.
     """
     from deploy.console.stages import stages
-    from deploy.report.page import compose, default_file
+    from deploy.results.page import compose, default_file
 
     with reporting():
         kinds = _listed(formats, ("pdf", "png", "svg"), "--figure-formats")
@@ -107,8 +107,8 @@ def compare(
     the score are in no mean. Exit code 4 if data, partition, nodes, model or score differ, or one had no network:
     these are other tasks. Other links, hardware or versions are named.
     """
-    from deploy.report import compare as comparing
-    from deploy.runs.groups import series_of
+    from deploy.results import compare as comparing
+    from deploy.results.series import series_of
 
     with reporting():
         found = named_runs(names, runs)
@@ -220,7 +220,7 @@ def _delete(chosen: list[Run], *, yes: bool) -> None:
 
 def _all(root: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Yield the runs of a folder, each with its summary; report those whose files are damaged."""
-    from deploy.runs.run import Run, folders
+    from deploy.results.run import Run, folders
 
     for path in folders(root):
         try:
@@ -240,8 +240,8 @@ def show_run(
 ) -> None:
     """Show the facts of a run, and the files in its folder."""
     from deploy.console.tabular import Column, Table
-    from deploy.report.sections import facts
-    from deploy.runs.run import Run, find
+    from deploy.results.run import Run, find
+    from deploy.results.sections import facts
 
     with reporting():
         run = Run(find(name, runs))
@@ -291,7 +291,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 def _files(page: Page, kinds: Sequence[str]) -> Iterator[tuple[str, str | bytes]]:
     """Yield the names and contents of a page's figures and tables as separate files."""
-    from deploy.report.paper import render
+    from deploy.results.paper import render
 
     for figure in page.figures:
         yield from ((f"{figure.name}.{kind}", content) for kind, content in render(figure, kinds).items())

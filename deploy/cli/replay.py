@@ -29,7 +29,7 @@ def replay(
         from cloud.results import HELD
         from common.experiment.reading import load
         from deploy.local.replay import largest_difference, replayed
-        from deploy.runs.run import Run, find
+        from deploy.results.run import Run, find
         from deploy.watching.showing import show
 
         recorded = Run(find(name, runs))

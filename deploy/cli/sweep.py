@@ -27,7 +27,7 @@ from deploy.console.stages import stages
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
-    from deploy.runs.run import Run
+    from deploy.results.run import Run
     from deploy.sweeps.folder import MissingRun, SweepFolder
     from deploy.sweeps.grid import Grid
     from deploy.sweeps.progress import SweepProgress

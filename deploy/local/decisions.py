@@ -13,7 +13,7 @@ from typing import Final
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.methods.selection.situation import Choose, Situation
-from deploy.runs.run import Run
+from deploy.results.run import Run
 
 
 @dataclass(frozen=True, slots=True)

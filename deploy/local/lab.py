@@ -31,7 +31,7 @@ from common.runtime.children import Observe
 from common.text import escaped, json_text
 from deploy.console.logs import last_error, options, write_line
 from deploy.local.network import LabNetwork, Open, one_host, shares
-from deploy.runs.run import PREDICTION
+from deploy.results.run import PREDICTION
 from deploy.watching.showing import show
 from device.pool.pool import cores
 

@@ -14,7 +14,7 @@ from common.experiment.reading import load
 from common.runtime.children import Observe
 from deploy.local.decisions import Decisions
 from deploy.local.direct import run_in_process
-from deploy.runs.run import Run, State
+from deploy.results.run import Run, State
 
 MODEL: Final = "model.safetensors"
 

@@ -26,7 +26,7 @@ from common.model.layout import ModelLayout, Row
 from deploy.local.network import device_groups, shares
 from deploy.planning.prediction import AT_PARENT, MachineSpeeds
 from deploy.planning.workload import PAYLOAD, PlannedWorkload
-from deploy.runs.run import Run
+from deploy.results.run import Run
 from deploy.simulation.agents import BROKER
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab

@@ -33,7 +33,7 @@ from common.methods.selection.client_selection import ClientSelection
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes
-from deploy.runs.run import Run
+from deploy.results.run import Run
 
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
 REHEARSED_LEAST: Final = 3  # global rounds after which Tempo's epochs have settled

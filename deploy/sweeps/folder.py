@@ -15,7 +15,7 @@ from typing import Final
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.host.files import replacing, writing
-from deploy.runs.run import SWEEP, Run, State, folders
+from deploy.results.run import SWEEP, Run, State, folders
 from deploy.sweeps.grid import Grid
 
 LOCK: Final = "sweep.lock"

@@ -8,11 +8,11 @@ from typing import Final
 
 from common.experiment.score import Score
 from deploy.console.tabular import Cell, Column, Table
-from deploy.report.charts import Curve, Point, curves
-from deploy.report.curves import GLOBAL_ROUND, mean_curve, score_axis
-from deploy.report.figures import DASHES, SERIES
-from deploy.report.page import Page
-from deploy.runs.run import Run
+from deploy.results.charts import Curve, Point, curves
+from deploy.results.figures import DASHES, SERIES
+from deploy.results.page import Page
+from deploy.results.run import Run
+from deploy.results.sections import GLOBAL_ROUND, mean_curve, score_axis
 from deploy.sweeps.grid import Grid, SweepCell
 from deploy.sweeps.output import notes
 from deploy.sweeps.results import SweepResults

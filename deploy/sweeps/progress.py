@@ -15,7 +15,7 @@ from rich.text import Text
 from common.experiment.schema import Experiment
 from deploy.console.logs import as_json, frame_lines, write_line
 from deploy.console.tabular import age
-from deploy.runs.run import Run
+from deploy.results.run import Run
 from deploy.sweeps.folder import MissingRun
 from deploy.sweeps.slots import CellFailed
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from deploy.console.tabular import Spread
-from deploy.runs.run import Run
+from deploy.results.run import Run
 from deploy.sweeps.figures import PaperFigure
 from deploy.sweeps.grid import Grid, SweepCell, axis_of
 from deploy.sweeps.measuring import value_of

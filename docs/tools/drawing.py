@@ -28,7 +28,7 @@ from common.methods.multi_model import Independent
 from common.methods.rule import Uploads
 from common.methods.statistics import Doubles
 from common.model.layout import ModelLayout, Section
-from deploy.report.charts import Axis, Curve, curves
+from deploy.results.charts import Axis, Curve, curves
 from docs.tools.svg import SvgPanel, matrices
 
 SEED: Final = 5  # with this seed FedMR's permutations differ in all layers

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.report import sections
-from deploy.report.curves import curves
-from deploy.report.figures import Figure, text
-from deploy.runs.groups import BUSY, load_of, series_of
-from deploy.runs.run import Run
+from deploy.results import sections
+from deploy.results.figures import Figure, text
+from deploy.results.run import Run
+from deploy.results.sections import curves
+from deploy.results.series import BUSY, load_of, series_of
 
 
 def picture(runs: Sequence[Run], names: Sequence[str]) -> str:

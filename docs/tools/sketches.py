@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from deploy.report.figures import PHASES, Figure, path, rect, text
+from deploy.results.figures import PHASES, Figure, path, rect, text
 
 BOX: Final = (104.0, 34.0)
 

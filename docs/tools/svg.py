@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from deploy.report.figures import Figure, rect, text
+from deploy.results.figures import Figure, rect, text
 
 CELL: Final = (54, 24)  # pixels
 GAP: Final = 28

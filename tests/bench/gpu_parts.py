@@ -29,7 +29,7 @@ from common.learning.computing import set_up
 from common.learning.evaluation import ModelTester
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import reseed
-from deploy.runs.run import Run, folders
+from deploy.results.run import Run, folders
 from device.training.network import source_of
 from device.training.sgd import run_sgd
 from device.vmapped.gathering import VARIABLE

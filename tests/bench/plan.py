@@ -25,7 +25,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from deploy.runs.run import Run, folders
+from deploy.results.run import Run, folders
 
 ROOT: Final = Path(__file__).parents[2]
 IMAGES: Final = '[data]\ndataset = "synthetic"\nclasses = 10\nimage_shape = [3, 32, 32]\ntest_samples = 50\n'

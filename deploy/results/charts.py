@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from deploy.console.tabular import Cell, Column, Spread, Table, show
-from deploy.report.figures import DASHES, SERIES, Figure, dot, legend, path, rect, text, wrapped
+from deploy.results.figures import DASHES, SERIES, Figure, dot, legend, path, rect, text, wrapped
 
 Point = tuple[float, float]
 DOTS_MOST = 60  # points of a curve up to which each has a marker

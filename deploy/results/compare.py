@@ -1,7 +1,7 @@
 """Comparison of the costs of reaching a target score, accuracy by default, over the seeds of each experiment.
 
-A group is a series of runs (`deploy.runs.groups`). Means include only runs that reached the target; the table shows how
-many did. The speed-up is paired: the seconds of the first group of the same task over this group's, seed by seed.
+A group is a series of runs (`deploy.results.series`). Means include only runs that reached the target; the table shows
+how many did. The speed-up is paired: the seconds of the first group of the same task over this group's, seed by seed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Final
 from common.errors import InvalidExperiment
 from common.experiment.score import ACCURACY
 from deploy.console.tabular import Column, Spread, Table
-from deploy.runs.groups import Series, by_seed, condition_notes, firsts, paired, unlike
-from deploy.runs.run import Run, State, columns_of, tiers_of
+from deploy.results.run import Run, State, columns_of, tiers_of
+from deploy.results.series import Series, by_seed, condition_notes, firsts, paired, unlike
 
 BY_TASK: Final = "--by-task"
 VOWELS: Final = "aeiou"

@@ -1,24 +1,40 @@
 """HTML report of one or several runs: figures and tables from the runs' files, in one self-contained file.
 
-The page loads nothing and runs no scripts; its Content-Security-Policy forbids both.
+The page loads nothing and runs no scripts; its Content-Security-Policy forbids both. It begins with what was run:
+model, data, the algorithm of each tier, nodes, links, seeds, time, versions and hardware.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
+from typing import Any, Final
 
-from deploy.console.tabular import Table, html, show, size
-from deploy.report import changes, curves, link_sections, sections, summary
-from deploy.report.charts import stroke
-from deploy.report.figures import STYLE, Figure, path
-from deploy.runs.groups import Series, condition_notes, firsts, series_of
-from deploy.runs.run import SWEEP, Run, State, folders
+from deploy.console.tabular import Cell, Column, Table, html, show, size
+from deploy.results import maps, sections
+from deploy.results.charts import stroke
+from deploy.results.figures import STYLE, Figure, path
+from deploy.results.run import STARTED, SWEEP, Run, State, folders
+from deploy.results.series import (
+    NAMES,
+    Series,
+    chosen_keys,
+    condition_notes,
+    firsts,
+    leaves_of,
+    nodes_of,
+    series_of,
+    shown,
+)
 
+STEPS: Final = ("epochs", "batch_size", "learning_rate")  # keys of training that are named even at their defaults
+_LINK: Final = ("down_mbit", "up_mbit", "delay_ms")
+Fact = tuple[str, list[tuple[str, str]]]  # name, and of each line the series it is of ("" = all) and its text
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 NAMED_MOST = 5  # runs whose ids are in the name of a report
 TITLE_MOST = 60  # letters of the series' names in a title
@@ -82,7 +98,7 @@ class Page:
             body = f"<details><summary>{html(table.title)} ({len(table.rows)} rows)</summary>{body}</details>"
         self.parts.append(body)
 
-    def add_facts(self, rows: Sequence[summary.Fact]) -> None:
+    def add_facts(self, rows: Sequence[Fact]) -> None:
         """Add a table of names and values, each of one or several lines, with what a line is of."""
         lines = "".join(
             f'<tr><th scope="row" class="text">{html(name)}</th><td>{"".join(map(_line, values))}</td></tr>'
@@ -131,7 +147,7 @@ def default_file(runs: Sequence[Run]) -> Path:
     home = runs[0].path.resolve().parent
     if (home / SWEEP).exists() and {run.path.resolve() for run in runs} == set(folders(home)):
         return home / "report.html"
-    ends = [run.id.rpartition("-")[2] for run in runs]
+    ends = [run.ending for run in runs]
     if len(ends) > NAMED_MOST:
         digest = blake2b(" ".join(ends).encode(), digest_size=4).hexdigest()
         ends = [ends[0], "and", str(len(ends) - 1), "more", digest]
@@ -159,7 +175,7 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
         page.add_table(sections.means(series), short=short if len(tasks) == 1 else None)
     else:
         page.add_numbers(list(_first_numbers(runs[0])))
-    page.add_facts(summary.facts(series))
+    page.add_facts(what_was_run(series))
     if several:
         page.add_table(sections.overview(series), folded=len(runs) > FOLD, short=short)
     for number, task in enumerate(tasks):
@@ -188,7 +204,7 @@ def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None
     page.add_paragraph(sections.SCORES)
     if any(len(each.runs) > 1 for each in series):
         page.add_paragraph(sections.BANDS)
-    page.add_figures(curves.curves(series, key), kind="curves")
+    page.add_figures(sections.curves(series, key), kind="curves")
     page.add_heading(2, f"Time by phase{of}")
     page.add_paragraph(sections.SECONDS)
     single = len(series) == 1 and len(series[0].runs) == 1
@@ -204,20 +220,20 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add_heading(level, "Time by phase")
         page.add_figures([sections.budgets(run)], kind="curves")
         page.add_table(sections.phases(run))
-    if changed := changes.figure(run):
+    if changed := maps.changes(run):
         page.add_heading(level, "Changes over time")
-        page.add_paragraph(changes.CHANGES)
+        page.add_paragraph(maps.CHANGES)
         page.add_figures([changed])
     if run.links:
         page.add_heading(level, "Bytes")
-        page.add_paragraph(link_sections.DIRECT if run.direct else link_sections.BYTES)
-        page.add_figures([link_sections.traffic(run)], kind="curves")
-        page.add_table(link_sections.tiers(run))
-        page.add_table(link_sections.links(run), folded=len(run.links) > link_sections.FOLD)
+        page.add_paragraph(sections.DIRECT if run.direct else sections.BYTES)
+        page.add_figures([sections.traffic(run)], kind="curves")
+        page.add_table(sections.tiers(run))
+        page.add_table(sections.links(run), folded=len(run.links) > sections.LINKS_FOLD)
     page.add_heading(level, "Topology")
-    page.add_paragraph(link_sections.TOPOLOGY)
-    page.add_figures([link_sections.topology(run)])
-    page.add_table(summary.machines(run))
+    page.add_paragraph(sections.TOPOLOGY)
+    page.add_figures([sections.topology(run)])
+    page.add_table(machines(run))
     if run.rounds:
         page.add_heading(level, "Epochs and work")
         page.add_paragraph(sections.EPOCHS)
@@ -262,3 +278,128 @@ def _unfinished(run: Run) -> str:
         reason = next((str(e.facts.get("reason", "")) for e in reversed(run.events) if e.name == "failed"), "")
         return f"{run.id} failed: {reason} {done}."
     return f"{run.id} was interrupted or killed: {done}. This page shows the run so far. It can be resumed."
+
+
+def what_was_run(series: Sequence[Series]) -> list[Fact]:
+    """Return what was run, by name: one line where all runs have it, else a line for each series."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for each in series:
+        for run in each.runs:
+            for name, line in _facts(run):
+                lines = found.setdefault(name, {}).setdefault(each.short, [])
+                lines += [line] if line not in lines else []
+    rows: list[Fact] = []
+    for name, by_label in found.items():
+        texts = {label: "; ".join(each) for label, each in by_label.items()}
+        rows.append((name, _by_text(texts, len(series))))
+    starts = sorted(run.started for each in series for run in each.runs)
+    when = [_time(start) for start in dict.fromkeys([starts[0], starts[-1]])]
+    rows += [("seeds", _seeds(series)), ("started", [("", " to ".join(when))])]
+    return rows
+
+
+def machines(run: Run) -> Table:
+    """Return a table of the machines that devices emulate; without rows where all are the same."""
+    of = {name: machine for name, machine in _machines(run).items() if isinstance(machine, Mapping)}
+    columns = [Column("device", text=True), Column("slowdown", digits=3), Column("overhead", "s", 3),
+               Column("profile", text=True)]  # fmt: skip
+    rows: list[Sequence[Cell]] = []
+    if len({_machine(machine) for machine in of.values()}) > 1:
+        rows = [
+            (name, *(machine.get(key) for key in ("slowdown", "overhead_s", "profile"))) for name, machine in of.items()
+        ]
+    return Table(run.file_name("hardware"), "Machines that devices emulate", columns, rows)
+
+
+def _facts(run: Run) -> Iterator[tuple[str, str]]:
+    leaves, chosen = leaves_of(run), chosen_keys(run)
+    model_bytes = run.manifest.get("model_bytes")
+    yield "model", _named(leaves, chosen, "model") + (f", {size(model_bytes)}" if isinstance(model_bytes, int) else "")
+    yield "data", _named(leaves, chosen, "data")
+    for table in dict.fromkeys(key.partition(".")[0] for key in leaves if ".aggregation." in key):
+        yield table, _named(leaves, chosen, table)
+    yield "devices", _named(leaves, {*chosen, *(f"training.{key}" for key in STEPS)}, "training")
+    yield "topology", nodes_of(run)
+    yield "links", _links(run, leaves)
+    yield "hardware", _hardware(run)
+    packages = run.manifest.get("packages", {})
+    versions = {**(packages if isinstance(packages, Mapping) else {}), "Python": run.manifest.get("python")}
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+def _named(leaves: Mapping[str, Any], chosen: Collection[str], table: str) -> str:
+    """Return a table's names, such as its rule's, and behind them its keys that are not at their defaults."""
+    own = {key.removeprefix(f"{table}."): value for key, value in leaves.items() if key.startswith(f"{table}.")}
+    defaults = ("selection.name", "epoch_control.name", "schedule.name")  # named only where they are not the defaults
+    names = [key for key in own if key.rpartition(".")[2] in NAMES]
+    names = [key for key in names if key not in defaults or f"{table}.{key}" in chosen]
+    names.sort(key=lambda key: key != "aggregation.name")
+    rest = [key for key in own if key not in names and f"{table}.{key}" in chosen]
+    plain = [f"{key.rpartition('.')[2]} {shown(own[key])}" for key in rest]
+    return ", ".join([*(shown(own[key]) for key in names), *plain])
+
+
+def _links(run: Run, leaves: Mapping[str, Any]) -> str:
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in leaves.items():
+        if key.startswith("links.") and key.count(".") == 2:
+            _, tier, last = key.split(".")
+            tables.setdefault(tier, {})[last] = value
+    texts = []
+    for tier, link in tables.items():
+        down, up = (f"{shown(rate)} Mbit/s" if (rate := link.get(key)) else "unlimited" for key in _LINK[:2])
+        rates = down if down == up else f"{down} down, {up} up"
+        delay = f", {shown(link['delay_ms'])} ms" if link.get("delay_ms") else ""
+        profile = f" ({link['profile']})" if link.get("profile") else ""
+        texts.append(f"{tier.upper()} {rates}{delay}{profile}")
+    others = {key.split(".")[2] for key in leaves if key.startswith("links.of.")}
+    if others:
+        texts.append(f"{len(others)} nodes have links of their own")
+    how = "no network: declared, not enforced" if run.direct else f"enforced by: {leaves.get('links.enforce', '-')}"
+    return "; ".join([*texts, how])
+
+
+def _hardware(run: Run) -> str:
+    manifest = run.manifest
+    known = [str(manifest[key]) for key in ("host", "platform") if manifest.get(key)]
+    known += [f"{manifest['cpus']} cores"] if manifest.get("cpus") else []
+    every = {_machine(machine) for machine in _machines(run).values() if isinstance(machine, Mapping)}
+    if every <= {_machine({"slowdown": 1.0})}:
+        emulated = "no emulated hardware"
+    else:
+        emulated = f"devices emulate {every.pop()}" if len(every) == 1 else "devices emulate several machines"
+        emulated += " (declared, not emulated)" if run.direct else ""
+    return f"cloud on {', '.join(known) or 'an unknown machine'}; {emulated}"
+
+
+def _machines(run: Run) -> Mapping[str, Any]:
+    machines = run.manifest.get("hardware")
+    return machines if isinstance(machines, Mapping) else {}
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    profile = f" ({machine['profile']})" if machine.get("profile") else ""
+    overhead = f", {shown(machine['overhead_s'])} s overhead" if machine.get("overhead_s") else ""
+    return f"slowdown {shown(machine.get('slowdown'))}{overhead}{profile}"
+
+
+def _seeds(series: Sequence[Series]) -> list[tuple[str, str]]:
+    texts = {each.short: ", ".join(each.seeds) for each in series}
+    return _by_text(texts, len(series))
+
+
+def _by_text(texts: Mapping[str, str], count: int) -> list[tuple[str, str]]:
+    """Return the text that all of `count` labels have, else each text behind its labels."""
+    found: dict[str, list[str]] = {}
+    for label, text in texts.items():
+        found.setdefault(text, []).append(label)
+    if len(found) == 1 and len(texts) == count:
+        return [("", text) for text in found]
+    return [("; ".join(labels), text) for text, labels in found.items()]
+
+
+def _time(started: str) -> str:
+    try:
+        return f"{datetime.strptime(started, STARTED).replace(tzinfo=UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except ValueError:
+        return started or "-"

@@ -23,8 +23,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from deploy.console.tabular import clean, show
-from deploy.report.charts import COLUMN, PLOT, SAME, BarsFigure, ColumnsFigure, CurvesFigure, distinct, seen
-from deploy.report.figures import COLOURS, DASHES, HEAD, Figure
+from deploy.results.charts import COLUMN, PLOT, SAME, BarsFigure, ColumnsFigure, CurvesFigure, distinct, seen
+from deploy.results.figures import COLOURS, DASHES, HEAD, Figure
 
 COLUMN_IN: Final = 3.5  # the width of a column in the styles of IEEE and ACM
 PAGE_IN: Final = 7.16  # the width of their two columns

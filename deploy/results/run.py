@@ -109,6 +109,15 @@ class Run:
         return self._text(HELD)
 
     @property
+    def ending(self) -> str:
+        """The random end of its id, by which runs of one name differ."""
+        return self.id.rpartition("-")[2]
+
+    def file_name(self, name: str) -> str:
+        """Return the name of a figure's file, which is unique to the run."""
+        return f"{name}-{self.ending}"
+
+    @property
     def name(self) -> str:
         """The experiment's name."""
         return self.experiment.name

@@ -17,7 +17,7 @@ from typing import Any, Final
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.reading import parse, to_toml
 from common.host.processes import python
-from deploy.runs.run import Run, find
+from deploy.results.run import Run, find
 
 ERRORS: Final = 20  # lines of standard error that are kept
 Observe = Callable[[str, Mapping[str, Any]], None]

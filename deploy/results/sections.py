@@ -1,23 +1,256 @@
-"""Sections of a report: a function for each figure and table, and the texts that explain them."""
+"""Sections of a report: a function for each figure and table, and the texts that explain them.
+
+First the curves over global rounds, seconds and bytes, then the links, then all others.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, Final
 
+from cloud.records import BROKER, GlobalRoundRecord, LinkRecord
+from common.accounting.counters import LINK_KINDS
+from common.experiment.score import Score
 from common.experiment.topology import CLOUD
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.console.tabular import Cell, Column, Spread, Table
-from deploy.report import charts, maps
-from deploy.report.charts import Axis
-from deploy.report.curves import GLOBAL_ROUND, SECONDS_AXIS
-from deploy.report.figures import PHASES, Figure
-from deploy.report.link_sections import file_name
-from deploy.report.maps import NODES_MOST, quantiles
-from deploy.runs.groups import Series, by_seed, firsts, paired
-from deploy.runs.run import Event, Run, columns_of, tiers_of
+from deploy.results import charts, maps
+from deploy.results.charts import Axis, Curve, Point
+from deploy.results.figures import PHASES, Figure
+from deploy.results.maps import NODES_MOST, Rates, quantiles
+from deploy.results.run import Event, Run, columns_of, tiers_of
+from deploy.results.series import Series, by_seed, firsts, paired
+
+LOSS: Final = Axis("test loss", bounds=(0.0, float("inf")))
+TRAINING_LOSS: Final = Axis("training loss", bounds=(0.0, float("inf")))
+GLOBAL_ROUND: Final = Axis("global round")
+SECONDS_AXIS: Final = Axis("time", "s")
+
+
+def mean_curve(runs: Sequence[Mapping[int, Point]]) -> Curve:
+    """Return the mean over the points of several runs, by global round, and the sample deviations (n - 1) of y.
+
+    A point of the mean is at the mean x. It covers the global rounds that all runs with any point have; what a run has
+    beyond them is a line of its own in `rest`.
+    """
+    some = [run for run in runs if run]
+    if len(some) < 2:
+        return Curve([point for run in some for _, point in sorted(run.items())])
+    common = sorted(set.intersection(*(set(run) for run in some)))
+    means = [(fmean(run[i][0] for run in some), fmean(run[i][1] for run in some)) for i in common]
+    deviations = [stdev(run[i][1] for run in some) for i in common]
+    last = max(common, default=0)
+    beyond = [[point for i, point in sorted(run.items()) if i >= last] for run in some if max(run) > last]
+    return Curve(means, deviations, beyond)
+
+
+def curves(series: Sequence[Series], key: str = "") -> list[Figure]:
+    """Return figures of the score and, where it is recorded, of loss, side by side, then the score over bytes.
+
+    `key` is appended to their names.
+    """
+    runs = [run for each in series for run in each.runs]
+    tiers = tiers_of(runs)
+    overs = [("score", "rounds"), ("loss", "rounds"), ("score", "seconds"), ("loss", "seconds"),
+             *(("score", tier) for tier in tiers), ("train_loss", "rounds")]  # fmt: skip
+    scored_by = runs[0].scored_by
+    shown = {"score": score_axis(scored_by), "loss": LOSS, "train_loss": TRAINING_LOSS}
+    names = {"score": scored_by.label, "loss": "test loss", "train_loss": "training loss"}
+    targets = {run.target for run in runs}
+    target = targets.pop() if len(targets) == 1 else None
+    figures: list[Figure] = []
+    for field, over in overs:
+        lines = {each.label: _curve(each, field, over) for each in series}
+        y, name = shown[field], names[field]
+        if field != "score" and not any(line.points or line.rest for line in lines.values()):
+            continue
+        x = {"rounds": GLOBAL_ROUND, "seconds": SECONDS_AXIS}.get(over) or bytes_axis(
+            f"{over.upper()} bytes", {label: line.every_point(y) for label, line in lines.items()}
+        )
+        short = {each.label: each.mark for each in series}
+        place = {"rounds": "global rounds", "seconds": "time"}.get(over, f"{over.upper()} bytes")
+        unit = f", {y.unit}" if y.unit else ""
+        figures.append(
+            charts.curves(
+                f"{re.sub('[ _]', '-', scored_by.label if field == 'score' else field)}-{over}{key}",
+                f"{name[:1].upper()}{name[1:]} over {place}{unit}", lines, x=x, y=y,
+                target=target if field == "score" else None, short=short,
+            )
+        )  # fmt: skip
+    return figures
+
+
+def score_axis(score: Score) -> Axis:
+    """Return the axis of a score."""
+    label = f"test {score.label}"
+    return Axis(label, "%", 100.0, (0.0, 1.0)) if score.share else Axis(label)
+
+
+def _curve(series: Series, field: str, over: str) -> Curve:
+    """Return the mean over a series' finished runs, the others as thin lines; over all of them if none has finished."""
+    mean = mean_curve([_points(run, field, over) for run in series.counted])
+    others = [_points(run, field, over) for run in series.runs if run not in series.counted]
+    return Curve(mean.points, mean.deviations, [*mean.rest, *([*run.values()] for run in others if run)])
+
+
+def _points(run: Run, field: str, over: str) -> dict[int, Point]:
+    """Return a run's points by global round."""
+    spent, found = 0, dict[int, Point]()
+    known = over in ("rounds", "seconds", *run.tiers)
+    for row in run.rounds if known else ():
+        spent += _bytes(row, over)
+        value = getattr(row, field)
+        if value is not None:
+            x = {"rounds": float(row.global_round), "seconds": row.elapsed_s}.get(over, float(spent))
+            found[row.global_round] = (x, value)
+    return found
+
+
+def _bytes(row: GlobalRoundRecord, tier: str) -> int:
+    return row.bytes_.get(f"{tier}_up_bytes", 0) + row.bytes_.get(f"{tier}_down_bytes", 0)
+
+
+LINKS_FOLD: Final = 60  # rows of links.csv beyond which the table is folded
+
+BYTES: Final = (
+    "Payload and MQTT packets are counted by the receiver. The TCP stream is the kernel's count for the child's own "
+    "broker connection (TCP_INFO); it includes logins, acknowledgements and pings, but not the noise bytes of the link "
+    "calibration before the run. It is as of the child's last report. TCP and IP headers are not counted."
+)
+DIRECT: Final = (
+    "This run used no network: bytes are the payload of whole models, seconds are one machine's computing time with "
+    "devices trained one after another. Links were declared, but not enforced."
+)
+TOPOLOGY: Final = "Rates as declared in the experiment, and as measured before the run if link calibration was on."
+
+_BYTE_PARTS: Final = (
+    ("fill-s0", "models"),
+    ("fill-s3", "extras"),
+    ("fill-s2", "control"),
+    ("fill-s4", "MQTT's own"),
+    ("fill-s1", "rest of TCP"),
+)
+_THREE: Final = (Column("payload"), Column("MQTT packets"), Column("TCP stream"))
+
+
+def bytes_axis(name: str, lines: Mapping[str, Sequence[charts.Point]]) -> Axis:
+    """Return an axis in the byte unit that suits the largest x."""
+    most = max((x for line in lines.values() for x, _ in line), default=0.0)
+    unit, factor = next(((u, f) for u, f in (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3)) if most * f >= 1), ("B", 1.0))
+    return Axis(name, unit, factor)
+
+
+def traffic(run: Run) -> Figure:
+    """Return a figure of each tier's bytes: models, extras if any, control messages, MQTT overhead, TCP overhead."""
+    rows = {}
+    for (tier, direction), found in _by_direction(run).items():
+        payloads = [sum(link.payload_bytes or 0 for link in found if link.kind == kind) for kind in LINK_KINDS]
+        whole = [link for link in found if link.kind == "all"]
+        message = sum(link.message_bytes or 0 for link in whole)
+        wire = _carried(whole)
+        rest = 0 if wire is None else max(0, wire - message)
+        rows[f"{tier.upper()} {direction}"] = [*payloads, message - sum(payloads), rest]
+    axis = bytes_axis("bytes", {"": [(sum(values), 0.0) for values in rows.values()]})
+    shown = [i for i, (_, part) in enumerate(_BYTE_PARTS) if part != "extras" or any(row[i] for row in rows.values())]
+    parts = [_BYTE_PARTS[i] for i in shown]
+    rows = {name: [row[i] for i in shown] for name, row in rows.items()}
+    return charts.bars(run.file_name("bytes"), "Bytes of the run", parts, rows, axis=axis)
+
+
+def tiers(run: Run) -> Table:
+    """Return the three byte counts of each tier and direction, and the prediction for a global round if any."""
+    count, prediction = max(len(run.rounds), 1), run.prediction
+    columns = [
+        Column("tier", text=True),
+        Column("direction", text=True),
+        *_THREE,
+        Column("MQTT a global round", digits=0),
+    ]
+    columns += [Column("predicted", digits=0)] * (prediction is not None)
+    rows: list[list[Cell]] = []
+    for (tier, direction), found in _by_direction(run).items():
+        whole = [link for link in found if link.kind == "all"]
+        message = sum(link.message_bytes or 0 for link in whole)
+        payload = sum(link.payload_bytes or 0 for link in whole)
+        line: list[Cell] = [tier.upper(), direction, payload, message, _carried(whole), message / count]
+        if prediction is not None:
+            predicted = [prediction.bytes_[link.goes] for link in whole if link.goes in prediction.bytes_]
+            line.append(sum(predicted) if predicted else None)
+        rows.append(line)
+    return Table(run.file_name("tiers"), "Bytes by tier and direction", columns, rows)
+
+
+def links(run: Run) -> Table:
+    """Return the rows of links.csv, with the declared rates; without the links of more than NODES_MOST devices."""
+    columns = [Column("tier", text=True), Column("from", text=True), Column("to", text=True), Column("kind", text=True),
+               Column("payload"), Column("MQTT"), Column("TCP, noise included"), Column("noise before the run"),
+               Column("over payload", "%", 2), Column("sent again"), Column("round trip", "ms", 2),
+               Column("least", "ms", 3), Column("declared", "Mbit/s"), Column("measured", "Mbit/s", 2)]  # fmt: skip
+    rows: list[list[Cell]] = []
+    of, title, devices = _declared_links(run), "Bytes of each link", frozenset[str]()
+    if len(run.nodes.devices) > NODES_MOST:
+        devices = frozenset(run.nodes.devices)
+        title += f" but those of the {len(devices)} devices (links.csv has them)"
+    for link in run.links:
+        if link.to in devices or link.from_ in devices:
+            continue
+        declared = _declared(run, link, of) if link.kind == "all" else None
+        rows.append([link.tier, link.from_, link.to, link.kind, link.payload_bytes, link.message_bytes, link.wire_bytes,
+                     link.probe_bytes or 0, link.overhead_percent, link.retransmitted_bytes, link.rtt_ms,
+                     link.rtt_min_ms, declared, link.measured_mbit])  # fmt: skip
+    return Table(run.file_name("links"), title, columns, rows)
+
+
+def topology(run: Run) -> Figure:
+    """Return a drawing of the lab's nodes and links."""
+    measured = {link.goes: link.measured_mbit for link in run.links if link.kind == "all"}
+    rates = {}
+    for name, link in _declared_links(run).items():
+        parent = run.nodes.parent(name) if name in run.nodes else CLOUD
+        declared = (_rate(link.get("down_mbit")), _rate(link.get("up_mbit")))
+        seen = (measured.get(f"{parent} {name}"), measured.get(f"{name} {parent}"))
+        rates[name] = Rates(declared, _rate(link.get("delay_ms")) or 0.0, seen)
+    return maps.topology(run.file_name("topology"), run.nodes, rates)
+
+
+def _by_direction(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
+    """Return the rows of the links by tier and direction."""
+    found: dict[tuple[str, str], list[LinkRecord]] = {(tier, to): [] for tier in run.tiers for to in ("down", "up")}
+    for link in run.links:
+        if link.kind != BROKER and link.tier in run.tiers:
+            found[link.tier, "down" if _goes_down(run, link) else "up"].append(link)
+    return found
+
+
+def _goes_down(run: Run, link: LinkRecord) -> bool:
+    return link.to != CLOUD and link.to in run.nodes and run.nodes.parent(link.to) == link.from_
+
+
+def _carried(whole: Sequence[LinkRecord]) -> int | None:
+    """Return the bytes of the TCP streams without link calibration, or None if a child has not reported."""
+    wires = [link.wire_bytes - (link.probe_bytes or 0) for link in whole if link.wire_bytes is not None]
+    return sum(wires) if whole and len(wires) == len(whole) else None
+
+
+def _declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
+    links = run.manifest.get("links")
+    of = links.get("of") if isinstance(links, Mapping) else None
+    return (
+        {str(name): link for name, link in of.items() if isinstance(link, Mapping)} if isinstance(of, Mapping) else {}
+    )
+
+
+def _declared(run: Run, link: LinkRecord, of: Mapping[str, Mapping[str, Any]]) -> float | None:
+    up, down = None if _goes_down(run, link) else of.get(link.from_), of.get(link.to)
+    return _rate(up.get("up_mbit") if up is not None else (down or {}).get("down_mbit"))
+
+
+def _rate(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
 
 EVENTS_MOST: Final = 200
 
@@ -131,7 +364,7 @@ def budget(series: Sequence[Series], key: str = "") -> Figure:
 def budgets(run: Run) -> Figure:
     """Return a figure of the phases of each global round."""
     values = [[row.phases[phase] for phase in GLOBAL_PHASES] for row in run.rounds]
-    name, title = file_name("seconds", run), f"Seconds of each global round, {run.id.rpartition('-')[2]}"
+    name, title = run.file_name("seconds"), f"Seconds of each global round, {run.ending}"
     return charts.columns(name, title, _PHASE_PARTS, values, x=GLOBAL_ROUND, axis=SECONDS_AXIS)
 
 
@@ -151,7 +384,7 @@ def phases(run: Run) -> Table:
         [phase, total, 100 * total / whole, total / count, *[predicted.get(phase)] * (run.prediction is not None)]
         for phase, total in totals.items()
     ]
-    return Table(file_name("phases", run), "Seconds by phase", columns, rows)
+    return Table(run.file_name("phases"), "Seconds by phase", columns, rows)
 
 
 def mean_phases(series: Sequence[Series], key: str = "") -> Table:
@@ -172,7 +405,7 @@ def mean_phases(series: Sequence[Series], key: str = "") -> Table:
 def epochs(run: Run) -> Figure:
     """Return a figure of the epochs (tau_c) of each child of the cloud in each global round."""
     names = run.nodes.children[CLOUD]
-    return maps.epochs(file_name("epochs", run), {name: [row.epochs.get(name) for row in run.rounds] for name in names})
+    return maps.epochs(run.file_name("epochs"), {name: [row.epochs.get(name) for row in run.rounds] for name in names})
 
 
 def work(run: Run) -> Table:
@@ -191,15 +424,15 @@ def work(run: Run) -> Table:
         title = f"Work of {len(found)} devices, quantiles of each column (devices.csv has each device)"
         several = [Column("quantile", text=True), *columns[2:]]
         quantiled = quantiles([sums[:7] for sums in found.values()])
-        return Table(file_name("devices", run), title, several, quantiled)
+        return Table(run.file_name("devices"), title, several, quantiled)
     columns += [Column("path", text=True)] * paths
     rows = [[*names, *sums[:7], *sums[7:] * paths] for names, sums in found.items()]
-    return Table(file_name("devices", run), "Work of each device", columns, rows)
+    return Table(run.file_name("devices"), "Work of each device", columns, rows)
 
 
 def partition(run: Run) -> Figure | None:
     """Return a figure of the samples by device and class, or None if the run has no partition.json."""
-    return None if run.partition is None else maps.partition(run.partition, name=file_name("partition", run))
+    return None if run.partition is None else maps.partition(run.partition, name=run.file_name("partition"))
 
 
 def events(run: Run) -> tuple[Table, int]:
@@ -207,7 +440,7 @@ def events(run: Run) -> tuple[Table, int]:
     shown = [event for event in run.events if _is_shown(event)]
     rows = [(event.time[:19].replace("T", " "), event.name, _event_text(event)) for event in shown[-EVENTS_MOST:]]
     columns = [Column("time (UTC)", text=True), Column("event", text=True), Column("what", text=True)]
-    return Table(file_name("events", run), "Events", columns, rows), max(0, len(shown) - EVENTS_MOST)
+    return Table(run.file_name("events"), "Events", columns, rows), max(0, len(shown) - EVENTS_MOST)
 
 
 def plans(run: Run) -> Table:
@@ -223,7 +456,7 @@ def plans(run: Run) -> Table:
     columns = [Column("node", text=True), Column("fact", text=True), Column("plans"), Column("first", text=True),
                Column("last", text=True)]  # fmt: skip
     rows = [(*names, len(facts), _brief(facts[0]), _brief(facts[-1])) for names, facts in found.items()]
-    return Table(file_name("plans", run), "Decisions of the aggregation rules", columns, rows)
+    return Table(run.file_name("plans"), "Decisions of the aggregation rules", columns, rows)
 
 
 def global_rounds(run: Run) -> Table:
@@ -237,7 +470,7 @@ def global_rounds(run: Run) -> Table:
          *(r.bytes_.get(column) for column in columns_of(run.tiers)), " ".join((*r.missing, *r.refused)))
         for r in run.rounds
     ]  # fmt: skip
-    return Table(file_name("rounds", run), "Each global round", columns, rows)
+    return Table(run.file_name("rounds"), "Each global round", columns, rows)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

@@ -1,1 +1,0 @@
-"""The report of one run or several: figures, tables and the page."""
