@@ -23,8 +23,8 @@ from common.learning.inputs import Inputs
 from common.model.codecs import codec_of
 from deploy.brokers import broker
 from deploy.local.direct import run_in_process
+from deploy.simulation.hardware import NullWorkload
 from deploy.simulation.outcome import model_digest
-from deploy.simulation.workload import NullWorkload
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, PATIENCE_S, command, null_model, run_lab, sets, table, tensors
 from tests.helpers.null_lab import MODEL_BYTES

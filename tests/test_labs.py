@@ -26,8 +26,14 @@ from common.protocol.serialization import encode
 from deploy.brokers import broker
 from deploy.cli.main import app
 from deploy.local.direct import run_in_process
-from deploy.simulation.hardware import Durations, SimulatedEvaluator, SimulatedHardware, SimulatedMember, SimulatedPool
-from deploy.simulation.workload import RealWorkload
+from deploy.simulation.hardware import (
+    Durations,
+    RealWorkload,
+    SimulatedEvaluator,
+    SimulatedHardware,
+    SimulatedMember,
+    SimulatedPool,
+)
 from deploy.watching.follower import Follower
 from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs

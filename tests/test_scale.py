@@ -34,9 +34,9 @@ from common.protocol.serialization import decode
 from common.protocol.targets import REPORT_S, Targets
 from deploy.planning.prediction import MachineSpeeds
 from deploy.planning.simulated import placement_of
+from deploy.simulation.broker import TopicTree, matches
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.subscriptions import TopicTree, matches
 from tests.helpers.nodes import child_of, drawn, layout_of, living, parent_of, play, serving, together
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.interference import kind_of

@@ -42,11 +42,10 @@ from common.protocol.messages import (
 from deploy.local.agents import run_agents
 from deploy.simulation.agents import AgentFactory
 from deploy.simulation.broker import Routed
-from deploy.simulation.hardware import Durations, SimulatedHardware
+from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
 from deploy.simulation.lab import Scenario, SimulatedLab
+from deploy.simulation.machines import SimulatedProcess
 from deploy.simulation.outcome import LabOutcome
-from deploy.simulation.process import SimulatedProcess
-from deploy.simulation.workload import NullWorkload
 from deploy.simulation.world import SimulatedWorld
 from device.agent import DeviceAgent
 

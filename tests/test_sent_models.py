@@ -29,9 +29,9 @@ from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process
+from deploy.simulation.hardware import RealWorkload
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
-from deploy.simulation.workload import RealWorkload
 from deploy.sweeps.merging import merged
 from tests.helpers.commands import tensors
 from tests.helpers.rules import LEAST

@@ -15,8 +15,7 @@ import pytest
 
 from common.errors import ConnectionFailed
 from deploy.brokers import broker as brokers
-from deploy.simulation.broker import RetainedMessage, SessionWill, SimulatedBroker
-from deploy.simulation.subscriptions import SubscriptionTree, matches
+from deploy.simulation.broker import RetainedMessage, SessionWill, SimulatedBroker, SubscriptionTree, matches
 
 PATIENCE_S = 10.0
 PACKET_LIMIT = 5000

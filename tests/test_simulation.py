@@ -20,13 +20,13 @@ from common.experiment.schema import Experiment
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.runtime.world import Connection
-from deploy.simulation.hardware import Durations
+from deploy.simulation.hardware import Durations, RealWorkload
 from deploy.simulation.lab import Scenario, SimulatedLab
+from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
-from deploy.simulation.network import LinkConditions, SimulatedNetwork
+from deploy.simulation.machines import SimulatedProcess
+from deploy.simulation.network import SimulatedNetwork
 from deploy.simulation.outcome import LabOutcome, model_digest
-from deploy.simulation.process import SimulatedProcess
-from deploy.simulation.workload import RealWorkload
 from deploy.simulation.world import SimulatedWorld
 
 SMALL = {

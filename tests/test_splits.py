@@ -19,7 +19,7 @@ from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.host.subprocess_channel import Record, error_in
 from common.learning import splits
-from deploy.simulation.workload import NullWorkload
+from deploy.simulation.hardware import NullWorkload
 from device.training.trainer import Trainer
 from tests.helpers.commands import fedstrata
 

@@ -35,8 +35,7 @@ from deploy.brokers import broker
 from deploy.brokers.guard import one_login
 from deploy.planning.calibration import copy_seconds, mixing_s
 from deploy.planning.constants import FittedCosts
-from deploy.simulation.hardware import Durations, SimulatedEvaluator, SimulatedHardware
-from deploy.simulation.workload import NULL_CHANGE, NullWorkload
+from deploy.simulation.hardware import NULL_CHANGE, Durations, NullWorkload, SimulatedEvaluator, SimulatedHardware
 from device.agent import DeviceAgent
 
 CONNECT_TIMEOUT_S: Final = 30.0

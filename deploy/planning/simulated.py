@@ -30,8 +30,8 @@ from deploy.results.run import Run
 from deploy.simulation.agents import BROKER
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.link import LinkConditions
 from deploy.simulation.machines import MessageCosts, Placement, cpu_seconds
-from deploy.simulation.network import LinkConditions
 
 ROUNDS_MOST: Final = 5  # global rounds to simulate, if not given
 DEVICES_MOST: Final = 20_000

@@ -23,13 +23,12 @@ from common.metrics import Metrics
 from common.runtime.children import Observe
 from deploy.simulation.agents import BROKER, AgentFactory, ignore
 from deploy.simulation.broker import SimulatedBroker
-from deploy.simulation.hardware import Durations, SimulatedHardware
+from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware, Workload
+from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
-from deploy.simulation.machines import Machines, Placement
-from deploy.simulation.network import LinkConditions, SimulatedLink, SimulatedNetwork
+from deploy.simulation.machines import Machines, Placement, SimulatedProcess
+from deploy.simulation.network import SimulatedLink, SimulatedNetwork
 from deploy.simulation.outcome import OK, LabOutcome, TraceDigest, collected_warnings, model_digest, round_rows
-from deploy.simulation.process import SimulatedProcess
-from deploy.simulation.workload import NullWorkload, Workload
 from deploy.simulation.world import SimulatedWorld
 
 MEMORY: Final = Path("/dev/shm")

@@ -8,31 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from deploy.simulation.broker import Routed, SimulatedBroker
+from deploy.simulation.link import LinkConditions, Packet, PacketKind, RateQueue
 from deploy.simulation.loop import VirtualLoop
 from deploy.simulation.machines import ClientPath, Machines
-from deploy.simulation.packets import Packet, PacketKind, RateQueue
-
-
-@dataclass(frozen=True, slots=True)
-class LinkConditions:
-    """Conditions of a link between a process and a broker.
-
-    up_rate, down_rate: bytes per second of MQTT, None = unlimited    delay_s: one-way delay
-    loss: share of QoS 0 messages that are lost, in each direction    duplication: share of messages that arrive twice
-    reordering: share of QoS 0 messages that arrive up to `reorder_s` late
-    mtu_bytes: larger packets never arrive, nor do packets after them
-    cut: nothing arrives, as in a partition; TCP retransmits afterwards
-    """
-
-    up_rate: float | None = None
-    down_rate: float | None = None
-    delay_s: float = 0.0005
-    loss: float = 0.0
-    duplication: float = 0.0
-    reordering: float = 0.0
-    reorder_s: float = 2.0
-    mtu_bytes: int | None = None
-    cut: bool = False
 
 
 class LinkEnd(Protocol):

@@ -11,8 +11,14 @@ from typing import Final
 
 from common.experiment.schema import Experiment
 from common.model.layout import Row
-from deploy.simulation.hardware import Durations, SimulatedEvaluator, SimulatedHardware, SimulatedMember, SimulatedPool
-from deploy.simulation.workload import NullWorkload
+from deploy.simulation.hardware import (
+    Durations,
+    NullWorkload,
+    SimulatedEvaluator,
+    SimulatedHardware,
+    SimulatedMember,
+    SimulatedPool,
+)
 from device.jobs import LocalResult, Prepared, Progress
 from tests.helpers.null_lab import MODEL_BYTES
 

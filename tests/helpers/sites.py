@@ -16,10 +16,9 @@ from common.runtime.world import REAL, World
 from deploy.brokers import broker as brokers
 from deploy.brokers.broker import Kind
 from deploy.simulation.broker import Routed
-from deploy.simulation.callbacks import OWNER
-from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
+from deploy.simulation.loop import OWNER, START_S, SimulationError, VirtualLoop
+from deploy.simulation.machines import SimulatedProcess
 from deploy.simulation.network import SimulatedLink, SimulatedNetwork
-from deploy.simulation.process import SimulatedProcess
 from deploy.simulation.world import SimulatedWorld
 
 BROKER: Final = "broker"

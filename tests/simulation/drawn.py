@@ -20,7 +20,7 @@ from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from deploy.simulation.hardware import Durations
-from deploy.simulation.network import LinkConditions
+from deploy.simulation.link import LinkConditions
 from tests.simulation.fault_draws import draw_faults, draw_permanent_fault
 from tests.simulation.faults import Fault
 

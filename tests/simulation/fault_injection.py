@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from common.experiment.topology import CLOUD
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.network import LinkConditions, SimulatedLink
+from deploy.simulation.link import LinkConditions
+from deploy.simulation.network import SimulatedLink
 from tests.simulation import interference
 from tests.simulation.faults import Fault, FaultKind
 

@@ -18,7 +18,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tables import write
 from deploy.simulation.hardware import Durations
-from deploy.simulation.network import LinkConditions
+from deploy.simulation.link import LinkConditions
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import Fault, FaultKind
 

@@ -18,9 +18,9 @@ from common.protocol.messages import Acknowledgement, Key, Task
 from common.protocol.parent_session import ParentSession
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.broker import Routed
-from deploy.simulation.connection import SimulatedConnection
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome
+from deploy.simulation.world import SimulatedConnection
 from tests.simulation.interference import kind_of
 
 SAMPLE_S: Final = 3.3
