@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -128,3 +128,38 @@ def test_nobody_there_is_no_limit() -> None:
     where = BrokerAddress("127.0.0.1", port)
     assert asyncio.run(limits.reported_limits(where)) == NONE
     assert asyncio.run(limits.packet_limit(where, topic="t", most=1_000_000)) is None
+
+
+class LossyClient:
+    """A client of a broker that drops packets larger than `most`, and some of the first ones whatever their size."""
+
+    def __init__(self, most: int, lost: set[int]) -> None:
+        self.messages: list[tuple[str, int, bool]] = []
+        self._most, self._lost, self._count = most, lost, 0
+
+    def subscribe(self, filters: list[str]) -> bool:
+        return True
+
+    def publish(self, topic: str, body: bytes) -> None:
+        if self._count not in self._lost and len(body) <= self._most:
+            self.messages.append((topic, len(body), False))
+        self._count += 1
+
+    def turn(self) -> bool:
+        return True
+
+
+@examples(100)
+@given(st.integers(0, 20), st.none() | st.integers(0, 6), st.sampled_from([40_000, 300_000, 10_000_000]))
+def test_a_broker_that_loses_a_few_first_packets_has_no_smaller_limit(late: int, other: int | None, most: int) -> None:
+    """A cluster loses what comes right after a subscription that it has confirmed; a link may lose one more packet."""
+    lost = {*range(late), *(() if other is None else (late + other,))}
+    patience = iter(float(i) for i in range(1000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "connected", lambda address: nullcontext(LossyClient(most, lost)))
+        patch.setattr(limits, "pump", lambda clients, done, patience_s: done())
+        patch.setattr(limits.time, "monotonic", lambda: next(patience) / 1000)
+        found = limits.largest_packet(BrokerAddress("broker"), "fs1/lab/t", 1_001_024)
+    assert found is None or found in (1_001_024, 1_001_024 // 4, limits.LEAST_BYTES)
+    assert found is None or (found == limits.LEAST_BYTES) == (most == 40_000)
+    assert lost or found is not None

@@ -21,10 +21,12 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from common.errors import ConnectionFailed, InvalidExperiment
 from common.net.address import BrokerAddress
-from common.net.plain_client import connected, hang_up, pump
+from common.net.plain_client import PlainClient, connected, hang_up, pump
 
 ASK_S: Final = 2.0
 TRY_S: Final = 4.0  # for a large packet to come back; on a link that is slower the limit stays unknown
+TRIES: Final = 2  # of a packet that does not come back
+BEGIN_S: Final = 0.2  # between packets until one comes back
 LEAST_BYTES: Final = 33_792  # a packet with the smallest chunk
 
 log = logging.getLogger("fedstrata.connection")
@@ -89,17 +91,39 @@ def largest_packet(address: BrokerAddress, topic: str, most: int) -> int | None:
 
 
 def _passes(address: BrokerAddress, topic: str, size: int, patience_s: float) -> bool | None:
-    """Return whether a packet passes, while a small one sent after it does; None if that cannot be found out."""
+    """Return whether a packet passes, while small ones before and after it do; None if that cannot be found out.
+
+    A cluster of brokers may lose what comes right after a subscription that it has confirmed, and any broker may lose
+    one message: a packet is dropped when it is twice.
+    """
     with connected(address) as client:
-        if not client.subscribe([topic]):
+        if not client.subscribe([topic]) or not _begins(client, topic, patience_s):
             return None
-        client.publish(topic, bytes(size - len(topic) - 7))
-        client.publish(topic, b"")
-        dropped = pump((client,), lambda: any(length == 0 for _, length, _ in client.messages), patience_s)
-        if any(length for _, length, _ in client.messages):
+        for _ in range(TRIES):
+            client.messages.clear()
+            client.publish(topic, bytes(size - len(topic) - 7))
+            client.publish(topic, b"")
+            dropped = pump((client,), lambda: 0 in _lengths(client), patience_s)
+            if max(_lengths(client), default=0) > 1:
+                return True
+            if not dropped:
+                ended = size > LEAST_BYTES and not client.turn()  # some disconnect who sends it
+                return False if ended else None
+        return False
+
+
+def _begins(client: PlainClient, topic: str, patience_s: float) -> bool:
+    """Return whether small packets come back on a topic, and wait until one does."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        client.publish(topic, b"?")
+        if pump((client,), lambda: bool(client.messages), BEGIN_S):
             return True
-        ended = size > LEAST_BYTES and not client.turn()  # some disconnect who sends it
-        return False if dropped or ended else None
+    return False
+
+
+def _lengths(client: PlainClient) -> list[int]:
+    return [length for _, length, _ in client.messages]
 
 
 def _ask(address: BrokerAddress) -> BrokerLimits:
