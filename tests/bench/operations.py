@@ -403,9 +403,11 @@ def upgrade(lab: Operated, check: Checks, first: tuple[str, ...], rest: tuple[st
     ))  # fmt: skip
     waiting = Run(lab, f"{to}-waits", *NUMBERS, *SHORT, access=BY_NAME)
     met = [node for node in sorted(other) if node.startswith("institution")] or sorted(other)
-    found = until(lambda: named(waiting.written, version=False) == met, 60)
+    found = until(
+        lambda: "is of another release" in waiting.written and named(waiting.written, version=False) == met, 90
+    )
     quoted(waiting.written)
-    good = found is not None and "is of another release" in waiting.written and "Start" not in waiting.written
+    good = found is not None and "Start" not in waiting.written
     check(f"cloud without the lab's file waits, and names {', '.join(met)} {seconds(found)}", good)
     waiting.interrupt()
 
