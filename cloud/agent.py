@@ -12,7 +12,7 @@ from typing import Protocol
 from cloud.energy import energy_noted
 from cloud.evaluator import Beginning, EvaluationResult, Evaluator
 from cloud.global_rounds import LABELS
-from cloud.links import tier_bytes
+from cloud.records import tier_bytes
 from cloud.results import RunFolder
 from cloud.run import CloudRun
 from common.errors import FedstrataError, StorageFailed

@@ -13,8 +13,7 @@ from typing import Any, Final
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import EvaluationResult
-from cloud.links import tier_bytes
-from cloud.records import GlobalRoundRecord
+from cloud.records import GlobalRoundRecord, tier_bytes
 from cloud.results import RunFolder
 from common.errors import RunFailed
 from common.experiment.schema import Experiment

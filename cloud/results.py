@@ -24,8 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, TypeVar
 
-from cloud import links
-from cloud.records import DeviceRecord, GlobalRoundRecord, Record, rows_of, to_csv
+from cloud.records import DeviceRecord, GlobalRoundRecord, Record, link_records, rows_of, to_csv, wire_status
 from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
 from common.errors import InvalidExperiment, StorageFailed
@@ -221,8 +220,8 @@ class RunFolder:
         reports, wire = ledger.reports(), ledger.broker()
 
         def write() -> None:
-            _replace(self.path / "links.csv", to_csv(links.records(reports, wire, self.experiment), header=True))
-            status = links.wire_status(reports, self.experiment)
+            _replace(self.path / "links.csv", to_csv(link_records(reports, wire, self.experiment), header=True))
+            status = wire_status(reports, self.experiment)
             if status and status != self._measured:
                 self._measured = status
                 self.note(wire_bytes=status)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cloud import checkpoint
 from cloud.global_rounds import Evaluate, GlobalRounds, evaluated
-from cloud.links import tier_bytes
+from cloud.records import tier_bytes
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment import lint

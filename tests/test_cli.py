@@ -29,7 +29,7 @@ from common.protocol import serialization
 from common.protocol.messages import NodeState, Presence
 from deploy.brokers import broker
 from deploy.console import logs
-from deploy.console.connecting import run_connected
+from deploy.console.options import run_connected
 from deploy.console.reporting import reporting
 from tests.helpers.commands import DEMO, EXPERIMENTS, command, fedstrata, invoke
 

@@ -40,7 +40,7 @@ from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
 from device.training.trainer import Trainer
-from device.training.updates import finish, vectors_of
+from device.training.vectors import finish, vectors_of
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.examples import examples

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from common.experiment.reading import parse
-from device.training import convolutions
-from device.training.convolutions import as_products
+from device.training import network
+from device.training.network import as_products
 from device.training.trainer import Trainer
 
 PRODUCTS = ("_whole", "_gray")
@@ -19,8 +19,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def noted(name: str) -> None:
-        product = getattr(convolutions, name)
-        monkeypatch.setattr(convolutions, name, lambda *given: (names.append(name), product(*given))[1])
+        product = getattr(network, name)
+        monkeypatch.setattr(network, name, lambda *given: (names.append(name), product(*given))[1])
 
     for name in PRODUCTS:
         noted(name)

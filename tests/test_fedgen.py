@@ -37,7 +37,7 @@ from device.training.batches import uniform_numbers
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.training.trainer import Trainer
-from device.vectors import TaskVectors
+from device.training.vectors import TaskVectors
 from device.vmapped import calibration
 from device.vmapped.loop import Turn, Visits
 from device.vmapped.models import Recipe

@@ -20,15 +20,27 @@ from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
-from device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
-from device.pool.executors import Executor, Thread
+from device import jobs
+from device.jobs import (
+    VARIABLE,
+    Cancelled,
+    Ending,
+    HostedDevice,
+    Job,
+    LocalResult,
+    Order,
+    Prepared,
+    VmappedMode,
+    gather,
+    most_together,
+    vmapped_mode,
+)
+from device.pool.executors import Executor, Thread, Worker
 from device.pool.pool import Pool
 from device.pool.trainers import Trainers
-from device.pool.worker import Worker
 from device.training.trainer import Trainer
-from device.vmapped import gathering, loop, trainer
+from device.vmapped import loop, trainer
 from device.vmapped.calibration import StepTimes
-from device.vmapped.gathering import VARIABLE, VmappedMode, gather, most_together, vmapped_mode
 from device.vmapped.loop import Turn
 from device.vmapped.loop import train as train_together
 from device.vmapped.models import Recipe, VmappedModels
@@ -350,7 +362,7 @@ def test_experiment_and_accelerator_choose(
     monkeypatch.delenv(VARIABLE)
     training = experiment(**keys).training
     assert (vmapped_mode(training, "cpu"), vmapped_mode(training, "cuda:0")) == (on_a_cpu, on_a_gpu)
-    assert most_together(training, "cpu") == (1 if on_a_cpu == "never" else gathering.VMAPPED_DEVICES_MOST)
+    assert most_together(training, "cpu") == (1 if on_a_cpu == "never" else jobs.VMAPPED_DEVICES_MOST)
 
 
 def test_the_environment_of_a_host_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +397,7 @@ def test_groups_that_are_not_faster_are_not_gathered_again() -> None:
 
 
 def test_executors_without_work_share_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "QUIET_S", 0.02)
+    monkeypatch.setattr(jobs, "QUIET_S", 0.02)
     lanes = played([4], slots=2, devices=12)
     assert [len(names) for lane in lanes for names in lane.begun] == [2, 2]
 
@@ -452,7 +464,7 @@ def played(
 def test_a_gpus_lane_waits_for_those_who_come_together(
     slots: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathering, "QUIET_S", 0.02)
+    monkeypatch.setattr(jobs, "QUIET_S", 0.02)
     monkeypatch.setattr("device.pool.pool.may_have_gpu", lambda: True)
     # In the first round nobody waits longer, in the second only a moment for the fourth.
     lanes = played([4, 3], slots=slots, devices=4, accelerator="auto")
@@ -460,7 +472,7 @@ def test_a_gpus_lane_waits_for_those_who_come_together(
 
 
 def test_gathering_ends_when_all_are_there_or_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "QUIET_S", 0.02)
+    monkeypatch.setattr(jobs, "QUIET_S", 0.02)
     came, waiting = asyncio.Event(), 1
 
     async def play() -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from cloud import links
+from cloud import records
 from cloud.results import RunFolder
 from common.accounting.child_report import ChildReport
 from common.accounting.counters import Account
@@ -553,7 +553,7 @@ def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(MEASURED))])
     ledger.measured[PARENT] = Measured(down=2e6, down_bytes=1000)
     folder.write_of_links(ledger)()
-    assert reported(folder) == links.MEASURED
+    assert reported(folder) == records.MEASURED
     table = links_of(folder)
     assert len(table) == 2 * (3 + 3 + 1 + 1)
     down_line, up_line = (",".join(table[link].values()) for link in (("cloud", PARENT, "all"), (CHILD, PARENT, "all")))
@@ -592,7 +592,7 @@ def test_a_kernel_without_retransmitted_bytes_leaves_that_cell_empty() -> None:
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(old))])
     (up,) = (
         row
-        for row in links.records(ledger.reports(), ledger.broker(), Experiment())
+        for row in records.link_records(ledger.reports(), ledger.broker(), Experiment())
         if (row.from_, row.kind) == (CHILD, "all")
     )
     assert (up.wire_bytes, up.retransmitted_bytes, up.retransmitted_segments) == (21_000, None, 2)
@@ -602,4 +602,5 @@ def test_a_word_that_lags_behind_gives_no_overhead() -> None:
     early = TcpStats(sent=15_000, received=9_000, connections=1)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(early))])
-    assert not any(row.overhead_percent for row in links.records(ledger.reports(), ledger.broker(), Experiment()))
+    rows = records.link_records(ledger.reports(), ledger.broker(), Experiment())
+    assert not any(row.overhead_percent for row in rows)

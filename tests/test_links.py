@@ -16,14 +16,23 @@ import pytest
 
 from common.errors import ConnectionFailed, InvalidExperiment, NoProgress, WireError
 from common.experiment.links import LinkSettings, Profile
-from deploy.links import exchange, interface
-from deploy.links.exchange import MAGIC, PINGS, RATE, REQUEST, Mode, time_noise
+from deploy.links import interface, measurement
 from deploy.links.interface import Interface, apply, blocks, clear, filters, shapers
-from deploy.links.kernel import query
-from deploy.links.listener import listen, serve
-from deploy.links.measurement import MeasuredLink, compare, measure
-from deploy.links.profile import link_of
-from deploy.links.routes import addresses_of, interface_to
+from deploy.links.kernel import addresses_of, interface_to, query
+from deploy.links.measurement import (
+    MAGIC,
+    PINGS,
+    RATE,
+    REQUEST,
+    MeasuredLink,
+    Mode,
+    compare,
+    link_of,
+    listen,
+    measure,
+    serve,
+    time_noise,
+)
 from deploy.local.namespaces import Namespace, VethPair, joined
 from tests.helpers.commands import command, invoke
 from tests.helpers.netns import in_namespaces, with_delays, without_delays
@@ -338,7 +347,7 @@ def test_garbage_gets_no_answer_and_the_next_measurement_is_served(garbage: byte
 
 
 def test_a_silent_client_loses_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(measurement, "PATIENCE_S", 0.05)
     with serving(listen("127.0.0.1", 0)) as port, ExitStack() as stack:
         silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
         assert silent.recv(1) == b""
@@ -363,7 +372,7 @@ def test_a_peer_that_is_no_listener_is_reported(monkeypatch: pytest.MonkeyPatch)
     expect(ConnectionFailed, "no listener of this release", sending(b"HTTP/1.1 400 Bad request\r\n"))
     for rate in (float("nan"), -1.0):
         expect(ConnectionFailed, "impossible rate", pings, sending(MAGIC + RATE.pack(rate)))
-    monkeypatch.setattr(exchange, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(measurement, "PATIENCE_S", 0.05)
     expect(NoProgress, "another measurement", assert_closed)
 
 

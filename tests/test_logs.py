@@ -16,7 +16,7 @@ import pytest
 from common.errors import InvalidExperiment, RunFailed
 from common.host.processes import free_port
 from deploy.console import logs
-from deploy.console.connecting import run_agent
+from deploy.console.options import run_agent
 from deploy.console.reporting import report
 from tests.helpers.commands import DEMO, fedstrata
 

@@ -28,8 +28,8 @@ from common.experiment.reading import load, parse
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.experiment.traces import RateTrace
+from deploy.links.kernel import FRAME_BYTES, shaping
 from deploy.links.replay import Replay, TracedInterface
-from deploy.links.shaping import FRAME_BYTES, shaping
 from deploy.local.beforehand import check_replayed
 from deploy.local.namespaces import End, Namespace, VethPair, addressing, joined
 from deploy.local.netns import by_kernel, lay_out, namespaces, routing, traces

@@ -17,9 +17,8 @@ from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.learning.evaluation import ModelTester
 from common.model.layout import Row
-from device.jobs import Ending, HostedDevice, LocalResult, Order
+from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
-from device.vmapped.gathering import VARIABLE
 from tests.helpers import odd_models
 from tests.helpers.plain import first_model, plain_training
 

@@ -25,9 +25,8 @@ from common.host.accelerators import choose, may_have_gpu
 from common.learning import datasets, models, splits
 from common.model.layout import ModelLayout, Row, Section
 from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared
-from device.pool.executors import Executor, Thread
+from device.pool.executors import Executor, Thread, Worker
 from device.pool.pool import Member, Pool
-from device.pool.worker import Worker
 from device.training.trainer import Trainer
 
 T = TypeVar("T")

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloud.global_rounds import LINKS_S
-from cloud.links import records
 from cloud.records import (
     DeviceRecord,
     GlobalRoundRecord,
     LinkRecord,
     Record,
+    records,
     rows_of,
     to_csv,
 )

@@ -27,7 +27,7 @@ from device.training.batches import batches, load_local_dataset
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.training.trainer import Trainer
-from device.vectors import TaskVectors
+from device.training.vectors import TaskVectors
 from device.vmapped.calibration import problem_of
 from device.vmapped.loop import Turn, Visits
 from device.vmapped.models import Recipe

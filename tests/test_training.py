@@ -21,7 +21,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.training import Augmentation, Schedule, TrainingSettings, learning_rate
 from common.learning import datasets
-from device.training import augmentation, batches
+from device.training import batches
 from device.training.sgd import run_sgd
 
 CPU = torch.device("cpu")
@@ -188,8 +188,8 @@ def test_images_change_as_in_a_loop_over_pixels(
 ) -> None:
     images = np.random.default_rng(1).integers(1, 256, shape).astype(dtype)
     settings = Augmentation(flip=flip, crop=crop)
-    changes = augmentation.draw(settings, len(images), source=np.random.default_rng(2), device=CPU)
-    found = augmentation.change(torch.from_numpy(images), changes, crop=crop)
+    changes = batches.draw_changes(settings, len(images), source=np.random.default_rng(2), device=CPU)
+    found = batches.change_images(torch.from_numpy(images), changes, crop=crop)
     assert found.shape == images.shape and found.is_contiguous()
     for i, image in enumerate(images):
         y, x = changes.shifts[i].tolist()
@@ -198,8 +198,8 @@ def test_images_change_as_in_a_loop_over_pixels(
 
 
 def test_half_are_flipped_and_all_windows_alike_likely() -> None:
-    def draw(**settings: Any) -> augmentation.Changes:
-        return augmentation.draw(Augmentation(**settings), 9000, source=np.random.default_rng(1), device=CPU)
+    def draw(**settings: Any) -> batches.Changes:
+        return batches.draw_changes(Augmentation(**settings), 9000, source=np.random.default_rng(1), device=CPU)
 
     both = draw(flip=True, crop=1)
     assert abs(float(both.flips.float().mean()) - 0.5) < 0.02

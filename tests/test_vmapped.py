@@ -22,10 +22,10 @@ from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout, reseed
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from device.jobs import Cancelled
-from device.training.augmentation import Changes, change, draw
+from device.training.batches import Changes, change, draw
 from device.training.objectives.objective import Objective
 from device.training.sgd import captured_of, forward_of, run_sgd
-from device.vectors import TaskVectors
+from device.training.vectors import TaskVectors
 from device.vmapped import calibration, loop
 from device.vmapped import models as vmapped_models
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of

@@ -17,9 +17,8 @@ from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
 from deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, spool_folder
-from deploy.console.connecting import LabOrFile
 from deploy.console.login import OPERATOR, Login, with_login
-from deploy.console.options import Output
+from deploy.console.options import LabOrFile, Output
 from deploy.console.reporting import reporting
 from deploy.console.stages import stages
 from deploy.console.tabular import Column, Table

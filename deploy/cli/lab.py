@@ -12,9 +12,8 @@ from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
 from deploy.cli.roles import ROLL_S, LabBrokerOption
 from deploy.console import logs
-from deploy.console.connecting import ConnectTimeout, LabOrFile, run_connected
 from deploy.console.login import OPERATOR, Login, with_login
-from deploy.console.options import Output
+from deploy.console.options import ConnectTimeout, LabOrFile, Output, run_connected
 from deploy.console.reporting import reporting, require
 from deploy.console.tabular import Column, Table
 

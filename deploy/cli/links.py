@@ -67,8 +67,8 @@ def apply(
     the host starts again.
     """
     from deploy.links import interface
-    from deploy.links.profile import link_of
-    from deploy.links.routes import addresses_of, interface_to
+    from deploy.links.kernel import addresses_of, interface_to
+    from deploy.links.measurement import link_of
 
     if not to and device is None:
         raise typer.BadParameter("name the broker by --to, or an interface by --device", param_hint="--to")
@@ -134,9 +134,8 @@ def measure(
         if listen is not None:
             _listen(listen)
         elif to is not None:
-            from deploy.links.measurement import compare
+            from deploy.links.measurement import compare, link_of
             from deploy.links.measurement import measure as measured_to
-            from deploy.links.profile import link_of
 
             link = link_of(profile, up_mbit=up, down_mbit=down, delay_ms=delay)
             logs.write_line(f"measures the way to {to} and back, {seconds} s each")
@@ -151,7 +150,7 @@ def measure(
 
 def _listen(text: str) -> None:
     from common.net.address import host_port
-    from deploy.links.listener import listen, serve
+    from deploy.links.measurement import listen, serve
 
     with listen(*_address("--listen", text)) as listening:
         host, port, *_ = listening.getsockname()

@@ -34,12 +34,10 @@ from deploy.cli.serving import METRICS, Insecure, MetricsAddress, check_metrics
 from deploy.cli.sweep import sweep
 from deploy.cli.watch import watch
 from deploy.console import logs
-from deploy.console.connecting import LabOption
-from deploy.console.options import Output, Overrides, Runs
-from deploy.console.reporting import StandardOutput, reporting
+from deploy.console.options import LabOption, Output, Overrides, Runs
+from deploy.console.reporting import Commands, StandardOutput, reporting
 from deploy.console.shipped import OptionalExperimentFile
 from deploy.console.stages import stages
-from deploy.console.usage import Commands
 from deploy.planning.predicting import STAGES, predict
 
 if TYPE_CHECKING:

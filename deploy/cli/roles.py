@@ -19,17 +19,21 @@ from common.text import named
 from deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, serve_metrics
 from deploy.console import logs
-from deploy.console.connecting import (
+from deploy.console.login import Login, warn_of_end, with_login
+from deploy.console.options import (
     ConnectTimeout,
+    DataFolder,
+    DataRoot,
     LabOption,
     LabOrFile,
+    Output,
+    Overrides,
+    Runs,
     check_parents,
     checked_nodes,
     run_agent,
     run_connected,
 )
-from deploy.console.login import Login, warn_of_end, with_login
-from deploy.console.options import DataFolder, DataRoot, Output, Overrides, Runs
 from deploy.console.reporting import reporting, require
 from deploy.console.service import KIT, StatusHandler
 from deploy.console.shipped import OptionalExperimentFile

@@ -18,9 +18,8 @@ from common.host.processes import ending_signals
 from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
 from deploy.console import logs
-from deploy.console.connecting import ConnectTimeout
 from deploy.console.login import Login, with_login
-from deploy.console.options import Overrides, Runs
+from deploy.console.options import ConnectTimeout, Overrides, Runs
 from deploy.console.reporting import reporting, require
 from deploy.console.shipped import SweepArgument
 from deploy.console.stages import stages

@@ -10,8 +10,8 @@ import typer
 
 from common.protocol.topics import DEFAULT_LAB
 from deploy.console import logs
-from deploy.console.connecting import ConnectTimeout, LabOrFile, run_connected
 from deploy.console.login import OPERATOR, Login, with_login
+from deploy.console.options import ConnectTimeout, LabOrFile, run_connected
 
 
 @with_login

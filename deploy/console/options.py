@@ -1,11 +1,21 @@
-"""Options that several commands have."""
+"""Options that several commands have, and the event loop of those that keep a connection open."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+
+from common.errors import as_known
+from common.experiment.topology import CLOUD
+from common.host.processes import ending_signals
+from common.protocol.topics import check_lab, check_node
+from deploy.console import logs
+from deploy.console.reporting import reporting
+from deploy.console.service import watched
 
 Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
@@ -28,3 +38,86 @@ DataRoot = Annotated[
         envvar="FEDSTRATA_DATA_ROOT",
     ),
 ]
+
+
+def _checked_lab(name: str) -> str:
+    try:
+        return check_lab(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def checked_nodes(given: str | list[str] | None) -> str | list[str] | None:
+    """Return the given name, or names, of nodes; the callback of an option."""
+    try:
+        for name in [given] if isinstance(given, str) else given or ():
+            check_node(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return given
+
+
+def check_parents(parents: Sequence[str], names: Sequence[str]) -> None:
+    """Check the names of parents. Raises BadParameter."""
+    for parent in parents:
+        if parent in names:
+            raise typer.BadParameter(f"{parent!r} is its own name", param_hint="--parent")
+        try:
+            if parent != CLOUD:
+                check_node(parent)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--parent") from None
+
+
+LabOption = Annotated[
+    str,
+    typer.Option(
+        "--lab",
+        help="The lab's name. Labs with different names can share a broker.",
+        envvar="FEDSTRATA_LAB",
+        callback=_checked_lab,
+    ),
+]
+
+
+def _checked_lab_or_file(text: str) -> str:
+    return text if text.endswith(".toml") else _checked_lab(text)
+
+
+LabOrFile = Annotated[
+    str,
+    typer.Option(
+        "--lab",
+        help="The lab's name, or its file lab.toml, which also names its brokers.",
+        envvar="FEDSTRATA_LAB",
+        callback=_checked_lab_or_file,
+    ),
+]
+ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Timeout of the first connection to the broker, seconds.")]
+
+
+async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
+    """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its traceback first."""
+    logs.NODE.set(node)
+    try:
+        await agent
+    except Exception as error:
+        if (known := as_known(error, node)) is None:
+            raise
+        raise known from known.__cause__
+
+
+def run_connected(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a command's coroutine to its end. The ending signals cancel it; a FedstrataError sets the exit code."""
+
+    async def interruptible() -> None:
+        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in ending_signals():
+            if task is not None:
+                loop.add_signal_handler(number, task.cancel)
+        async with watched():
+            await work()
+
+    with reporting():
+        asyncio.run(interruptible())

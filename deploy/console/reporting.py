@@ -1,4 +1,7 @@
-"""Errors of commands: a FedstrataError becomes one line on standard error and an exit code."""
+"""Errors of commands: a FedstrataError, or wrong usage, becomes one line on standard error and an exit code.
+
+Wrong usage (exit code 2) is told as what is wrong with which option, and what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ import errno
 import io
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import typer
+from typer.core import TyperGroup
 
-from common.errors import FedstrataError, InvalidExperiment
+from common.errors import MESSAGE_MOST, FedstrataError, InvalidExperiment, bounded
 from common.host.files import failure, is_of_disk
 from common.host.processes import interruptible
 from deploy.console.logs import ERROR, frame_lines, write_line
@@ -107,3 +113,129 @@ def reporting() -> Iterator[None]:
     except (KeyboardInterrupt, asyncio.CancelledError):
         write_line("fedstrata: interrupted", level=logging.ERROR)
         raise typer.Exit(INTERRUPTED) from None
+
+
+USAGE: Final = 2
+OF_ALL: Final = ("--log-level", "--log-format")  # options of all commands
+_USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]  # typer bundles its own click
+_NO_COMMAND: Final = re.compile(r"No such command '(.*?)'")
+_CHOICES: Final = re.compile(r"'([^']*)' is not one of (.*?)\.?$")
+_REMEDIES: Final[Mapping[str, str]] = {"--target": "Write a fraction: 0.9 for 90 %."}
+
+
+class Commands(TyperGroup):
+    """The commands. Each kind of wrong usage, of whichever command, ends with one line."""
+
+    def make_context(self, info_name: str | None, args: list[str], *arguments: Any, **keywords: Any) -> Any:
+        """Parse the options of all commands, which may also be behind the command."""
+        with _explained(), reporting():
+            return super().make_context(info_name, _those_of_all_first(args), *arguments, **keywords)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the command and its options, and run it."""
+        with _explained(), reporting():
+            return super().invoke(ctx)
+
+
+def _those_of_all_first(arguments: list[str]) -> list[str]:
+    first, others, left = [], [], iter(arguments)
+    for word in left:
+        name, has_value, _ = word.partition("=")
+        if name in OF_ALL:
+            value = [] if has_value else [*islice(left, 1)]
+            if not (has_value or value):
+                raise typer.BadParameter("requires an argument", param_hint=name)
+            first += [word, *value]
+        else:
+            others += [word, *left] if word == "--" else [word]
+    return [*first, *others]
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except _USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help, for a command that has only sub-commands
+            raise
+        write_line(f"fedstrata: {bounded(explain(error), MESSAGE_MOST)}", level=logging.ERROR)
+        raise typer.Exit(USAGE) from None
+
+
+def explain(error: Any) -> str:
+    """Return the line for a usage error of typer."""
+    command: Any = error.ctx.command if error.ctx is not None else None
+    path = error.ctx.command_path if error.ctx is not None else "fedstrata"
+    if unknown := _NO_COMMAND.match(error.message):
+        return _unknown(unknown[1], command.commands, f"no such command of {path}", what="There are")
+    if given := getattr(error, "option_name", ""):
+        if type(error).__name__ == "NoSuchOption":
+            known = [option for each in command.params for option in each.opts if option.startswith("--")]
+            return _no_option(given, known, f"no such option of {path}")
+        problem = error.message.partition(f"'{given}'")[2].strip(" .") or error.message
+        return f"{given}: {problem}."
+    name = _name(error)
+    if type(error).__name__ == "MissingParameter":
+        return _sentence(f"{name}: missing. {getattr(error.param, 'help', None) or f'See {path} --help'}")
+    if name:
+        return _sentence(name + _problem(error, name))
+    return f"{error.message.rstrip('.')}. See {path} --help."
+
+
+def _unknown(given: str, known: Any, problem: str, *, what: str) -> str:
+    from common.experiment.tables import proposal
+    from deploy.console.shipped import shipped
+
+    remedy = proposal(given, list(known), what=what)
+    if "run" in known and (given in shipped() or given.endswith(".toml")):
+        remedy = f"Did you mean 'run {given}'?"
+    elif given == "version":
+        remedy = "Did you mean '--version'?"
+    return f"{given!r}: {problem}. {remedy}"
+
+
+def _no_option(given: str, options: list[str], problem: str) -> str:
+    """Return the line for an unknown option, which may be the name of a key of the experiment."""
+    from common.experiment.messages import places
+    from common.experiment.schema import Experiment
+    from common.experiment.tables import proposal
+
+    key = given.strip("-").replace("-", "_")
+    keys = places(key, Experiment) if "--set" in options else []
+    if keys:
+        return f"{given}: {problem}. Did you mean --set {keys[0]}=VALUE?"
+    names = [option.strip("-") for option in options]
+    remedy = re.sub("'(.*)'", r"'--\1'", proposal(given.strip("-"), names, what="There are"))
+    return f"{given}: {problem}. {remedy}"
+
+
+def _name(error: Any) -> str:
+    """Return the option or argument of an error, such as --format."""
+    if isinstance(hint := getattr(error, "param_hint", None), str):
+        return hint
+    parameter = getattr(error, "param", None)
+    if parameter is None:
+        return ""
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar or parameter.name).upper().rstrip(".")
+    return str(max(parameter.opts, key=len))
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?")) else f"{text}."
+
+
+def _problem(error: Any, name: str) -> str:
+    """Return a value, if it is known, and what is wrong with it."""
+    from common.experiment.problems import problem_of
+    from common.experiment.tables import proposal
+
+    if choices := _CHOICES.search(error.message):
+        known = re.findall(r"'([^']*)'", choices[2])
+        return f" = {choices[1]!r}: not one of its values. {proposal(choices[1], known, what='There are')}"
+    errors = getattr(error.__cause__, "errors", None)  # of pydantic, which reads numbers for typer
+    if errors is None:
+        return f": {error.message}"
+    first = errors(include_url=False)[0]
+    problem, remedy = problem_of(first)
+    return f" = {first['input']!r}: {problem}. {_REMEDIES.get(name, remedy)}"

@@ -18,9 +18,17 @@ from typing import Any, Final
 
 from common.errors import InvalidExperiment
 from common.experiment.links import Profile
-from deploy.links.kernel import CommandRefused, batch, query
-from deploy.links.routes import LOOPBACK, IpAddress
-from deploy.links.shaping import FRAME_BYTES, check_delays, shaping, single_frames
+from deploy.links.kernel import (
+    FRAME_BYTES,
+    LOOPBACK,
+    CommandRefused,
+    IpAddress,
+    batch,
+    check_delays,
+    query,
+    shaping,
+    single_frames,
+)
 
 KERNEL_DEFAULTS: Final = frozenset({"noop", "noqueue", "pfifo_fast", "fq_codel", "mq", "fq"})
 ETHERNET_BYTES: Final = 14

@@ -12,7 +12,7 @@ from math import inf
 from typing import Final
 
 from common.experiment.traces import RateTrace
-from deploy.links.shaping import bucket
+from deploy.links.kernel import bucket
 
 OUTAGE_MBIT: Final = 8e-6  # tbf has no rate of 0; at one byte per second a frame needs minutes
 DISCARD_PORT: Final = 9

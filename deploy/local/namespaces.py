@@ -19,8 +19,7 @@ from typing import Final, Self
 
 from common.errors import InvalidExperiment
 from deploy.links import kernel
-from deploy.links.kernel import CommandRefused
-from deploy.links.shaping import check_delays, shaping, single_frames
+from deploy.links.kernel import CommandRefused, check_delays, shaping, single_frames
 
 _CLONE_NEWNET: Final = 0x40000000
 _PRESENT: Final = "/proc/thread-self/ns/net"

@@ -1,19 +1,26 @@
-"""Executors of a pool's jobs: their interface, and a thread of this process."""
+"""Executors of a pool's jobs: their interface, a thread of this process, and a worker process as seen by its agent.
+
+`device.pool.worker_process` is that process, and documents the records.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+import numpy as np
 
 from common.accounting.child_report import TrainingPath
+from common.errors import AcceleratorLost
 from common.experiment.training import TrainingSettings
 from common.host.offload import offload
-from device.jobs import Ending, HostedDevice, Job, Order, Prepared
-from device.vmapped.gathering import most_together
+from common.host.subprocess_channel import ReplaceableProcess, SubprocessChannel, error_in
+from common.model.layout import ModelLayout
+from device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared, most_together
 
 if TYPE_CHECKING:
     from device.pool.trainers import Trainers
@@ -113,3 +120,113 @@ def _from_thread(order: Order) -> Order:
         loop.call_soon_threadsafe(progress, done, of)
 
     return replace(order, progress=report)
+
+
+MODULE: Final = "device.pool.worker_process"
+ADVICE: Final = "If memory was short: use fewer --slots."
+
+_T = TypeVar("_T")
+
+
+class Worker:
+    """Worker process, replaced if it is killed or loses its accelerator; a job is retried once."""
+
+    path = TrainingPath.WORKERS
+
+    def __init__(self) -> None:
+        self.accelerator = "cpu"
+        self._process = ReplaceableProcess(
+            MODULE, "the worker process", replacements=1, advice=ADVICE, begin=self._begin
+        )
+        self._known: set[str] = set()  # digests of the experiments that were sent to the process
+        self._jobs = 0
+
+    def most(self, training: TrainingSettings) -> int:
+        """Return how many jobs of an experiment may be trained together. Raises InvalidExperiment."""
+        return most_together(training, self.accelerator)
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id, None if none runs."""
+        channel = self._process.channel
+        return None if channel is None else channel.process.pid
+
+    async def start(self) -> Sequence[str]:
+        """Start the process, wait until it has imported torch, and return its accelerators. Raises RunFailed."""
+        reply = await self._do(lambda channel: channel.request(accelerators=True), "devices")
+        return list(reply["accelerators"])
+
+    async def prepare(self, device: HostedDevice) -> Prepared:
+        """Return a device's facts. Raises InvalidExperiment, RunFailed."""
+        reply = await self._do(lambda channel: channel.request(prepare=self._name(device, channel)), device.node)
+        layout = ModelLayout.from_json(reply["layout"])
+        return Prepared(layout, reply["samples"], reply["partition"], reply["kept_bytes"])
+
+    async def train(self, jobs: Sequence[Job]) -> None:
+        """Train the jobs in the process. Raises RunFailed if it was killed, or lost its accelerator, twice."""
+        await self._do(partial(self._train, jobs), ", ".join(job.device.node for job in jobs))
+
+    def forget(self, digest: str) -> None:
+        """Let the process drop the experiment."""
+        if self._process.channel is not None and digest in self._known:
+            self._known.discard(digest)
+            self._process.channel.send(forget=digest)
+
+    async def close(self) -> None:
+        """Kill the process."""
+        await self._process.end()
+
+    async def _do(self, work: Callable[[SubprocessChannel], Awaitable[_T]], names: str) -> _T:
+        return await self._process.do(work, name=f"the process that trained {names}")
+
+    async def _begin(self, _: SubprocessChannel) -> None:
+        self._known.clear()
+
+    async def _train(self, jobs: Sequence[Job], channel: SubprocessChannel) -> None:
+        begun: dict[int, Job] = {}
+        for job in jobs:
+            if job.order.cancelled.is_set():
+                job.fail(Cancelled())
+            elif not job.outcome.done():  # it may have been set before the process was killed
+                self._jobs += 1
+                begun[self._jobs] = job
+        if not begun:
+            return
+        first = next(iter(begun.values())).order
+        row_bytes, out_bytes = first.row.nbytes, first.out.nbytes
+        rows = channel.memory.rows(2 * len(begun), max(row_bytes, out_bytes))
+        outs = dict(zip(begun, rows[1::2, :out_bytes], strict=True))
+        wanted = []
+        for (number, job), row in zip(begun.items(), rows[::2, :row_bytes], strict=True):
+            await offload(partial(np.copyto, row, job.order.row))
+            device, order = self._name(job.device, channel), job.order
+            wanted.append({"job": number, "device": device, "epochs": order.epochs, "round": order.local_round})
+        channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
+        for number, job in begun.items():
+            job.on_cancel = partial(channel.send, cancel=number)
+            if job.order.cancelled.is_set():
+                job.on_cancel()
+        while begun:
+            reply = await channel.receive()
+            job = begun[reply["job"]]
+            if "steps" in reply:
+                job.order.progress(reply["steps"], reply["of"])
+                continue
+            if "result" in reply:
+                await offload(partial(np.copyto, job.order.out, outs[reply["job"]]))
+                result = LocalResult(*reply["result"])
+                vmapped = result.path == TrainingPath.VMAPPED
+                job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else self.path))
+            else:
+                error = error_in(reply["failure"]) or Cancelled()
+                if isinstance(error, AcceleratorLost):
+                    raise error
+                job.fail(error)
+            del begun[reply["job"]]
+
+    def _name(self, device: HostedDevice, channel: SubprocessChannel) -> list[object]:
+        """Return a device's identification in the process, after sending its experiment if necessary."""
+        if device.digest not in self._known:
+            channel.send(experiment=device.experiment.to_json(), digest=device.digest)
+            self._known.add(device.digest)
+        return [device.digest, device.node, self.accelerator]

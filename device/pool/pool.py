@@ -22,10 +22,8 @@ from common.errors import AcceleratorLost
 from common.experiment.schema import Experiment
 from common.host.accelerators import choose, may_have_gpu
 from common.model.layout import Row
-from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, Progress
-from device.pool.executors import Executor, Thread
-from device.pool.worker import Worker
-from device.vmapped.gathering import gather
+from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, Progress, gather
+from device.pool.executors import Executor, Thread, Worker
 
 EVERYWHERE: Final = ("cpu", "auto")  # accelerators that every machine has
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from common.errors import FedstrataError
 from common.learning.computing import resolve_accelerator
 from common.learning.inputs import Inputs
-from device.jobs import Cancelled, Ending, HostedDevice, Prepared
+from device.jobs import Cancelled, Ending, HostedDevice, Prepared, VmappedMode, vmapped_mode
 from device.training.network import NetworkSource
 from device.training.trainer import Trainer
-from device.vmapped.gathering import VmappedMode, vmapped_mode
 from device.vmapped.trainer import Done, VmappedTrainer, Work
 
 

@@ -1,4 +1,4 @@
-"""The worker process, which trains for the devices of another process; started by `device.pool.worker`.
+"""The worker process, which trains for the devices of another process; started by `device.pool.executors`.
 
     {"accelerators"}                       -> {"accelerators"} of this machine
     {"experiment": TEXT, "digest"}            a new experiment

@@ -1,4 +1,4 @@
-"""A device's local dataset, and the batches of a local round."""
+"""A device's local dataset, the batches of a local round, and the flips and crops of many images at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,55 @@ from itertools import repeat
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from common.errors import InvalidExperiment
 from common.experiment import schema
+from common.experiment.training import Augmentation
 from common.learning import datasets, splits
 from common.learning.inputs import Inputs
 from common.methods.mixing import Floats
 from common.randomness import Purpose, generator, torch_seed
-from device.training import augmentation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changes:
+    """Changes of n images: `flips` bool [n], and `shifts` int64 [n, 2], the first row and column of the windows."""
+
+    flips: Tensor
+    shifts: Tensor
+
+    def __getitem__(self, some: slice | Tensor) -> Changes:
+        return Changes(self.flips[some], self.shifts[some])
+
+    def to(self, device: torch.device) -> Changes:
+        """Return the same changes on another device."""
+        return Changes(self.flips.to(device), self.shifts.to(device))
+
+
+def draw_changes(
+    augmentation: Augmentation, count: int, *, source: np.random.Generator, device: torch.device
+) -> Changes:
+    """Draw the changes of `count` images: half of them flipped, all windows in the frame equally likely."""
+    flips = source.random(count) < (0.5 if augmentation.flip else 0.0)
+    shifts = source.integers(0, 2 * augmentation.crop + 1, (count, 2))
+    return Changes(torch.from_numpy(flips).to(device), torch.from_numpy(shifts).to(device))
+
+
+def change_images(images: Tensor, changes: Changes, *, crop: int) -> Tensor:
+    """Return the images [n, C, H, W] of any dtype, padded by `crop` zero pixels, cropped to their windows and flipped.
+
+    The order does not matter: a window of a flipped image is another window, flipped.
+    """
+    height, width = images.shape[2:]
+    columns = torch.arange(width, device=images.device)
+    columns = torch.where(changes.flips[:, None], columns.flip(0), columns) + changes.shifts[:, 1:]
+    rows = torch.arange(height, device=images.device) + changes.shifts[:, :1]
+    framed = functional.pad(images, (crop, crop, crop, crop)).permute(0, 2, 3, 1)
+    each = torch.arange(len(images), device=images.device)
+    found = framed[each[:, None, None], rows[:, :, None], columns[:, None, :]]  # [n, H, W, C]
+    return found.permute(0, 3, 1, 2).contiguous()
+
 
 log = logging.getLogger("fedstrata.data")
 
@@ -99,14 +140,14 @@ def batches(
             some = slice(start, start + sum(here))
             images = local.images.index_select(0, places[some])
             if changes is not None:
-                images = augmentation.change(images, changes[some], crop=training.augmentation.crop)
+                images = change_images(images, changes[some], crop=training.augmentation.crop)
             inputs, labels = local.normalise(images), local.labels.index_select(0, places[some])
             yield from zip(repeat(epoch), torch.split(inputs, here), torch.split(labels, here))
 
 
 def orders(
     local: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
-) -> Iterator[tuple[Tensor, augmentation.Changes | None]]:
+) -> Iterator[tuple[Tensor, Changes | None]]:
     """Yield each epoch's samples in the order of its batches, int64 [n] indices of the images, and their changes."""
     training, device, count = experiment.training, local.samples.device, len(local.samples)
     order = generator(experiment.seed, Purpose.BATCHES, node, local_round)
@@ -114,7 +155,7 @@ def orders(
     changing = training.augmentation.flip or training.augmentation.crop > 0
     for _ in range(epochs):
         places = local.samples[torch.from_numpy(order.permutation(count)).to(device)]
-        changes = augmentation.draw(training.augmentation, count, source=source, device=device) if changing else None
+        changes = draw_changes(training.augmentation, count, source=source, device=device) if changing else None
         yield places, changes
 
 

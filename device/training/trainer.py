@@ -35,8 +35,7 @@ from device.training.batches import LocalDataset, batches, dropout_seed, load_lo
 from device.training.network import Network, NetworkSource, source_of
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
-from device.training.updates import finish, vectors_of
-from device.vectors import TaskVectors
+from device.training.vectors import TaskVectors, finish, vectors_of
 
 PROGRESS_S = 0.5
 TRIED_SAMPLES: Final = 8

@@ -29,9 +29,8 @@ from device.jobs import Cancelled
 from device.training.network import NetworkSource
 from device.training.objectives.table import objective_of
 from device.training.sgd import features_of, forward_of, run_sgd
-from device.vmapped.hidden_state import obstacle_in
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
-from device.vmapped.models import Recipe, VmappedModels
+from device.vmapped.models import Recipe, VmappedModels, obstacle_in
 from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
 
 Watch = Callable[[int], None]

@@ -16,7 +16,7 @@ from torch import Tensor
 from common.host.accelerators import out_of_memory
 from common.model.layout import Row
 from device.jobs import Cancelled, Progress
-from device.training.augmentation import Changes
+from device.training.batches import Changes
 from device.vmapped.models import Batch, Recipe, VmappedModels
 from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
 

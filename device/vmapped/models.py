@@ -3,34 +3,43 @@
 Suffixes: S devices, A of them in one step, W samples of each. Every tensor of the state has a leading
 dimension S. vmap turns the layers' kernels into batched ones. A device's result differs from that of its own training
 only by rounding, but it may depend on the other devices in the step.
+
+Layers that vmap cannot batch as they are have their own form: dropout, with each device's own masks, and LSTMs. What
+the user's own code keeps beside a model's state would be shared by devices that are trained together; it is looked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
 from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
 from common.learning.head import head_places, with_features
+from common.learning.nets.layers import Dropout, is_plain
 from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row, Section
 from device.training import sgd
-from device.training.augmentation import Changes, change
+from device.training.batches import Changes, change_images
 from device.training.captured import CapturedGradients
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
-from device.vectors import TaskVectors
-from device.vmapped.hidden_state import hidden_state
-from device.vmapped.layers import VmappedLayers
+from device.training.vectors import TaskVectors
 from device.vmapped.schedule import VmappedStep
 
 Tensors = dict[str, Tensor]
@@ -78,7 +87,7 @@ class Recipe:
         """Return the model's inputs for samples with these indices, int64 [n]."""
         images = self.images.index_select(0, places)
         if changes is not None:
-            images = change(images, changes, crop=self.training.augmentation.crop)
+            images = change_images(images, changes, crop=self.training.augmentation.crop)
         return self.normalise(images)
 
 
@@ -303,3 +312,152 @@ def _tensors(recipe: Recipe, rows: npt.NDArray[np.uint8]) -> tuple[Tensors, Tens
         tensor = source[:, e.start : e.stop].clone(memory_format=torch.contiguous_format)
         (weights if e.section is Section.PARAMETER else buffers)[e.name] = tensor.reshape(len(rows), *e.shape)
     return weights, buffers
+
+
+State = tuple[Tensor, Tensor]
+
+
+class VmappedLayers:
+    """The dropout layers and LSTMs of a module, and the generators of S devices' masks."""
+
+    def __init__(self, module: nn.Module, seeds: Sequence[int], *, device: torch.device) -> None:
+        self._dropouts = [layer for layer in module.modules() if isinstance(layer, Dropout)]
+        self._lstms = [layer for layer in module.modules() if type(layer) is nn.LSTM and _is_unrollable(layer)]
+        self._sources = [torch.Generator(device).manual_seed(seed) for seed in seeds if self._dropouts]
+
+    @contextmanager
+    def batched(self, step: VmappedStep) -> Iterator[None]:
+        """Give the layers a form that vmap batches, meanwhile, for the devices of one step.
+
+        If the step fails, the generators are as before, so that it can be taken again.
+        """
+        drawing = [self._sources[place] for place in step.places] if self._dropouts else []
+        before = [source.get_state() for source in drawing]
+        replaced: list[tuple[nn.Module, str, Callable[..., Any]]] = [
+            *((each, "mask", partial(_Masks.apply, each, drawing, step.counts.tolist())) for each in self._dropouts),
+            *((each, "forward", MethodType(_unrolled, each)) for each in self._lstms),
+        ]
+        for layer, name, function in replaced:
+            setattr(layer, name, function)
+        try:
+            yield
+        except RuntimeError:
+            for source, state in zip(drawing, before, strict=True):
+                source.set_state(state)
+            raise
+        finally:
+            for layer, name, _ in replaced:
+                delattr(layer, name)
+
+    def part(self, start: int, stop: int) -> VmappedLayers:
+        """Return those of the places from start to stop."""
+        made = object.__new__(VmappedLayers)
+        made._dropouts, made._lstms, made._sources = self._dropouts, self._lstms, self._sources[start:stop]
+        return made
+
+
+class _Masks(torch.autograd.Function):
+    """The masks of A devices in one call of a dropout layer, each drawn as in the device's own training."""
+
+    @staticmethod
+    def forward(dropout: Dropout, sources: Sequence[torch.Generator], counts: Sequence[int], x: Tensor) -> Tensor:
+        """Draw for values that vmap does not batch, which no layer has."""
+        raise RuntimeError("dropout of values that all devices share")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep nothing: masks have no gradient."""
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        dropout: Dropout,
+        sources: Sequence[torch.Generator],
+        counts: Sequence[int],
+        x: Tensor,
+    ) -> tuple[Tensor, int]:
+        """Return the masks [A, W, ...], and the place of A. Padding, behind a device's count, is kept."""
+        x = x.movedim(in_dims[-1], 0)
+        masks = x.new_ones(len(x), *dropout.mask_shape(x[0]))
+        for mask, source, count in zip(masks, sources, counts, strict=True):
+            mask[:count].bernoulli_(1 - dropout.p, generator=source)
+        return masks, 0
+
+
+def _is_unrollable(layer: nn.LSTM) -> bool:
+    return is_plain(layer) and not (layer.bidirectional or layer.proj_size or layer.dropout)
+
+
+def _unrolled(layer: nn.LSTM, inputs: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    """Return what an LSTM returns for a batch of sequences (Hochreiter and Schmidhuber 1997), step by step."""
+    x_BLF = inputs if layer.batch_first else inputs.transpose(0, 1)
+    last: list[State] = []
+    for number, names in enumerate(layer._all_weights):
+        from_input, from_hidden, *biases = (getattr(layer, name) for name in names)
+        gates_BLG = functional.linear(x_BLF, from_input, sum(biases) if biases else None)
+        zeros = x_BLF.new_zeros(len(x_BLF), layer.hidden_size)
+        hidden, cell = (zeros, zeros) if state is None else (state[0][number], state[1][number])
+        outputs = []
+        for gates_BG in gates_BLG.unbind(1):
+            add, keep, new, out = (gates_BG + functional.linear(hidden, from_hidden)).chunk(4, 1)
+            cell = keep.sigmoid() * cell + add.sigmoid() * new.tanh()
+            hidden = out.sigmoid() * cell.tanh()
+            outputs.append(hidden)
+        x_BLF = torch.stack(outputs, 1)
+        last.append((hidden, cell))
+    hiddens, cells = (torch.stack(each) for each in zip(*last, strict=True))
+    return x_BLF if layer.batch_first else x_BLF.transpose(0, 1), (hiddens, cells)
+
+
+def obstacle_in(module: nn.Module) -> str:
+    """Return what of a module vmapped steps would pass over without an error, or ""."""
+    for name, weight in module.named_parameters():
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+            return f"a hook of the gradients of {name}"
+    seen: set[nn.Module] = set()
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if getattr(layer, "_backward_hooks", None) or getattr(layer, "_backward_pre_hooks", None):
+            return f"a hook of the gradients of {name or 'the model'}"
+        if layer in seen:  # torch.func.functional_call would leave it with the tensors of the call
+            return f"the second name of a layer, {name}"
+        seen.add(layer)
+    return ""
+
+
+def hidden_state(module: nn.Module, objective: object) -> bytes:
+    """Return the values of all that a module and an objective keep beside the module's state, and of all generators.
+
+    Raises RuntimeError if some of it has no form that can be compared.
+    """
+    file = BytesIO()
+    writer = _Writer(file, module)
+    layers = [{key: value for key, value in vars(layer).items() if key != "_parameters"} for layer in module.modules()]
+    generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    on_gpu = torch.cuda.get_rng_state() if next(module.parameters()).is_cuda else None
+    try:
+        writer.dump((layers, vars(objective), generators, on_gpu))
+    except Exception as error:  # noqa: BLE001 - any object may refuse to be pickled, with any error
+        raise RuntimeError(f"the model or the objective keeps what cannot be compared: {error}") from None
+    return file.getvalue()
+
+
+class _Writer(pickle.Pickler):
+    """A pickler that writes tensors by value, but those of the state, and code and layers by identity."""
+
+    def __init__(self, file: BytesIO, module: nn.Module) -> None:
+        super().__init__(file)
+        self._state = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
+
+    def persistent_id(self, value: Any) -> object:
+        """Return what stands for a value, None for itself."""
+        if isinstance(value, Tensor):
+            content = self._state.get(id(value)) or value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+            return value.requires_grad, str(value.dtype), tuple(value.shape), content
+        if isinstance(value, torch.Generator):
+            return value.get_state().numpy().tobytes()
+        if isinstance(value, FunctionType):
+            return id(value), [cell.cell_contents for cell in value.__closure__ or ()], value.__defaults__
+        if isinstance(value, (nn.Module, BuiltinFunctionType, ModuleType, type)):
+            return id(value)
+        return None

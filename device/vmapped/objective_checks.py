@@ -22,7 +22,7 @@ from common.model.layout import LinkLayouts, ModelLayout
 from device.training.objectives.objective import LocalUpdate, Minibatch
 from device.training.objectives.table import objective_of
 from device.training.sgd import features_of, run_sgd
-from device.vectors import TaskVectors
+from device.training.vectors import TaskVectors
 from device.vmapped import calibration
 from device.vmapped.loop import Turn, Visits
 from device.vmapped.models import Recipe

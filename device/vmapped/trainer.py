@@ -21,16 +21,14 @@ from common.host.accelerators import is_lost, out_of_memory
 from common.learning import datasets, models
 from common.learning.computing import calls_own_code, first_line, set_up
 from common.learning.inputs import Inputs
-from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
-from device.training.augmentation import Changes
-from device.training.batches import LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
+from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order, VmappedMode
+from device.training.batches import Changes, LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
 from device.training.captured import CapturedGradients
 from device.training.network import source_of
 from device.training.objectives.table import objective_of
 from device.training.sgd import captured_of, is_captured, keep_linear_fp32
-from device.training.updates import finish, vectors_of
+from device.training.vectors import finish, vectors_of
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
-from device.vmapped.gathering import VmappedMode
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
 from device.vmapped.models import Recipe, keep_batch_norm_fp32, logits_of
 from device.vmapped.schedule import Load, VmappedSchedule, plan

@@ -30,9 +30,9 @@ from common.learning.evaluation import ModelTester
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import reseed
 from deploy.results.run import Run, folders
+from device.jobs import VARIABLE
 from device.training.network import source_of
 from device.training.sgd import run_sgd
-from device.vmapped.gathering import VARIABLE
 from device.vmapped.loop import Batches
 from device.vmapped.models import VmappedModels
 from device.vmapped.schedule import plan

@@ -48,7 +48,7 @@ from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
-from deploy.links.shaping import FRAME_BYTES
+from deploy.links.kernel import FRAME_BYTES
 from deploy.local import namespaces
 from deploy.local.namespaces import Namespace, joined
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import InvalidExperiment
-from deploy.links.kernel import CommandRefused
-from deploy.links.shaping import check_delays
+from deploy.links.kernel import CommandRefused, check_delays
 from deploy.local.namespaces import Namespace
 
 
