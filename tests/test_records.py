@@ -19,7 +19,7 @@ from cloud.records import (
     GlobalRoundRecord,
     LinkRecord,
     Record,
-    records,
+    link_records,
     rows_of,
     to_csv,
 )
@@ -162,7 +162,7 @@ def test_links_are_written_every_few_seconds_and_at_the_end(monkeypatch: pytest.
         down = next(user.session for user in endpoints(lab, "cloud"))
         assert isinstance(down, ParentSession)
         reports, wire = down.ledger.reports(), down.ledger.broker()
-        assert to_csv(rows, header=True) == to_csv(records(reports, wire, lab.agents.experiment), header=True)
+        assert to_csv(rows, header=True) == to_csv(link_records(reports, wire, lab.agents.experiment), header=True)
         seen.append(path)
 
     for name in ("write_of_links", "write_of_ledger"):

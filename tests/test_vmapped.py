@@ -22,7 +22,7 @@ from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout, reseed
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from device.jobs import Cancelled
-from device.training.batches import Changes, change, draw
+from device.training.batches import Changes, change_images, draw_changes
 from device.training.objectives.objective import Objective
 from device.training.sgd import captured_of, forward_of, run_sgd
 from device.training.vectors import TaskVectors
@@ -128,7 +128,7 @@ class Case:
         places = np.concatenate([source.permutation(part) for _ in range(load.epochs)])
         some = self.training.augmentation
         changing = some.flip or some.crop
-        changes = draw(some, len(places), source=source, device=CPU) if changing else None
+        changes = draw_changes(some, len(places), source=source, device=CPU) if changing else None
         return Visits(torch.from_numpy(places), changes)
 
     def normalise(self, images: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class Case:
                 )
                 images = self.images[visits.places[some]]
                 if isinstance(visits.changes, Changes):
-                    images = change(images, visits.changes[some], crop=self.training.augmentation.crop)
+                    images = change_images(images, visits.changes[some], crop=self.training.augmentation.crop)
                 yield epoch, self.normalise(images), self.labels[visits.places[some]]
 
     def states(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
