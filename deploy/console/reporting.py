@@ -1,6 +1,6 @@
 """Errors of commands: a FedstrataError, or wrong usage, becomes one line on standard error and an exit code.
 
-Wrong usage (exit code 2) is told as what is wrong with which option, and what to write instead.
+Wrong usage (exit code 2) names what is wrong with which option, and what to write instead.
 """
 
 from __future__ import annotations
