@@ -522,7 +522,11 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
             answers.append(topics.parse(topic).asker)  # type: ignore[union-attr]
 
     class NoWorld:
-        connection: Callable[..., NoConnection] = staticmethod(lambda *_, **__: NoConnection())
+        received: Callable[[str, bytes, bool], None]
+
+        def connection(self, *_: object, received: Callable[[str, bytes, bool], None], **__: object) -> NoConnection:
+            self.received = received
+            return NoConnection()
 
         def token(self, nbytes: int) -> str:
             return "0" * nbytes
@@ -531,12 +535,13 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
             return 1.5e9
 
     async def ask() -> None:
-        entry = RollEntry(BrokerAddress("h"), "d", role="device", parent="cloud", lab=LAB, world=NoWorld())  # type: ignore[arg-type]
+        world = NoWorld()
+        RollEntry(BrokerAddress("h"), "d", role="device", parent="cloud", lab=LAB, world=world)  # type: ignore[arg-type]
         for nonce in ("n" * 65, "\x1b" * 11):  # longer than 64 characters, escaped: nobody repeats it
-            entry._received(topics.roll(LAB, "shouter"), serialization.encode(RollCall(nonce), "n"), False)
+            world.received(topics.roll(LAB, "shouter"), serialization.encode(RollCall(nonce), "n"), False)
         body = serialization.encode(RollCall("n"), "n")
         for asker in [*["mallory"] * 1000, "person", *(f"x{number}" for number in range(100))]:
-            entry._received(topics.roll(LAB, asker), body, False)
+            world.received(topics.roll(LAB, asker), body, False)
 
     asyncio.run(ask())
     assert Counter(answers)["mallory"] == 1 and Counter(answers)["person"] == 1 and len(answers) == ASKERS_MOST

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from math import inf
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-from common.errors import ConnectionFailed, FedstrataError, RunFailed, WireError
+from common.errors import FedstrataError, RunFailed
 from common.experiment.availability import OnlineTimes
-from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
@@ -17,10 +16,9 @@ from common.protocol.messages import NodeState, Presence
 from common.protocol.round_state import LIVING
 from common.protocol.time_zero import TimeZero
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.world import World, nothing
+from common.runtime.lab_client import LabClient
+from common.runtime.world import World
 from common.text import short
-
-RETRY_S: Final = 5.0
 
 _T = TypeVar("_T")
 
@@ -72,8 +70,7 @@ async def until_return(
     """
     loop = asyncio.get_running_loop()
     watched = _ParentState(address, identity, parent, begun=begun, world=world)
-    keeping = asyncio.create_task(watched.keep(), name=f"{identity.name} is away")
-    try:
+    async with watched.client.connected():
         while not watched.ended:
             t = loop.time() - watched.begun
             left_s = times.returns(t) - t
@@ -85,12 +82,9 @@ async def until_return(
                     await watched.changed.wait()
             except TimeoutError:
                 pass
-        if watched.failure is not None:
-            raise watched.failure
-        return False
-    finally:
-        keeping.cancel()
-        await asyncio.wait((keeping,))
+    if watched.failure is not None:
+        raise watched.failure
+    return False
 
 
 class _ParentState:
@@ -104,32 +98,11 @@ class _ParentState:
         self._zero = TimeZero()
         self._identity, self._parent = identity, parent
         self._loop = asyncio.get_running_loop()
-        self._connection = world.connection(
-            address,
-            client_id=f"{identity.name}-away-{world.token(4)}",
-            keepalive_s=TransferSettings().keepalive_s,
-            received=self._received,
-            connected=self._connected,
-            lost=nothing,
-        )
+        state = topics.state(identity.lab, "+", parent)
+        self.client = LabClient(address, f"{identity.name}-away", reads=[state], received=self._received, world=world)
 
-    async def keep(self) -> None:
-        """Keep the connection."""
-        while True:
-            try:
-                await self._connection.run(connect_timeout_s=inf)
-            except ConnectionFailed:  # it is reported once the device returns
-                await asyncio.sleep(RETRY_S)
-
-    async def _connected(self) -> None:
-        self._connection.subscribe([topics.state(self._identity.lab, "+", self._parent)], qos=0)
-
-    def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
-        try:
-            topic = topics.parse(topic_text)
-            session, message = serialization.decode(body) if body else ("", None)
-        except WireError:
-            return
+    def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
+        session, message = serialization.decode(body) if body else ("", None)
         if not isinstance(topic, topics.StateTopic):
             return
         if topic.run != self._identity.run:

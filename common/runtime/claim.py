@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from common.errors import LabInUse, WireError
-from common.experiment.schema import TransferSettings
+from common.errors import LabInUse
 from common.experiment.topology import CLOUD
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, NodeState, WhoIsThere
-from common.runtime.world import REAL, World, nothing
+from common.runtime.lab_client import LabClient
+from common.runtime.world import REAL, World
 
 ASK_S: Final = 0.25
 FREE_S: Final = 1.0  # without a reply the lab is free
@@ -45,19 +45,14 @@ async def claim(
     called with each run for which it waits.
     """
     claimant = _Claimant(address, lab=lab, queue=queue, waiting=waiting, world=world)
-    running = claimant.connection.run(connect_timeout_s=connect_timeout_s)
-    keeping = asyncio.create_task(running, name="keep the connection")
-    asking = asyncio.create_task(claimant.ask(), name="ask for the lab")
-    tasks = [keeping, asking]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        await (asking if asking.done() else keeping)
-        tasks.append(asyncio.create_task(claimant.hold(), name="hold the lab"))
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # the run's own connection reports what ended this one
+    async with claimant.client.connected(timeout_s=connect_timeout_s):
+        await claimant.client.during(claimant.ask())
+        holding = asyncio.create_task(claimant.hold(), name="hold the lab")
+        try:
+            yield
+        finally:  # what ends this connection is reported by the run's own
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
 
 
 class _Claimant:
@@ -67,63 +62,47 @@ class _Claimant:
         self, address: BrokerAddress, *, lab: str, queue: bool, waiting: Callable[[str], None], world: World
     ) -> None:
         self._lab, self._queue, self._waiting = lab, queue, waiting
-        self._session = world.token(4)
-        self._nonce = f"{int(1e3 * world.wall()):0{TIME_DIGITS}x}{self._session}"  # they are compared
         self._by = ""
         self._reported: set[str] = set()
         self._since = 0.0
         self._loop = asyncio.get_running_loop()
-        self._connected_once = asyncio.Event()
         self._replied = asyncio.Event()
-        self.connection = world.connection(
-            address,
-            client_id=f"claim-{world.token(8)}",
-            keepalive_s=TransferSettings().keepalive_s,
-            received=self._received,
-            connected=self._connected,
-            lost=nothing,
+        reads = [topics.inbox(lab, "+", CLOUD, CLOUD), topics.seek(lab, CLOUD, CLOUD)]
+        self.client = LabClient(
+            address, "claim", reads=reads, received=self._received, subscribed=self._subscribed, world=world
         )
+        self._nonce = f"{int(1e3 * world.wall()):0{TIME_DIGITS}x}{self.client.session}"  # they are compared
 
     async def ask(self) -> None:
         """Ask until nobody replies. Raises LabInUse."""
-        await self._connected_once.wait()
+        await self.client.once_connected.wait()
         free_s = FREE_S
         self._since = self._loop.time()
         while self._loop.time() < self._since + free_s:
             self._question()
             await asyncio.sleep(ASK_S)
             if self._by and not self._queue:
-                where = f"lab {self._lab} on broker {self.connection.address}"
+                where = f"lab {self._lab} on broker {self.client.address}"
                 raise LabInUse(f"{where} is used by {self._by}. Wait for its end with --queue, or use another --lab")
             if self._by:
                 free_s = FREE_AFTER_A_RUN_S
 
     async def hold(self) -> None:
-        """Ask before all others until a run replies."""
-        self._nonce = HELD + self._session
+        """Ask before all others until a run replies. Raises ConnectionFailed."""
+        self._nonce = HELD + self.client.session
         self._replied.clear()
-        while not self._replied.is_set():
-            self._question()
-            await asyncio.sleep(ASK_S)
+        await self.client.ask(self._question, until=self._replied, every_s=ASK_S)
 
     def _question(self) -> None:
-        question = serialization.encode(WhoIsThere(self._nonce), self._nonce)
-        self.connection.publish(topics.seek(self._lab, CLOUD, CLOUD), question, qos=0)
+        self.client.publish(topics.seek(self._lab, CLOUD, CLOUD), WhoIsThere(self._nonce), session=self._nonce)
 
-    async def _connected(self) -> None:
-        inbox = topics.inbox(self._lab, "+", CLOUD, CLOUD)
-        self.connection.subscribe([inbox, topics.seek(self._lab, CLOUD, CLOUD)], qos=0)
+    def _subscribed(self) -> None:
         self._since = self._loop.time()
-        self._connected_once.set()
 
-    def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
+    def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
         if retained:
             return  # whoever sent it may be gone for years
-        try:
-            topic = topics.parse(topic_text)
-            _, message = serialization.decode(body)
-        except WireError:
-            return
+        _, message = serialization.decode(body)
         if isinstance(topic, topics.InboxTopic) and isinstance(message, Alive) and message.nonce == self._nonce:
             if message.presence.state is not NodeState.FINISHED:
                 self._taken(f"run {topic.run}")

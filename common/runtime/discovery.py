@@ -22,26 +22,25 @@ from common.errors import (
     InvalidExperiment,
     LeftOut,
     OtherRelease,
-    WireError,
     as_known,
 )
-from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
+from common.runtime.lab_client import RETRY_S, LabClient
 from common.runtime.names import check_carried
 from common.runtime.roll import Resources, RollEntry
-from common.runtime.world import REAL, World, new_session, nothing
+from common.runtime.world import REAL, World
 
 ASK_S: Final = 0.25
 ASK_MOST_S: Final = 2.0
 IDLE_ASK_MOST_S: Final = 15.0  # between two runs: the presence of a parent that joins shortens it
-RETRY_S: Final = 5.0
 COMPLAIN_S: Final = 10.0
 COMPLAIN_MOST_S: Final = 600.0
 SETTLED_S: Final = 2.0  # without an answer of another process of its name, a node has the name
 SETTLE_S: Final = 0.05  # a presence and the experiment arrive together
 OTHERS_KEPT: Final = 100
+SEEKER: Final = "seeker"  # the client of a node that waits for a run
 
 log = logging.getLogger("fedstrata.discovery")
 activity = logging.getLogger("fedstrata.node")  # what a node does, a line for each change, for people
@@ -179,7 +178,6 @@ class _Seeker:
     ) -> None:
         self._left = left
         self._name, self._parent, self._lab = name, parent, lab
-        self._nonce = new_session(world)
         self._found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         self._others: set[str] = set()
         self._complained = False
@@ -187,45 +185,43 @@ class _Seeker:
         self._answered_at = -inf
         self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Event()
-        self._connection = world.connection(
+        self._client = LabClient(
             address,
-            client_id=f"seeker-{world.token(8)}",
-            keepalive_s=TransferSettings().keepalive_s,
+            SEEKER,
+            reads=[topics.inbox(lab, "+", name, parent), topics.here(lab, name, name), topics.state(lab, "+", parent)],
             received=self._received,
-            connected=self._connected,
-            lost=nothing,
+            subscribed=self._subscribed,
+            world=world,
         )
+        self._nonce = self._client.session
 
     async def seek(self, *, connect_timeout_s: float) -> Found:
         """Ask until the parent replies."""
-        keeping = asyncio.create_task(self._connection.run(connect_timeout_s=connect_timeout_s), name="discovery")
-        others = [asyncio.create_task(self._ask(), name="ask")]
+        async with self._client.connected(timeout_s=connect_timeout_s):
+            return await self._client.during(self._search())
+
+    async def _search(self) -> Found:
+        tasks = [asyncio.create_task(self._ask(), name="ask")]
         if self._left is None:
-            others.append(asyncio.create_task(self._complain(), name="complain"))
+            tasks.append(asyncio.create_task(self._complain(), name="complain"))
         try:
-            await asyncio.wait((keeping, self._found), return_when=asyncio.FIRST_COMPLETED)
-            if not self._found.done():
-                await keeping
             return await self._found
         finally:
-            for task in (keeping, *others):
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait((keeping, *others))
+            await asyncio.wait(tasks)
 
-    def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
+    def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
+        if isinstance(topic, topics.SpecTopic):
+            if body and len(self._others) < OTHERS_KEPT:  # who announces is enough: announcements are large
+                self._others.add(topic.node)
+            return
         try:
-            topic = topics.parse(topic_text)
-            if isinstance(topic, topics.SpecTopic):
-                if body and len(self._others) < OTHERS_KEPT:  # who announces is enough: announcements are large
-                    self._others.add(topic.node)
-                return
             session, message = serialization.decode(body) if body else ("", None)
         except OtherRelease as error:
             if not self._complained:
                 self._complained = True
                 log.error("%s: %s is of another release: %s", self._name, self._parent, error)
-            return
-        except WireError:
             return
         if isinstance(topic, topics.StateTopic):
             self._changed.set()  # the parent joins or leaves: ask at once
@@ -251,30 +247,25 @@ class _Seeker:
         elif isinstance(message, Alive) and message.nonce == self._nonce and not settled and not self._found.done():
             self._found.set_exception(
                 DuplicateName(
-                    f"{self._name} already waits for a run on broker {self._connection.address}, on host "
+                    f"{self._name} already waits for a run on broker {self._client.address}, on host "
                     f"{message.presence.reason}. Give this one another --name, or end the other."
                 )
             )
 
     def _to_namesakes(self, message: Message) -> None:
-        topic = topics.here(self._lab, self._name, self._name)
-        self._connection.publish(topic, serialization.encode(message, self._nonce), qos=0)
+        self._client.publish(topics.here(self._lab, self._name, self._name), message)
 
-    async def _connected(self) -> None:
-        lab, name, parent = self._lab, self._name, self._parent
+    def _subscribed(self) -> None:
         if self._first_at == inf:
             self._first_at = self._clock()
-            address = self._connection.address
+            name, parent, lab, address = self._name, self._parent, self._lab, self._client.address
             activity.info("%s: connected to broker %s, waiting for a run of %s in lab %s", name, address, parent, lab)
-        mine = [topics.inbox(lab, "+", name, parent), topics.here(lab, name, name)]
-        self._connection.subscribe([*mine, topics.state(lab, "+", parent)], qos=0)
         self._changed.set()
 
     async def _ask(self) -> None:
         pause_s, most_s = ASK_S, ASK_MOST_S if self._left is None else IDLE_ASK_MOST_S
-        question = serialization.encode(WhoIsThere(self._nonce), self._nonce)
         while True:
-            self._connection.publish(topics.seek(self._lab, self._parent, self._name), question, qos=0)
+            self._client.publish(topics.seek(self._lab, self._parent, self._name), WhoIsThere(self._nonce))
             if self._clock() <= self._first_at + SETTLED_S:
                 self._to_namesakes(WhoIsThere(self._nonce))
             self._changed.clear()
@@ -290,11 +281,11 @@ class _Seeker:
         pause_s = COMPLAIN_S
         while True:
             await asyncio.sleep(pause_s / 2)
-            self._connection.subscribe([topics.spec(self._lab, "+", "+")], qos=0)
+            self._client.subscribe(topics.spec(self._lab, "+", "+"))
             await asyncio.sleep(pause_s / 2)
             names = ", ".join(sorted(self._others))
             there = f"Other parents: {names}." if names else "No other parent was seen either."
-            address = self._connection.address
+            address = self._client.address
             log.warning(
                 "%s waits for %s of lab %s on broker %s. %s", self._name, self._parent, self._lab, address, there
             )

@@ -6,11 +6,10 @@ import asyncio
 from typing import Final
 
 from common.errors import ConnectionFailed
-from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import topics
-from common.runtime.asking import work_over
-from common.runtime.world import REAL, World, new_session, nothing
+from common.runtime.lab_client import LabClient
+from common.runtime.world import REAL, World
 
 PLAIN: Final = "plain"
 ASK_S: Final = 0.5
@@ -30,43 +29,23 @@ async def check_carried(
     came: set[str] = set()
     arrived = asyncio.Event()
 
-    def received(topic_text: str, body: bytes, retained: bool) -> None:
-        if topic_text in (wanted, plain):
-            came.add(topic_text)
-            arrived.set()
+    def received(topic: topics.Topic, body: bytes, retained: bool) -> None:
+        for each in (wanted, plain):
+            if topic == topics.parse(each):
+                came.add(each)
+                arrived.set()
 
-    async def subscribe() -> None:
-        connection.subscribe([topics.here(lab, name, "+"), topics.here(PLAIN, PLAIN, "+")], qos=0)
-        connected.set()
+    def ask() -> None:
+        for topic in (wanted, plain):  # in this order
+            client.publish_body(topic, b"")
 
-    async def ask() -> None:
-        await connected.wait()
-        for _ in range(ASKS):
-            for topic in (wanted, plain):  # in this order
-                connection.publish(topic, b"", qos=0)
-            try:
-                async with asyncio.timeout(ASK_S):
-                    while wanted not in came and plain not in came:
-                        arrived.clear()
-                        await arrived.wait()
-            except TimeoutError:
-                continue
-            if wanted in came:
-                return
-        if plain in came:
-            where = f"{name} in lab {lab}" if "." in name else f"lab {lab}"
-            raise ConnectionFailed(
-                f"broker {address} does not carry the dot in the name of {where}, as RabbitMQ does not. "
-                "Take a name without dots there."
-            )
-
-    connected = asyncio.Event()
-    connection = world.connection(
-        address,
-        client_id=f"{name}-names-{new_session(world)}",
-        keepalive_s=TransferSettings().keepalive_s,
-        received=received,
-        connected=subscribe,
-        lost=nothing,
-    )
-    await work_over(connection, ask(), connect_timeout_s=connect_timeout_s)
+    reads = [topics.here(lab, name, "+"), topics.here(PLAIN, PLAIN, "+")]
+    client = LabClient(address, f"{name}-names", reads=reads, received=received, world=world)
+    async with client.connected(timeout_s=connect_timeout_s):
+        await client.ask(ask, until=arrived, every_s=ASK_S, times=ASKS)
+    if plain in came and wanted not in came:
+        where = f"{name} in lab {lab}" if "." in name else f"lab {lab}"
+        raise ConnectionFailed(
+            f"broker {address} does not carry the dot in the name of {where}, as RabbitMQ does not. "
+            "Take a name without dots there."
+        )

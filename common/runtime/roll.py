@@ -8,28 +8,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
-from math import inf
 from typing import Final
 
-from common.errors import ConnectionFailed, WireError
-from common.experiment.schema import TransferSettings
+from common.errors import ConnectionFailed
 from common.host.examination import Finding
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.bounds import STRANGER
 from common.protocol.messages import Here, RollCall
-from common.runtime.asking import work_over
-from common.runtime.world import REAL, World, new_session, nothing
+from common.runtime.lab_client import LabClient
+from common.runtime.world import REAL, World
 from common.text import short
 
 ASK_S: Final = 0.5
 REST_S: Final = 0.4  # between two answers to one that asks
 ASKERS_MOST: Final = 4  # that are answered within REST_S
-RETRY_S: Final = 5.0
 SESSIONS_KEPT: Final = 4  # of each name: two nodes of one name are shown
 HELD_MOST: Final = 64_000_000  # bytes of all answers
 
@@ -65,51 +63,24 @@ class RollEntry:
         self.run = ""
         self._name, self._role, self._parent, self._lab, self._kit = name, role, parent, lab, kit
         self._resources = resources
-        self._session = new_session(world)
         self._wall = world.wall
         self._answered: dict[str, float] = {}
         self._loop = asyncio.get_running_loop()
-        self._connection = world.connection(
-            address,
-            client_id=f"{name}-roll-{world.token(4)}",
-            keepalive_s=TransferSettings().keepalive_s,
-            received=self._received,
-            connected=self._connected,
-            lost=nothing,
-        )
+        calls = topics.roll(lab, "+")
+        self._client = LabClient(address, f"{name}-roll", reads=[calls], received=self._received, world=world)
 
-    @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
-        """Answer roll calls meanwhile, also after the broker was away."""
-        keeping = asyncio.create_task(self._keep(), name=f"roll {self._name}")
-        try:
-            yield
-        finally:
-            keeping.cancel()
-            await asyncio.wait((keeping,))
+    def kept(self) -> AbstractAsyncContextManager[None]:
+        """Answer roll calls meanwhile, also after the broker was away, which the node itself reports."""
+        return self._client.connected()
 
-    async def _keep(self) -> None:
-        while True:
-            try:
-                await self._connection.run(connect_timeout_s=inf)
-            except ConnectionFailed:  # the node itself reports it
-                await asyncio.sleep(RETRY_S)
-
-    async def _connected(self) -> None:
-        self._connection.subscribe([topics.roll(self._lab, "+")], qos=0)
-
-    def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
+    def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
         now = self._loop.time()
         self._answered = {asker: at for asker, at in self._answered.items() if now < at + REST_S}
-        try:
-            topic = topics.parse(topic_text)
-            if not isinstance(topic, topics.RollTopic) or retained:
-                return
-            if topic.asker in self._answered or len(self._answered) >= ASKERS_MOST:
-                return  # one that asks again and again takes no answer from another one
-            *_, message = serialization.decode_shared(body, sender=STRANGER)
-        except WireError:
+        if not isinstance(topic, topics.RollTopic) or retained:
             return
+        if topic.asker in self._answered or len(self._answered) >= ASKERS_MOST:
+            return  # one that asks again and again takes no answer from another one
+        *_, message = serialization.decode_shared(body, sender=STRANGER)
         if not isinstance(message, RollCall):
             return
         self._answered[topic.asker] = now
@@ -118,8 +89,7 @@ class RollEntry:
             message.nonce, self._role, self._parent, self.run, version("fedstrata"), socket.gethostname(),
             short(has.hardware), short(has.data), self._kit, self._wall(), has.findings[: serialization.ITEMS],
         )  # fmt: skip
-        where = topics.here(self._lab, topic.asker, self._name)
-        self._connection.publish(where, serialization.encode(answer, self._session), qos=0)
+        self._client.publish(topics.here(self._lab, topic.asker, self._name), answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,33 +124,16 @@ async def call_rolls(
     expected: Collection[str] = (),
     world: World = REAL,
 ) -> list[Answer]:
-    """Return the nodes on all brokers of a lab, see `call_the_roll`; a broker that is away is reported.
+    """Return the nodes on all brokers of a lab; a broker that is away is reported.
 
-    With `expected`, return as soon as these have answered. Raises ConnectionFailed if no broker could be reached.
+    Each is asked for `wait_s`, or until those `expected` have answered. Two nodes of one name are two answers. Raises
+    ConnectionFailed if no broker could be reached.
     """
-    found: dict[str, dict[str, Answer]] = {}
-    lacking, complete = set(expected), asyncio.Event()
-    held = 0
-
-    def answered(session: str, answer: Answer, size: int) -> None:
-        nonlocal held
-        known = found.get(answer.node, {})
-        if session not in known:
-            held += size
-            if len(known) == SESSIONS_KEPT or held > HELD_MOST:
-                return
-        found.setdefault(answer.node, known)[session] = answer
-        lacking.discard(answer.node)
-        if expected and not lacking:
-            complete.set()
-
+    answers = _Answers(expected)
     calls = [
-        call_the_roll(
-            address, lab=lab, name=name, wait_s=wait_s, connect_timeout_s=connect_timeout_s, answered=answered,
-            complete=complete, world=world,
-        )
+        _call_roll(address, answers, lab=lab, name=name, wait_s=wait_s, timeout_s=connect_timeout_s, world=world)
         for address in addresses
-    ]  # fmt: skip
+    ]
     failures: list[ConnectionFailed] = []
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, ConnectionFailed):
@@ -191,57 +144,42 @@ async def call_rolls(
         raise failures[0]
     for failure in failures:
         log.warning("%s", failure)
-    return [answer for _, known in sorted(found.items()) for _, answer in sorted(known.items())]
+    return [answer for _, known in sorted(answers.found.items()) for _, answer in sorted(known.items())]
 
 
-async def call_the_roll(
-    address: BrokerAddress,
-    *,
-    lab: str,
-    name: str,
-    wait_s: float,
-    connect_timeout_s: float,
-    answered: Callable[[str, Answer, int], None],
-    complete: asyncio.Event,
-    world: World = REAL,
+class _Answers:
+    """The answers by name and session, within bounds; `complete` once those expected are there."""
+
+    def __init__(self, expected: Collection[str]) -> None:
+        self.found: dict[str, dict[str, Answer]] = {}
+        self.complete = asyncio.Event()
+        self._expects, self._lacking = bool(expected), set(expected)
+        self._held = 0
+
+    def add(self, session: str, answer: Answer, size: int) -> None:
+        """Keep a session's last answer, of `size` bytes."""
+        known = self.found.get(answer.node, {})
+        if session not in known:
+            self._held += size
+            if len(known) == SESSIONS_KEPT or self._held > HELD_MOST:
+                return
+        self.found.setdefault(answer.node, known)[session] = answer
+        self._lacking.discard(answer.node)
+        if self._expects and not self._lacking:
+            self.complete.set()
+
+
+async def _call_roll(
+    address: BrokerAddress, answers: _Answers, *, lab: str, name: str, wait_s: float, timeout_s: float, world: World
 ) -> None:
-    """Ask on one broker for `wait_s`, or until it is complete; `answered` is called with each session's answers, and
-    their bytes.
+    """Ask on one broker for `wait_s`, or until the answers are complete. Raises ConnectionFailed."""
 
-    Two nodes of one name are two sessions. Raises ConnectionFailed.
-    """
-    nonce = new_session(world)
-    connected = asyncio.Event()
+    def received(topic: topics.Topic, body: bytes, retained: bool) -> None:
+        protocol, session, message = serialization.decode_shared(body)
+        if isinstance(topic, topics.HereTopic) and isinstance(message, Here) and message.nonce == client.session:
+            answers.add(session, Answer(topic.node, message, message.clock_s - world.wall(), protocol), len(body))
 
-    def received(topic_text: str, body: bytes, retained: bool) -> None:
-        try:
-            topic = topics.parse(topic_text)
-            protocol, session, message = serialization.decode_shared(body)
-        except WireError:
-            return
-        if not isinstance(topic, topics.HereTopic) or not isinstance(message, Here) or message.nonce != nonce:
-            return
-        answered(session, Answer(topic.node, message, message.clock_s - world.wall(), protocol), len(body))
-
-    async def subscribe() -> None:
-        connection.subscribe([topics.here(lab, name, "+")], qos=0)
-        connected.set()
-
-    async def ask() -> None:
-        await connected.wait()
-        for _ in range(max(1, round(wait_s / ASK_S))):
-            connection.publish(topics.roll(lab, name), serialization.encode(RollCall(nonce), nonce), qos=0)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ASK_S):
-                    await complete.wait()
-                    return
-
-    connection = world.connection(
-        address,
-        client_id=f"{name}-asks-{nonce}",
-        keepalive_s=TransferSettings().keepalive_s,
-        received=received,
-        connected=subscribe,
-        lost=nothing,
-    )
-    await work_over(connection, ask(), connect_timeout_s=connect_timeout_s)
+    client = LabClient(address, f"{name}-asks", reads=[topics.here(lab, name, "+")], received=received, world=world)
+    call = partial(client.publish, topics.roll(lab, name), RollCall(client.session))
+    async with client.connected(timeout_s=timeout_s):
+        await client.ask(call, until=answers.complete, every_s=ASK_S, times=max(1, round(wait_s / ASK_S)))

@@ -18,10 +18,9 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol
 
+from common.runtime.discovery import SEEKER
 from deploy.simulation.link import Packet, RateQueue
 from deploy.simulation.loop import OWNER, VirtualLoop
-
-DISCOVERY: Final = "discovery"  # the task's name
 
 
 class Socket(Protocol):
@@ -62,7 +61,7 @@ class SimulatedProcess:
     @property
     def seeks(self) -> bool:
         """Whether it is searching for a run: a node without one waits for the next."""
-        return any(task.get_name() == DISCOVERY for task in self.tasks)
+        return any(task.get_name() == SEEKER for task in self.tasks)
 
     def kill(self) -> None:
         """Send SIGKILL: none of its callbacks run again, and the kernel closes its sockets."""
