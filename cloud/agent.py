@@ -21,16 +21,12 @@ from common.experiment.topology import CLOUD
 from common.host.energy import EnergyMeter
 from common.host.offload import offload
 from common.methods.rule import link_layouts
-from common.metrics import Metrics
 from common.model.layout import Row
-from common.net.address import BrokerAddress
-from common.protocol.identity import Identity
 from common.protocol.limits import limits_below
 from common.protocol.messages import Announcement, NodeState
 from common.protocol.pending import Budget
 from common.protocol.targets import ADDRESS, HTTPS
 from common.protocol.timeline import GLOBAL_PHASES
-from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.children import Observe
 from common.runtime.exports import export_parent
 from common.runtime.lifecycle import live
@@ -38,7 +34,7 @@ from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.patience import until_written
 from common.runtime.refining import RefinerProcess
 from common.runtime.targets import ScrapeTarget, discovery
-from common.runtime.world import REAL, World, new_session
+from common.runtime.world import Host
 from common.storage.spool import Spool
 
 FAREWELL_S = 10.0
@@ -71,42 +67,30 @@ class CloudAgent:
     def __init__(
         self,
         folder: RunFolder,
+        host: Host,
         *,
-        broker: BrokerAddress,
         resume: bool,
-        connect_timeout_s: float,
-        metrics: Metrics,
-        metrics_address: str = "",
-        lab: str = DEFAULT_LAB,
         observe: Observe,
-        spool: Path | None = None,
         evaluator: Callable[[Experiment, Path], ModelEvaluator] = Evaluator,
-        world: World = REAL,
         energy: EnergyMeter | None = None,
     ) -> None:
         self._folder = folder
+        self._host = host
         self._energy = energy
-        self._broker = broker
         self._resume = resume
-        self._connect_timeout_s = connect_timeout_s
-        self._metrics = metrics
-        self._metrics_address = metrics_address
+        self._metrics = host.metrics
         self._show = observe
-        self._spool = spool
-        self._lab = check_lab(lab)
         self._new_evaluator = evaluator
-        self._world = world
         self._changes = Budget(CHANGES_MOST, CHANGE_S)
 
     async def run(self) -> Path:
         """Run all global rounds and return the path of the final model. Raises FedstrataError."""
-        experiment = self._folder.experiment
-        run, session = self._folder.run, new_session(self._world)
-        identity = Identity(run, CLOUD, "cloud", session, self._metrics_address, ledger=run, lab=self._lab)
-        spool = Spool.open(self._spool, run=identity.run, node=identity.name)
+        experiment, host = self._folder.experiment, self._host
+        identity = host.identity(self._folder.run, CLOUD, "cloud", ledger=self._folder.run)
+        spool = Spool.open(host.spool, run=identity.run, node=identity.name)
         tree, tier = experiment.tree, experiment.tier_below(CLOUD)
         down = ParentEndpoint(
-            self._broker,
+            host.broker,
             identity,
             links={name: experiment.link(name) for name in tree.children[CLOUD]},
             transfer=experiment.transfer,
@@ -115,7 +99,7 @@ class CloudAgent:
             limits=limits_below(experiment, CLOUD),
             spool=spool,
             observe=self._observe,
-            world=self._world,
+            world=host.world,
         )
         export_parent(self._metrics, down, LABELS, tier=tier.name)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
@@ -124,7 +108,7 @@ class CloudAgent:
         self._metrics.run_is(LABELS, "running")
 
         def targets(asked: str) -> list[ScrapeTarget]:
-            own = self._metrics_address
+            own = host.metrics_address
             used = HTTPS + asked if own.startswith(HTTPS) else asked  # the address that Prometheus used
             here = used if ADDRESS.fullmatch(used) else own
             return discovery(down.session.targets.addresses(), tree, cloud=here, run=identity.run)
@@ -135,7 +119,7 @@ class CloudAgent:
             model = await live(
                 (down,),
                 self._run(down, evaluator, spool),
-                connect_timeout_s=self._connect_timeout_s,
+                connect_timeout_s=host.connect_timeout_s,
                 goodbye=lambda: down.farewells(timeout_s=FAREWELL_S),
                 last_scrape=partial(self._end_scrapes, "finished", down),
             )
@@ -219,7 +203,7 @@ class CloudAgent:
             run.resume()
         down.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
         down.set_state(NodeState.READY)
-        run.introduce(metrics_address=self._metrics_address)
+        run.introduce(metrics_address=self._host.metrics_address)
         if self._resume:  # what is away by its trace returns by the time zero of this session
             self._begin(down, run)
         if not run.complete:  # else the children may have left

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,10 @@ from common.experiment.tiers import check_parent
 from common.host.examination import examine_host
 from common.host.offload import offload
 from common.methods.rule import link_layouts
-from common.metrics import Metrics, NodeLabels
+from common.metrics import NodeLabels
 from common.model.layout import LinkLayouts, ModelLayout, Row
-from common.net.address import BrokerAddress
-from common.protocol.identity import Identity
 from common.protocol.limits import task_limits
 from common.protocol.messages import Announcement, NodeState, Phase, Task
-from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.absence import Away, until_return, while_online
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
@@ -34,7 +30,7 @@ from common.runtime.lifecycle import live
 from common.runtime.patience import until_written
 from common.runtime.roll import Resources
 from common.runtime.work import Report, WorkResult
-from common.runtime.world import REAL, World, new_session
+from common.runtime.world import Host
 from common.storage.spool import Spool
 from device.emulation import emulate
 from device.jobs import Prepared, TrainingPool
@@ -58,73 +54,46 @@ class _Joined:
 
 
 class DeviceAgent:
-    """One device, which initially knows only its broker, its name and its parent.
+    """One device, which initially knows only its host's broker, its name and its parent.
 
-    `allow`: the packages whose code an experiment may name. `data`: the folder of data sets on this host, in
-    place of the experiment's, which must be below `data_root` otherwise. `states`: the folder of what its objective
-    keeps from task to task, None: in memory. `stay`: wait for the next run.
+    `states`: the folder of what its objective keeps from task to task, None: in memory.
     """
 
     def __init__(
         self,
         name: str,
+        host: Host,
         *,
         parent: str,
-        broker: BrokerAddress,
         pool: TrainingPool,
-        connect_timeout_s: float,
-        metrics: Metrics,
-        metrics_address: str = "",
-        lab: str = DEFAULT_LAB,
-        spool: Path | None = None,
         states: Path | None = None,
-        allow: Sequence[str] = (),
-        data: str | None = None,
-        data_root: Path = Path(),
-        stay: bool = False,
-        kit: str = "",
-        world: World = REAL,
     ) -> None:
         self._name = name
+        self._host = host
         self._parent = parent
-        self._broker = broker
         self._training = pool.member(name)
-        self._connect_timeout_s = connect_timeout_s
-        self._metrics = metrics
-        self._metrics_address = metrics_address
-        self._spool = spool
+        self._metrics = host.metrics
         self._states = states
-        self._allow = allow
-        self._data = data
-        self._data_root = data_root
-        self._lab = check_lab(lab)
-        self._stay = stay
-        self._kit = kit
-        self._world = world
         self._labels = NodeLabels("device", name, parent=parent)
 
     async def run(self) -> None:
-        """Take part in one run until its end, or with `stay` in each run of its parent. Raises FedstrataError."""
+        """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
         await join(
-            self._broker,
+            self._host,
             self._name,
             self._parent,
             self._take_part,
             role="device",
-            lab=self._lab,
-            connect_timeout_s=self._connect_timeout_s,
-            world=self._world,
-            stay=self._stay,
             usable=lambda: self._training.failure is None,
-            kit=self._kit,
             resources=self._resources,
         )
 
     def _resources(self) -> Resources:
-        asked = self._data or str(self._data_root / Data.model_fields["root"].default)
+        host = self._host
+        asked = host.data or str(host.data_root / Data.model_fields["root"].default)
         root = Path(asked.replace("{node}", self._name))
-        folders = {"spool": self._spool} if self._spool is not None else {}
-        findings = [*examine_host(folders, learns=True), examine_data(root, needed=self._data is not None)]
+        folders = {"spool": host.spool} if host.spool is not None else {}
+        findings = [*examine_host(folders, learns=True), examine_data(root, needed=host.data is not None)]
         return Resources(self._training.hardware, ", ".join(found_in(root)), tuple(findings))
 
     async def _take_part(self, found: Found) -> None:
@@ -135,25 +104,23 @@ class DeviceAgent:
             self._training.leave()
 
     async def _serve(self, found: Found) -> None:
-        run = found.run
+        run, host = found.run, self._host
         experiment = announced(found.announcement.experiment)
-        root = self._data or root_below(experiment.data, self._name, allowed=self._data_root)
+        root = host.data or root_below(experiment.data, self._name, allowed=host.data_root)
         experiment = experiment.with_data_root(root)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
         tier = experiment.tier_above(self._name)
-        spool = Spool.open(self._spool, run=run, node=self._name)
+        spool = Spool.open(host.spool, run=run, node=self._name)
         keeps = experiment.training.objective.remembers
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
         times = experiment.online(self._name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         joined: _Joined | None = None
         while True:
-            identity = Identity(
-                run, self._name, "device", new_session(self._world), self._metrics_address, lab=self._lab
-            )
+            identity = host.identity(run, self._name, "device")
             up = ChildEndpoint(
-                self._broker,
+                host.broker,
                 identity,
                 parent=self._parent,
                 parent_session=found.parent_session,
@@ -163,7 +130,7 @@ class DeviceAgent:
                 limits=task_limits(experiment, self._name),
                 codecs=tier.transfer,
                 spool=spool,
-                world=self._world,
+                world=host.world,
             )
             export_child(self._metrics, up, self._labels, tier=tier.name)
 
@@ -177,7 +144,7 @@ class DeviceAgent:
                 await live(
                     (up,),
                     while_online(up, times, take_part()),
-                    connect_timeout_s=self._connect_timeout_s,
+                    connect_timeout_s=host.connect_timeout_s,
                     goodbye=partial(up.farewell, (), timeout_s=FAREWELL_S),
                     last_scrape=self._metrics.last_scrape,
                 )
@@ -186,7 +153,7 @@ class DeviceAgent:
                 activity.info("%s: run %s: %s", self._name, run, away)
                 begun = away.begun
             assert times is not None
-            returns = until_return(self._broker, identity, self._parent, times=times, begun=begun, world=self._world)
+            returns = until_return(host, identity, self._parent, times=times, begun=begun)
             if not await returns:
                 activity.info("%s: run %s has ended meanwhile", self._name, run)
                 break
@@ -198,7 +165,7 @@ class DeviceAgent:
         self, up: ChildEndpoint, experiment: Experiment, announcement: Announcement, *, states: Spool
     ) -> _Joined | None:
         """Prepare for a run; return None if it is over before."""
-        permit(experiment.code_at(self._name), self._allow)
+        permit(experiment.code_at(self._name), self._host.allow)
         prepared = await up.unless_over(self._prepare(up, experiment))
         if prepared is None:
             return None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from pathlib import Path
 
 from common.experiment.data import root_below
 from common.experiment.own import permit
@@ -15,15 +13,13 @@ from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
 from common.host.examination import examine_host
 from common.methods.rule import link_layouts
-from common.metrics import Metrics, NodeLabels
+from common.metrics import NodeLabels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
-from common.protocol.identity import Identity
 from common.protocol.limits import limits_below, task_limits
 from common.protocol.messages import NodeState
 from common.protocol.round_state import LIVING
 from common.protocol.timeline import PHASES
-from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, activity, join
 from common.runtime.exports import export_child, export_parent
@@ -32,7 +28,7 @@ from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.refining import RefinerProcess
 from common.runtime.roll import Resources
 from common.runtime.targets import passed_on
-from common.runtime.world import REAL, World, new_session
+from common.runtime.world import Host
 from common.storage.spool import Spool
 from institution.rounds import LocalRounds
 
@@ -44,62 +40,32 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class InstitutionAgent:
-    """One institution; its children may be on another broker than its parent. `stay`: wait for the next run.
-
-    `allow`: the packages whose code an experiment may name. `data`: the folder of data sets, in place of the
-    experiment's, which must be below `data_root` otherwise; for rules that need data.
-    """
+    """One institution; its children may be on another broker than its parent. Only rules that need data read any."""
 
     def __init__(
         self,
         name: str,
+        host: Host,
         *,
         parent: str = CLOUD,
-        broker: BrokerAddress,
         child_broker: BrokerAddress,
-        connect_timeout_s: float,
-        metrics: Metrics,
-        metrics_address: str = "",
-        lab: str = DEFAULT_LAB,
-        spool: Path | None = None,
-        allow: Sequence[str] = (),
-        data: str | None = None,
-        data_root: Path = Path(),
-        stay: bool = False,
-        kit: str = "",
-        world: World = REAL,
     ) -> None:
         self._name = name
+        self._host = host
         self._parent = parent
-        self._broker = broker
         self._child_broker = child_broker
-        self._connect_timeout_s = connect_timeout_s
-        self._metrics = metrics
-        self._metrics_address = metrics_address
-        self._lab = check_lab(lab)
-        self._spool = spool
-        self._allow = allow
-        self._data = data
-        self._data_root = data_root
-        self._stay = stay
-        self._kit = kit
-        self._world = world
+        self._metrics = host.metrics
         self._labels = NodeLabels("institution", name, parent=parent)
 
     async def run(self) -> None:
-        """Take part in one run until its end, or with `stay` in each run of its parent. Raises FedstrataError."""
-        folders = {"spool": self._spool} if self._spool is not None else {}
+        """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
+        folders = {"spool": self._host.spool} if self._host.spool is not None else {}
         await join(
-            self._broker,
+            self._host,
             self._name,
             self._parent,
             self._take_part,
             role="institution",
-            lab=self._lab,
-            connect_timeout_s=self._connect_timeout_s,
-            world=self._world,
-            stay=self._stay,
-            kit=self._kit,
             resources=lambda: Resources(findings=tuple(examine_host(folders, learns=False))),
         )
 
@@ -108,15 +74,14 @@ class InstitutionAgent:
             await self._serve(found)
 
     async def _serve(self, found: Found) -> None:
-        run, announcement = found.run, found.announcement
+        run, announcement, host = found.run, found.announcement, self._host
         experiment = announced(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="institution", among=tree.aggregators)
         children, tier = tree.children[self._name], experiment.tier_below(self._name)
-        session = new_session(self._world)
-        identity = Identity(run, self._name, "institution", session, self._metrics_address, lab=self._lab)
-        spool = Spool.open(self._spool, run=run, node=self._name)
+        identity = host.identity(run, self._name, "institution")
+        spool = Spool.open(host.spool, run=run, node=self._name)
         shaped = experiment.links.enforce == "bucket"
         down = ParentEndpoint(
             self._child_broker,
@@ -128,10 +93,10 @@ class InstitutionAgent:
             limits=limits_below(experiment, self._name),
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
-            world=self._world,
+            world=host.world,
         )
         up = ChildEndpoint(
-            self._broker,
+            host.broker,
             identity,
             parent=self._parent,
             parent_session=found.parent_session,
@@ -142,7 +107,7 @@ class InstitutionAgent:
             below=down.ledger,
             codecs=experiment.tier_above(self._name).transfer,
             spool=spool,
-            world=self._world,
+            world=host.world,
         )
         above = link_layouts(experiment.tier_above(self._name).aggregation, layout)
         down.set_layouts(link_layouts(tier.aggregation, layout))
@@ -163,7 +128,7 @@ class InstitutionAgent:
             targets = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
             begin = asyncio.create_task(self._pass_begin_on(up, down), name="begin")
             try:
-                permit(experiment.code_at(self._name), self._allow)
+                permit(experiment.code_at(self._name), host.allow)
                 if await up.unless_over(self._prepare(up, down, experiment, refiner)):
                     samples = sum(down.samples.values())
                     presence.publish(NodeState.READY, samples=samples)
@@ -184,7 +149,7 @@ class InstitutionAgent:
         await live(
             (up, down),
             work(),
-            connect_timeout_s=self._connect_timeout_s,
+            connect_timeout_s=host.connect_timeout_s,
             goodbye=goodbye,
             last_scrape=self._metrics.last_scrape,
         )
@@ -197,7 +162,7 @@ class InstitutionAgent:
             return None
         if not rule.reads_samples:
             return RefinerProcess(experiment, self._name, partition=partition)
-        root = self._data or root_below(experiment.data, self._name, allowed=self._data_root)
+        root = self._host.data or root_below(experiment.data, self._name, allowed=self._host.data_root)
         return RefinerProcess(experiment.with_data_root(root), self._name, partition=partition)
 
     async def _prepare(
@@ -242,7 +207,7 @@ class InstitutionAgent:
         If both are one broker, the last presence of either endpoint is the node's.
         """
         while True:
-            targets = passed_on(await down.targets_changed(), self._broker)
+            targets = passed_on(await down.targets_changed(), self._host.broker)
             for endpoint in (up, down):
                 endpoint.link.own.set_targets(targets)
                 endpoint.wake()

@@ -18,13 +18,14 @@ from common.errors import InvalidExperiment, RunFailed
 from common.experiment.availability import OnlineTimes
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.topology import CLOUD
+from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Presence
 from common.protocol.time_zero import TimeZero
 from common.runtime.absence import until_return
-from common.runtime.world import World
+from common.runtime.world import Host, World
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
@@ -73,9 +74,10 @@ async def test_a_device_that_is_away_reads_its_parents_state(
             await asyncio.get_running_loop().create_future()
 
     identity, world, loop = Identity("run-1", "device-0", "device", "mine"), Silent(), asyncio.get_running_loop()
-    where, times, begun = BrokerAddress("broker"), OnlineTimes((50.0,)), loop.time()
+    host = Host(BrokerAddress("broker"), 30.0, Metrics(), world=cast(World, world))
+    times, begun = OnlineTimes((50.0,)), loop.time()
     loop.call_later(10.0, lambda: connection["received"](topics.state("lab", run, "up"), body, retained))
-    returning = until_return(where, identity, "up", times=times, begun=begun, world=cast(World, world))
+    returning = until_return(host, identity, "up", times=times, begun=begun)
     if returns is None:  # as of devices that are there: a service starts it again
         with pytest.raises(RunFailed, match=r"^up gave up: out of disk$"):
             await returning

@@ -8,13 +8,14 @@ import logging
 import pytest
 
 from common.errors import DuplicateName
+from common.metrics import Metrics
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
 from common.protocol.pending import SEEKERS_MOST
 from common.protocol.refusals import Refusal
 from common.runtime.discovery import Found, Moved, discover
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.world import World
+from common.runtime.world import Host, World
 from tests.helpers.nodes import (
     LAB,
     PARENT,
@@ -36,8 +37,8 @@ def seeking(site: SimulatedSite, name: str = "device-0", parent: str = PARENT) -
     """Let a node look for its parent's run."""
 
     def build(world: World) -> asyncio.Task[Found]:
-        found = discover(site.address, name, parent, lab=LAB, connect_timeout_s=30.0, world=world)
-        return asyncio.create_task(found)
+        host = Host(site.address, 30.0, Metrics(), lab=LAB, world=world)
+        return asyncio.create_task(discover(host, name, parent))
 
     return site.make(name, build)
 

@@ -45,7 +45,7 @@ from common.protocol.messages import Announcement, Message, NodeState, Phase, Pr
 from common.runtime import discovery
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.world import new_session
+from common.runtime.world import Host, new_session
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
 from deploy.brokers.guard import Guard
@@ -611,10 +611,7 @@ async def true(condition: Callable[[], object]) -> None:
 async def device(address: BrokerAddress, name: str, institution: str) -> None:
     """Run a device that trains in this process."""
     async with Pool(accelerator="cpu", slots=1, devices=1) as pool:
-        agent = DeviceAgent(
-            name, parent=institution, broker=address, pool=pool, connect_timeout_s=10.0, metrics=Metrics()
-        )
-        await agent.run()
+        await DeviceAgent(name, Host(address, 10.0, Metrics()), parent=institution, pool=pool).run()
 
 
 @pytest.fixture
@@ -669,9 +666,7 @@ def overhearing_states(address: BrokerAddress) -> Iterator[set[str]]:
 
 def test_an_institution_that_the_experiment_does_not_know_ends_with_4(address: BrokerAddress) -> None:
     async def run() -> None:
-        agent = InstitutionAgent(
-            "institution-9", broker=address, child_broker=address, connect_timeout_s=10.0, metrics=Metrics()
-        )
+        agent = InstitutionAgent("institution-9", Host(address, 10.0, Metrics()), child_broker=address)
         with pytest.raises(
             InvalidExperiment, match=r"institution-9 is not there.*cloud has institution-0, institution-1"
         ) as reported:
@@ -711,9 +706,7 @@ def test_a_device_without_its_data_ends_alone_and_the_lab_waits_and_names_it(
         raise remedy
 
     async def run() -> None:
-        institution = InstitutionAgent(
-            "institution-0", broker=address, child_broker=address, connect_timeout_s=10.0, metrics=Metrics()
-        )
+        institution = InstitutionAgent("institution-0", Host(address, 10.0, Metrics()), child_broker=address)
         names = ("device-0", "device-1")
         experiment = parse(SMALL | {"topology": {"institutions": 1, "devices": 2}})
         waits_for = [""]

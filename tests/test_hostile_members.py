@@ -27,6 +27,7 @@ from common.experiment.links import LinkSettings
 from common.experiment.reading import announced, parse
 from common.experiment.schema import Experiment
 from common.learning import datasets, partitions, splits
+from common.metrics import Metrics
 from common.model.layout import ROW_BYTES_MOST, ModelLayout
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
@@ -69,6 +70,7 @@ from common.protocol.round_state import ChildState
 from common.protocol.session_events import ProbeReceived
 from common.runtime.discovery import Found, _play
 from common.runtime.roll import ASKERS_MOST, RollEntry
+from common.runtime.world import Host
 from common.text import JSON_MOST
 from tests.bench import hostile
 from tests.session_lab import FORM, LAB, MODEL_BYTES, PARENT, RUN, Lab, NoMeter, manifest_of, names_of
@@ -536,7 +538,8 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
 
     async def ask() -> None:
         world = NoWorld()
-        RollEntry(BrokerAddress("h"), "d", role="device", parent="cloud", lab=LAB, world=world)  # type: ignore[arg-type]
+        host = Host(BrokerAddress("h"), 1.0, Metrics(), lab=LAB, world=world)  # type: ignore[arg-type]
+        RollEntry(host, "d", role="device", parent="cloud")
         for nonce in ("n" * 65, "\x1b" * 11):  # longer than 64 characters, escaped: nobody repeats it
             world.received(topics.roll(LAB, "shouter"), serialization.encode(RollCall(nonce), "n"), False)
         body = serialization.encode(RollCall("n"), "n")

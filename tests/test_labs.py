@@ -23,6 +23,7 @@ from common.net.address import BrokerAddress
 from common.protocol import topics
 from common.protocol.messages import Announcement, NodeState, Presence
 from common.protocol.serialization import encode
+from common.runtime.world import Host
 from deploy.brokers import broker
 from deploy.cli.main import app
 from deploy.local.direct import run_in_process
@@ -114,19 +115,18 @@ class WatchedMember(SimulatedMember):
 async def run_lab(lab: str, folder: RunFolder, address: BrokerAddress, watched: asyncio.Event) -> None:
     """Run a cloud, an institution and a device under the names that every lab of the test has."""
     hardware = SimulatedHardware(RealWorkload(folder.experiment), Durations(0.0, 0.0, 0.0, 0.0), seed=1)
+    cloud_host, institution_host, device_host = (Host(address, 10.0, Metrics(), lab=lab) for _ in range(3))
     async with asyncio.TaskGroup() as group:
         cloud = CloudAgent(
-            folder, broker=address, lab=lab, resume=False, connect_timeout_s=10.0, metrics=Metrics(),
-            observe=lambda event, facts: None, evaluator=lambda *_: SimulatedEvaluator(hardware),
-        )  # fmt: skip
-        institution = InstitutionAgent(
-            "institution-0", broker=address, child_broker=address, lab=lab, connect_timeout_s=10.0,
-            metrics=Metrics(),
-        )  # fmt: skip
-        device = DeviceAgent(
-            "device-0", parent="institution-0", broker=address, lab=lab, pool=WatchedPool(hardware, watched),
-            connect_timeout_s=10.0, metrics=Metrics(),
-        )  # fmt: skip
+            folder,
+            cloud_host,
+            resume=False,
+            observe=lambda event, facts: None,
+            evaluator=lambda *_: SimulatedEvaluator(hardware),
+        )
+        institution = InstitutionAgent("institution-0", institution_host, child_broker=address)
+        pool = WatchedPool(hardware, watched)
+        device = DeviceAgent("device-0", device_host, parent="institution-0", pool=pool)
         for role in (cloud, institution, device):
             group.create_task(role.run())
 
@@ -228,11 +228,8 @@ def test_a_lab_name_of_another_form_is_a_usage_error(command: list[str], name: s
         assert re.search(rf"--lab.*{re.escape(repr(name))} is not a lab name\. Use 1 to 64 letters", done.output)
 
 
-def test_an_agent_refuses_a_lab_name_that_is_a_filter(address: BrokerAddress) -> None:
+def test_a_host_refuses_a_lab_name_that_is_a_filter(address: BrokerAddress) -> None:
     with pytest.raises(ValueError, match="'\\+' is not a lab name"):
-        InstitutionAgent(
-            "institution-0", broker=address, child_broker=address, lab="+", connect_timeout_s=1.0,
-            metrics=Metrics(),
-        )  # fmt: skip
+        Host(address, 1.0, Metrics(), lab="+")
     with pytest.raises(WireError):
         topics.parse(topics.state("+", "run-1", "cloud"))

@@ -31,7 +31,7 @@ from common.model.layout import ModelLayout, Row, Section
 from deploy.planning import calibration, footprint, predicting, recording, trainings, workload
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes, seconds
 from deploy.planning.trainings import MeasuredTraining, TrainingSpeed
-from deploy.planning.virtual_time import Host, Process, VirtualTime
+from deploy.planning.virtual_time import PlannedHost, Process, VirtualTime
 from device.jobs import LocalResult, Prepared, Progress
 from tests.helpers.commands import invoke
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
@@ -72,7 +72,7 @@ def total(found: dict[str, float]) -> float:
 
 
 def test_processes_wait_compute_and_meet() -> None:
-    stage, host, ended = VirtualTime(), Host(2), []
+    stage, host, ended = VirtualTime(), PlannedHost(2), []
 
     def job(seconds: float) -> Process:
         yield host, seconds

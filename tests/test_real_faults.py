@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ from common.net.address import BrokerAddress
 from common.protocol import participant, receiver, serialization, topics
 from common.protocol.messages import Acknowledgement, Key, Message, NodeState, Phase, Presence, Progress, Task
 from common.runtime.children import Observe
+from common.runtime.world import Host
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
 from deploy.local.namespaces import VethPair, joined
@@ -91,25 +93,19 @@ class Agents:
         self._experiment = experiment
         self._runs = runs
         self._pool = pool
-        self._address = address
-        self._more: dict[str, Any] = {"connect_timeout_s": 10.0, "metrics": Metrics()}
+        self._host = Host(address, 10.0, Metrics(), data_root=runs.parent)
 
     def cloud(self, *, observe: Observe = lambda event, facts: None) -> asyncio.Task[Any]:
         folder = RunFolder.create(self._runs, self._experiment)
-        agent = CloudAgent(
-            folder, broker=self._address, resume=False, observe=observe, evaluator=HereEvaluator, **self._more
-        )
+        agent = CloudAgent(folder, self._host, resume=False, observe=observe, evaluator=HereEvaluator)
         return self._start("cloud", agent.run())
 
     def institution(self, name: str) -> asyncio.Task[Any]:
-        agent = InstitutionAgent(name, broker=self._address, child_broker=self._address, **self._more)
+        agent = InstitutionAgent(name, self._host, child_broker=self._host.broker)
         return self._start(name, agent.run())
 
     def device(self, name: str, institution: str, *, allow: Sequence[str] = ()) -> asyncio.Task[Any]:
-        agent = DeviceAgent(
-            name, parent=institution, broker=self._address, pool=self._pool, allow=allow,
-            data_root=self._runs.parent, **self._more,
-        )  # fmt: skip
+        agent = DeviceAgent(name, replace(self._host, allow=allow), parent=institution, pool=self._pool)
         return self._start(name, agent.run())
 
     def all(self, *, observe: Observe = lambda event, facts: None) -> None:

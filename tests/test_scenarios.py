@@ -185,7 +185,7 @@ class AllowingFactory(AgentFactory):
     def new(self, node: str, world: SimulatedWorld, **how: Any) -> Any:
         agent = super().new(node, world, **how)
         if isinstance(agent, DeviceAgent):
-            agent._allow = ("mine",)
+            agent._host = replace(agent._host, allow=("mine",))
         return agent
 
 

@@ -27,13 +27,14 @@ from common.errors import DuplicateName, InvalidExperiment, LabInUse, LeftOut, N
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
+from common.metrics import Metrics
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, Here, Message, NodeState, Presence, RollCall, WhoIsThere
 from common.runtime.claim import BEGINNING, SEEKING, claim
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
-from common.runtime.world import World
+from common.runtime.world import Host, World
 from deploy.brokers import broker
 from deploy.cli import roles
 from deploy.kits.answers import faults
@@ -60,10 +61,8 @@ class Staying:
         self.task = site.make("device-0", lambda world: asyncio.create_task(self._join(site, world)))
 
     async def _join(self, site: SimulatedSite, world: World) -> None:
-        await join(
-            site.address, "device-0", PARENT, self._take_part, lab=LAB, connect_timeout_s=30.0, world=world,
-            role="device", stay=True, usable=lambda: self.usable,
-        )  # fmt: skip
+        host = Host(site.address, 30.0, Metrics(), lab=LAB, stay=True, world=world)
+        await join(host, "device-0", PARENT, self._take_part, role="device", usable=lambda: self.usable)
 
     async def _take_part(self, found: Found) -> None:
         self.runs.append(found.run)
@@ -185,16 +184,9 @@ class Listed:
 
     @staticmethod
     def _build(site: SimulatedSite, name: str, world: World) -> tuple[RollEntry, asyncio.Task[None]]:
-        entry = RollEntry(
-            site.address,
-            name,
-            role="device",
-            parent=PARENT,
-            lab=LAB,
-            kit="c0ffee",
-            resources=lambda: Resources("2 x cpu", "mnist", (NO_TORCH,)),
-            world=world,
-        )
+        host = Host(site.address, 30.0, Metrics(), lab=LAB, kit="c0ffee", world=world)
+        found = Resources("2 x cpu", "mnist", (NO_TORCH,))
+        entry = RollEntry(host, name, role="device", parent=PARENT, resources=lambda: found)
 
         async def keep() -> None:
             async with entry.kept():

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from common.errors import FedstrataError, RunFailed
 from common.experiment.availability import OnlineTimes
-from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Presence
@@ -17,7 +16,7 @@ from common.protocol.round_state import LIVING
 from common.protocol.time_zero import TimeZero
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lab_client import LabClient
-from common.runtime.world import World
+from common.runtime.world import Host
 from common.text import short
 
 _T = TypeVar("_T")
@@ -60,16 +59,14 @@ async def _departure(up: ChildEndpoint, times: OnlineTimes | None) -> Away:
             pass
 
 
-async def until_return(
-    address: BrokerAddress, identity: Identity, parent: str, *, times: OnlineTimes, begun: float, world: World
-) -> bool:
+async def until_return(host: Host, identity: Identity, parent: str, *, times: OnlineTimes, begun: float) -> bool:
     """Wait until a device is available again, or its parent is in another run; return False if its run ends before.
 
     Meanwhile only the parent's state is read: it ends the wait, and a resumed run has another time zero. Raises
     RunFailed if the parent gave up.
     """
     loop = asyncio.get_running_loop()
-    watched = _ParentState(address, identity, parent, begun=begun, world=world)
+    watched = _ParentState(host, identity, parent, begun=begun)
     async with watched.client.connected():
         while not watched.ended:
             t = loop.time() - watched.begun
@@ -90,7 +87,7 @@ async def until_return(
 class _ParentState:
     """The state of a device's parent, read while the device is away; `moved`: it has joined another run."""
 
-    def __init__(self, address: BrokerAddress, identity: Identity, parent: str, *, begun: float, world: World) -> None:
+    def __init__(self, host: Host, identity: Identity, parent: str, *, begun: float) -> None:
         self.begun = begun
         self.ended = self.moved = False
         self.failure: RunFailed | None = None
@@ -99,7 +96,9 @@ class _ParentState:
         self._identity, self._parent = identity, parent
         self._loop = asyncio.get_running_loop()
         state = topics.state(identity.lab, "+", parent)
-        self.client = LabClient(address, f"{identity.name}-away", reads=[state], received=self._received, world=world)
+        self.client = LabClient(
+            host.broker, f"{identity.name}-away", reads=[state], received=self._received, world=host.world
+        )
 
     def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
         session, message = serialization.decode(body) if body else ("", None)

@@ -11,7 +11,6 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from typing import Final
 
@@ -24,13 +23,12 @@ from common.errors import (
     OtherRelease,
     as_known,
 )
-from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
 from common.runtime.lab_client import RETRY_S, LabClient
 from common.runtime.names import check_carried
 from common.runtime.roll import Resources, RollEntry
-from common.runtime.world import REAL, World
+from common.runtime.world import Host
 
 ASK_S: Final = 0.25
 ASK_MOST_S: Final = 2.0
@@ -63,16 +61,7 @@ class Moved(FedstrataError):
         self.found = found
 
 
-async def discover(
-    address: BrokerAddress,
-    name: str,
-    parent: str,
-    *,
-    lab: str,
-    connect_timeout_s: float,
-    world: World = REAL,
-    left: Found | None = None,
-) -> Found:
+async def discover(host: Host, name: str, parent: str, *, left: Found | None = None) -> Found:
     """Wait for a run whose parent is alive, and return it.
 
     If the parent does not reply soon, a warning names the other nodes, because the parent's name may be mistyped. The
@@ -80,43 +69,36 @@ async def discover(
     again before its parent restarts; after a run nobody is warned. Raises ConnectionFailed, and DuplicateName if
     another process of this name looks for a run on this broker.
     """
-    seeker = _Seeker(address, name, parent, lab=lab, world=world, left=left)
-    return await seeker.seek(connect_timeout_s=connect_timeout_s)
+    return await _Seeker(host, name, parent, left=left).seek(connect_timeout_s=host.connect_timeout_s)
 
 
 async def join(
-    address: BrokerAddress,
+    host: Host,
     name: str,
     parent: str,
     take_part: Callable[[Found], Awaitable[None]],
     *,
     role: str,
-    lab: str,
-    connect_timeout_s: float,
-    world: World,
-    stay: bool,
     usable: Callable[[], bool] = lambda: True,
-    kit: str = "",
     resources: Callable[[], Resources] = Resources,
 ) -> None:
     """Find the parent's run and take part in it until its end; follow the parent to another run.
 
-    With `stay` wait for the next run after each one, however it ended, and for a broker that is away, and keep an entry
-    in the roll of the lab, with the digest of its `kit` and its host's `resources`; end after a run if this
-    process is not `usable` any more. Raises ConnectionFailed if the first connection fails or the broker does not carry
+    A node that stays waits for the next run after each one, however it ended, and for a broker that is away, and keeps
+    an entry in the roll of the lab, with its host's `resources`; it ends after a run if this process is not `usable`
+    any more. Raises ConnectionFailed if the first connection fails or the broker does not carry
     the names, DuplicateName, and what `take_part` raises if nothing follows.
     """
-    await check_carried(address, name, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
-    seek = partial(discover, address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
-    if not stay:
-        await _play(await seek(), name, take_part, None, usable)
+    await check_carried(host.broker, name, lab=host.lab, connect_timeout_s=host.connect_timeout_s, world=host.world)
+    if not host.stay:
+        await _play(await discover(host, name, parent), name, take_part, None, usable)
         return
-    entry = RollEntry(address, name, role=role, parent=parent, lab=lab, kit=kit, resources=resources, world=world)
+    entry = RollEntry(host, name, role=role, parent=parent, resources=resources)
     left: Found | None = None
     async with entry.kept():
         while True:
             try:
-                found = await seek(left=left)
+                found = await discover(host, name, parent, left=left)
             except ConnectionFailed as error:
                 if left is None:
                     raise
@@ -173,11 +155,9 @@ class _Seeker:
     first answers; of two that come together, the one with the smaller nonce.
     """
 
-    def __init__(
-        self, address: BrokerAddress, name: str, parent: str, *, lab: str, world: World, left: Found | None
-    ) -> None:
+    def __init__(self, host: Host, name: str, parent: str, *, left: Found | None) -> None:
         self._left = left
-        self._name, self._parent, self._lab = name, parent, lab
+        self._name, self._parent, self._lab = name, parent, host.lab
         self._found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         self._others: set[str] = set()
         self._complained = False
@@ -185,13 +165,14 @@ class _Seeker:
         self._answered_at = -inf
         self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Event()
+        lab = host.lab
         self._client = LabClient(
-            address,
+            host.broker,
             SEEKER,
             reads=[topics.inbox(lab, "+", name, parent), topics.here(lab, name, name), topics.state(lab, "+", parent)],
             received=self._received,
             subscribed=self._subscribed,
-            world=world,
+            world=host.world,
         )
         self._nonce = self._client.session
 

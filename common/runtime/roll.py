@@ -22,7 +22,7 @@ from common.protocol import serialization, topics
 from common.protocol.bounds import STRANGER
 from common.protocol.messages import Here, RollCall
 from common.runtime.lab_client import LabClient
-from common.runtime.world import REAL, World
+from common.runtime.world import REAL, Host, World
 from common.text import short
 
 ASK_S: Final = 0.5
@@ -49,25 +49,15 @@ class RollEntry:
     """A node's own entry. `run` is the run in which it takes part, "" while it waits."""
 
     def __init__(
-        self,
-        address: BrokerAddress,
-        name: str,
-        *,
-        role: str,
-        parent: str,
-        lab: str,
-        kit: str = "",
-        resources: Callable[[], Resources] = Resources,
-        world: World = REAL,
+        self, host: Host, name: str, *, role: str, parent: str, resources: Callable[[], Resources] = Resources
     ) -> None:
         self.run = ""
-        self._name, self._role, self._parent, self._lab, self._kit = name, role, parent, lab, kit
+        self._host, self._name, self._role, self._parent = host, name, role, parent
         self._resources = resources
-        self._wall = world.wall
         self._answered: dict[str, float] = {}
         self._loop = asyncio.get_running_loop()
-        calls = topics.roll(lab, "+")
-        self._client = LabClient(address, f"{name}-roll", reads=[calls], received=self._received, world=world)
+        calls = topics.roll(host.lab, "+")
+        self._client = LabClient(host.broker, f"{name}-roll", reads=[calls], received=self._received, world=host.world)
 
     def kept(self) -> AbstractAsyncContextManager[None]:
         """Answer roll calls meanwhile, also after the broker was away, which the node itself reports."""
@@ -84,12 +74,12 @@ class RollEntry:
         if not isinstance(message, RollCall):
             return
         self._answered[topic.asker] = now
-        has = self._resources()
+        has, host = self._resources(), self._host
         answer = Here(
             message.nonce, self._role, self._parent, self.run, version("fedstrata"), socket.gethostname(),
-            short(has.hardware), short(has.data), self._kit, self._wall(), has.findings[: serialization.ITEMS],
+            short(has.hardware), short(has.data), host.kit, host.world.wall(), has.findings[: serialization.ITEMS],
         )  # fmt: skip
-        self._client.publish(topics.here(self._lab, topic.asker, self._name), answer)
+        self._client.publish(topics.here(host.lab, topic.asker, self._name), answer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
-"""The environment of an agent as one argument: real by default, simulated in `deploy/simulation`.
+"""What surrounds an agent: its host's settings as one record, with its world, real or that of `deploy/simulation`.
 
-Monotonic time and threads are not included: both belong to the event loop.
+A world does not include monotonic time and threads: both belong to the event loop.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
 
 from common.net.address import BrokerAddress
 from common.net.attempts import Attempts
@@ -17,7 +19,12 @@ from common.net.connection import BrokerConnection
 from common.net.limits import packet_limit
 from common.net.packets import FindPlace, Place
 from common.protocol.bounds import skip_large
+from common.protocol.identity import Identity
 from common.protocol.session_events import ByteMeter
+from common.protocol.topics import DEFAULT_LAB, check_lab
+
+if TYPE_CHECKING:
+    from common.metrics import Metrics
 
 Received = Callable[[str, bytes, bool], None]
 
@@ -126,6 +133,39 @@ REAL: Final = RealWorld()
 def new_session(world: World = REAL) -> str:
     """Return an id for this process."""
     return world.token(8)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A node's surroundings, whatever its role. Raises ValueError if the lab's name has another form.
+
+    broker: between the node and its parent; the cloud's is that of its children
+    metrics_address: where others reach its metrics, "" if they cannot
+    spool: folder of partly transferred models, None: in memory
+    allow: the packages whose code an experiment may name
+    data: folder of data sets, in place of the experiment's, which must be below `data_root` otherwise
+    stay: wait for the next run after each one    kit: digest of the kit that installed it
+    """
+
+    broker: BrokerAddress
+    connect_timeout_s: float
+    metrics: Metrics
+    metrics_address: str = ""
+    lab: str = DEFAULT_LAB
+    spool: Path | None = None
+    allow: Sequence[str] = ()
+    data: str | None = None
+    data_root: Path = Path()
+    stay: bool = False
+    kit: str = ""
+    world: World = REAL
+
+    def __post_init__(self) -> None:
+        check_lab(self.lab)
+
+    def identity(self, run: str, name: str, role: str, *, ledger: str = "") -> Identity:
+        """Return the identity of a node of this process in a run, with a new session."""
+        return Identity(run, name, role, new_session(self.world), self.metrics_address, ledger=ledger, lab=self.lab)
 
 
 def nothing() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -117,6 +118,7 @@ def cloud(
     from common.host.energy import EnergyMeter
     from common.runtime.claim import claim
     from common.runtime.names import check_carried
+    from common.runtime.world import Host
     from deploy.kits.lab import reach
     from deploy.local.beforehand import check_cloud, check_replayed
     from deploy.watching.showing import show
@@ -144,8 +146,7 @@ def cloud(
         reached = reach(lab, None if broker is None else [broker], login)
         where, *_ = reached.addresses(CLOUD)
         warn_of_end(where)
-        of_the_lab = tree.get("topology") == LAB
-        chosen = None if of_the_lab else checked()
+        chosen = None if tree.get("topology") == LAB else checked()
         await check_carried(where, CLOUD, lab=reached.name, connect_timeout_s=connect_timeout)
         alone = partial(claim, where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
         async with nullcontext() if sole else alone():
@@ -165,17 +166,9 @@ def cloud(
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         shown = show(folder.experiment, json_lines=output == "json", broker=str(where))
         with kept_once_begun(folder, [] if sole else again), shown as observe:
+            host = Host(where, connect_timeout, registry, address, lab=reached.name, spool=folders["spool"])
             agent = CloudAgent(
-                folder,
-                broker=where,
-                lab=reached.name,
-                resume=resume is not None,
-                connect_timeout_s=connect_timeout,
-                metrics=registry,
-                metrics_address=address,
-                observe=observe,
-                spool=folders["spool"],
-                energy=EnergyMeter.of_this_host(),
+                folder, host, resume=resume is not None, observe=observe, energy=EnergyMeter.of_this_host()
             )
             await run_agent("cloud", agent.run())
 
@@ -212,6 +205,7 @@ def institution(
     samples at the node, and then needs fedstrata[learning] as devices do.
     """
     from common.runtime.targets import published
+    from common.runtime.world import Host
     from institution.agent import InstitutionAgent
 
     check_parents([parent], [name])
@@ -221,15 +215,12 @@ def institution(
         warn_of_end(upward)
         folders = {"spool": spool_folder(spool)}
         registry, address = serve_metrics(metrics, broker=upward, login=login, insecure=insecure, folders=folders)
-        agent = InstitutionAgent(
-            name,
-            parent=parent,
-            broker=upward,
-            child_broker=login.address(child_broker or broker, node=name, option="--child-broker"),
-            lab=lab,
-            connect_timeout_s=connect_timeout,
-            metrics=registry,
+        host = Host(
+            upward,
+            connect_timeout,
+            registry,
             metrics_address=published(address, upward),
+            lab=lab,
             spool=folders["spool"],
             allow=allow or (),
             data=data,
@@ -237,7 +228,8 @@ def institution(
             stay=_stays(once),
             kit=os.environ.get(KIT, ""),
         )
-        await run_agent(name, agent.run())
+        below = login.address(child_broker or broker, node=name, option="--child-broker")
+        await run_agent(name, InstitutionAgent(name, host, parent=parent, child_broker=below).run())
 
     _run_role(take_part, name)
 
@@ -309,6 +301,7 @@ def device(
     async def take_part() -> None:
         require("torch")
         from common.runtime.targets import published
+        from common.runtime.world import Host
         from deploy.local.agents import run_agents
         from device.agent import DeviceAgent
         from device.pool.pool import Pool
@@ -318,26 +311,26 @@ def device(
         warn_of_end(first)
         folders = {"spool": spool_folder("auto" if spool == "none" else spool)}  # with what a method keeps
         registry, address = serve_metrics(metrics, broker=first, login=login, insecure=insecure, folders=folders)
-        count, stays = None if slots == "auto" else int(slots), _stays(once)
+        host = Host(
+            first,
+            connect_timeout,
+            registry,
+            lab=lab,
+            spool=spool_folder(spool),
+            allow=allow or (),
+            data=data,
+            data_root=data_root,
+            stay=_stays(once),
+            kit=os.environ.get(KIT, ""),
+        )
+        hosts = {
+            each: replace(host, broker=place, metrics_address=published(address, place))
+            for each, place in places.items()
+        }
+        count = None if slots == "auto" else int(slots)
         async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
             agents = {
-                each: DeviceAgent(
-                    each,
-                    parent=home,
-                    broker=places[each],
-                    lab=lab,
-                    pool=pool,
-                    connect_timeout_s=connect_timeout,
-                    metrics=registry,
-                    metrics_address=published(address, places[each]),
-                    spool=spool_folder(spool),
-                    states=folders["spool"],
-                    allow=allow or (),
-                    data=data,
-                    data_root=data_root,
-                    stay=stays,
-                    kit=os.environ.get(KIT, ""),
-                ).run
+                each: DeviceAgent(each, hosts[each], parent=home, pool=pool, states=folders["spool"]).run
                 for each, home in zip(name, homes, strict=True)
             }
             await run_agents(agents, shared_failure=lambda: pool.failure, together=lambda: together and pool.moves == 0)

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -31,6 +30,7 @@ from common.experiment.reading import parse
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.net.address import BrokerAddress
+from common.runtime.world import Host
 from deploy.brokers import broker
 from deploy.brokers.guard import one_login
 from deploy.planning.calibration import copy_seconds, mixing_s
@@ -104,10 +104,8 @@ def _cpu_of_a_round(home: Path, devices: int, model_bytes: int, rounds: int) -> 
 
             folder = RunFolder.create(home / "runs", experiment)
             evaluator = SimulatedEvaluator(_hardware(model_bytes))
-            cloud = CloudAgent(
-                folder, broker=address, resume=False, observe=observe, evaluator=lambda *_: evaluator,
-                connect_timeout_s=CONNECT_TIMEOUT_S, metrics=Metrics(),
-            )  # fmt: skip
+            host = Host(address, CONNECT_TIMEOUT_S, Metrics())
+            cloud = CloudAgent(folder, host, resume=False, observe=observe, evaluator=lambda *_: evaluator)
             asyncio.run(cloud.run())
     return (marks[-1] - marks[0]) / (len(marks) - 1)  # the clocks of other processes are too coarse for one round
 
@@ -132,11 +130,10 @@ def _serve(ready: Event, address: BrokerAddress, devices: Sequence[str], model_b
     """Run devices until they end or this process is terminated."""
 
     async def serve() -> None:
-        hardware, metrics = _hardware(model_bytes), Metrics()
-        new = partial(DeviceAgent, parent="cloud", broker=address, connect_timeout_s=CONNECT_TIMEOUT_S, metrics=metrics)
+        hardware, host = _hardware(model_bytes), Host(address, CONNECT_TIMEOUT_S, Metrics())
         async with asyncio.TaskGroup() as group:
             for name in devices:
-                group.create_task(new(name, pool=hardware.pool(name)).run())
+                group.create_task(DeviceAgent(name, host, parent="cloud", pool=hardware.pool(name)).run())
 
     ready.set()
     asyncio.run(serve())

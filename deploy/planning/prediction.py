@@ -19,7 +19,7 @@ from common.protocol.manifest import chunk_bytes_for
 from common.protocol.receiver import SLOT_BYTES_S
 from common.protocol.timeline import Timeline
 from deploy.planning.packets import down_bytes, up_bytes
-from deploy.planning.virtual_time import Host, Process, VirtualTime
+from deploy.planning.virtual_time import PlannedHost, Process, VirtualTime
 
 AT_PARENT: Final = 0.4  # share of a round's messaging work done by the parent, child by child; the rest is elsewhere
 
@@ -120,7 +120,7 @@ class _SimulatedGlobalRound:
     def __init__(self, lab: PlannedLab, speeds: MachineSpeeds) -> None:
         self._lab, self._speeds = lab, speeds
         self._clock = VirtualTime()
-        self._shared = Host(speeds.cores) if lab.one_host else None
+        self._shared = PlannedHost(speeds.cores) if lab.one_host else None
         self._timeline = Timeline(0.0, 0.0)
         self._first, self._last = inf, 0.0
         self._aggregated = self._evaluated = 0.0
@@ -137,7 +137,7 @@ class _SimulatedGlobalRound:
 
     def _rounds(self) -> Process:
         """Simulate the cloud: the writes of the last global round, all children, then the mixing of their models."""
-        cloud = Host(1)
+        cloud = PlannedHost(1)
         yield self._lab.recorded * self._speeds.record_s
         self._timeline.opened = self._clock.now
         yield self._children(self._lab.children, 0, cloud, (0.0, 0.0))
@@ -151,20 +151,20 @@ class _SimulatedGlobalRound:
         self._evaluated = self._clock.now
 
     def _children(
-        self, kinds: tuple[Branch | PlannedDevice, ...], depth: int, parent: Host, arrival: tuple[float, float]
+        self, kinds: tuple[Branch | PlannedDevice, ...], depth: int, parent: PlannedHost, arrival: tuple[float, float]
     ) -> list[Process]:
         """Return the processes of a parent's children in one round.
 
         `arrival`: seconds until the first chunk and until the whole model are at the parent, which forwards chunks as
         they arrive (cut-through).
         """
-        pipe, siblings = Host(1), sum(kind.count for kind in kinds)
+        pipe, siblings = PlannedHost(1), sum(kind.count for kind in kinds)
         single = [replace(kind, count=1) for kind in kinds for _ in range(kind.count)] if self._shared else kinds
         return [self._child(kind, depth, parent, pipe, arrival, siblings) for kind in single]
 
     def _child(
-        self, kind: Branch | PlannedDevice, depth: int, parent: Host, pipe: Host, above: tuple[float, float],
-        siblings: int,
+        self, kind: Branch | PlannedDevice, depth: int, parent: PlannedHost, pipe: PlannedHost,
+        above: tuple[float, float], siblings: int,
     ) -> Process:  # fmt: skip
         tier = self._lab.sizes.tiers[depth]
         yield parent, self._half(tier.down, kind.count)
@@ -176,7 +176,7 @@ class _SimulatedGlobalRound:
         messaging_s = self._speeds.message_s + (tier.down + tier.up) * self._speeds.byte_s
         work_s = messaging_s * (1.0 if self._shared else 1 - AT_PARENT)
         if isinstance(kind, Branch):
-            host = Host(1)
+            host = PlannedHost(1)
             for r in range(kind.rounds):
                 yield self._children(kind.children, depth + 1, host, (0.0, 0.0) if r else arrival)
                 yield self._shared or host, self._closing(kind.children)
@@ -191,9 +191,9 @@ class _SimulatedGlobalRound:
         yield self._upload(kind, tier.up, pipe)
         yield parent, self._half(tier.up, kind.count)
 
-    def _cores(self) -> Host:
+    def _cores(self) -> PlannedHost:
         """Return the host on which a device or the evaluator computes: the shared one, or one of its own."""
-        return self._shared or Host(1)
+        return self._shared or PlannedHost(1)
 
     def _half(self, nbytes: int, children: int) -> float:
         """Return the parent's seconds for one direction of a round; on one host 0, as the children's include them."""
@@ -221,7 +221,7 @@ class _SimulatedGlobalRound:
         sent = down_bytes(nbytes, self._lab.transfer)
         return self._delay(link, nbytes) + max(self._sending(link, sent), children * sent / self._lab.interface)
 
-    def _upload(self, kind: Branch | PlannedDevice, nbytes: int, pipe: Host) -> list[Process]:
+    def _upload(self, kind: Branch | PlannedDevice, nbytes: int, pipe: PlannedHost) -> list[Process]:
         """Return the two concurrent limits of an upload: the child's link, and the parent's concurrent uploads."""
         sent = up_bytes(nbytes, self._lab.transfer, devices=kind.devices() if isinstance(kind, Branch) else 0)
         link, most = kind.up, self._lab.interface
@@ -239,5 +239,5 @@ def _wait(seconds: float) -> Process:
     yield seconds
 
 
-def _use(host: Host, seconds: float) -> Process:
+def _use(host: PlannedHost, seconds: float) -> Process:
     yield host, seconds

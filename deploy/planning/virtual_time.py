@@ -13,11 +13,11 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import TypeAlias, Union
 
-Effect: TypeAlias = Union[float, tuple["Host", float], list["Process"]]  # noqa: UP007 - the names come later
+Effect: TypeAlias = Union[float, tuple["PlannedHost", float], list["Process"]]  # noqa: UP007 - the names come later
 Process: TypeAlias = Generator[Effect, None, None]
 
 
-class Host:
+class PlannedHost:
     """A host with a number of cores that serve computations in order of arrival."""
 
     def __init__(self, cores: float) -> None:
@@ -73,13 +73,13 @@ class VirtualTime:
             self._resume(process, one_ended)
         one_ended()  # all are started
 
-    def _compute(self, host: Host) -> None:
+    def _compute(self, host: PlannedHost) -> None:
         while host.queue and host.free > 0:
             seconds, resume = host.queue.popleft()
             host.free -= 1
             self._after(seconds, partial(self._computed, host, resume))
 
-    def _computed(self, host: Host, resume: Callable[[], None]) -> None:
+    def _computed(self, host: PlannedHost, resume: Callable[[], None]) -> None:
         host.free += 1
         resume()
         self._compute(host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from cloud.agent import CloudAgent
 from cloud.results import RunFolder
@@ -14,6 +14,7 @@ from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.runtime.children import Observe
+from common.runtime.world import Host
 from deploy.simulation.hardware import SimulatedEvaluator, SimulatedHardware
 from deploy.simulation.world import SimulatedWorld
 from device.agent import DeviceAgent
@@ -64,11 +65,11 @@ class AgentFactory:
 
         `parent`: in its configuration, by default its own    `files`: name of its spool folder, by default the node's
         """
-        common: dict[str, Any] = {"connect_timeout_s": CONNECT_TIMEOUT_S, "metrics": self.metrics, "world": world}
-        if self.spool:
-            common["spool"] = self._files(files or node)
-            self._files(files or node).mkdir(parents=True, exist_ok=True)
+        spool = self._files(files or node) if self.spool else None
+        if spool is not None:
+            spool.mkdir(parents=True, exist_ok=True)
         above, below = BrokerAddress(self.upper_broker(node)), BrokerAddress(self.lower_broker(node))
+        host = Host(above, CONNECT_TIMEOUT_S, self.metrics, spool=spool, world=world)
         if node == CLOUD:
             begun = next(self.runs.glob("*/manifest.json"), None) if resume else None
             if begun is None:
@@ -81,17 +82,15 @@ class AgentFactory:
             evaluator = SimulatedEvaluator(self.hardware)
             return CloudAgent(
                 folder,
-                broker=above,
+                host,
                 resume=begun is not None,
                 observe=self.observe,
                 evaluator=lambda experiment, path: evaluator,
-                **common,
             )
         parent = parent or self.experiment.tree.parent(node)
         if node in self.experiment.tree.children:
-            return InstitutionAgent(node, parent=parent, broker=above, child_broker=below, **common)
-        pool, states = self.hardware.pool(node), common.get("spool")
-        return DeviceAgent(node, parent=parent, broker=above, pool=pool, states=states, **common)
+            return InstitutionAgent(node, host, parent=parent, child_broker=below)
+        return DeviceAgent(node, host, parent=parent, pool=self.hardware.pool(node), states=spool)
 
     def _own_broker(self, parent: str) -> str:
         return parent if self.broker_each and parent != CLOUD else BROKER
