@@ -15,7 +15,7 @@ from common.experiment.schema import TransferSettings
 from common.host.processes import free_port
 from common.net.address import BrokerAddress, parse_hosts
 from common.net.attempts import Attempts
-from common.net.connection import BrokerConnection
+from common.net.connection import BrokerConnection, Handlers
 from common.runtime.endpoint import PACKET_ROOM
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
@@ -211,10 +211,8 @@ def test_a_broker_at_an_ipv6_address_is_reached_and_named(tmp_path: Path) -> Non
         async def connected() -> None:
             connection.subscribe(["t"], qos=1, acknowledged=lambda: connection.publish("t", b"hello", qos=1))
 
-        connection = BrokerConnection(
-            address, client_id="c", keepalive_s=30, connected=connected, lost=lambda: None,
-            received=lambda topic, body, retained: received.set_result((topic, body)),
-        )  # fmt: skip
+        handlers = Handlers(lambda topic, body, retained: received.set_result((topic, body)), connected)
+        connection = BrokerConnection(address, handlers, client_id="c", keepalive_s=30)
         running = asyncio.create_task(connection.run(connect_timeout_s=30.0))
         try:
             assert await received == ("t", b"hello")

@@ -20,6 +20,7 @@ from common.experiment.reading import load, parse, to_toml
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
+from common.net.connection import Handlers
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Presence
@@ -60,14 +61,14 @@ def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
 async def test_a_device_that_is_away_reads_its_parents_state(
     site: SimulatedSite, run: str, body: bytes, retained: bool, returns: bool | None, at_s: float
 ) -> None:
-    connection: dict[str, Any] = {}
+    connected_with: list[Handlers] = []
 
     class Silent:
         def token(self, nbytes: int) -> str:
             return "0" * nbytes
 
-        def connection(self, address: BrokerAddress, **options: Any) -> Any:
-            connection.update(options)
+        def connection(self, address: BrokerAddress, handlers: Handlers, **options: Any) -> Any:
+            connected_with.append(handlers)
             return self
 
         async def run(self, *, connect_timeout_s: float) -> None:
@@ -76,7 +77,7 @@ async def test_a_device_that_is_away_reads_its_parents_state(
     identity, world, loop = Identity("run-1", "device-0", "device", "mine"), Silent(), asyncio.get_running_loop()
     host = Host(BrokerAddress("broker"), 30.0, Metrics(), world=cast(World, world))
     times, begun = OnlineTimes((50.0,)), loop.time()
-    loop.call_later(10.0, lambda: connection["received"](topics.state("lab", run, "up"), body, retained))
+    loop.call_later(10.0, lambda: connected_with[0].received(topics.state("lab", run, "up"), body, retained))
     returning = until_return(host, identity, "up", times=times, begun=begun)
     if returns is None:  # as of devices that are there: a service starts it again
         with pytest.raises(RunFailed, match=r"^up gave up: out of disk$"):

@@ -25,7 +25,7 @@ from common.net.address import BrokerAddress
 from common.net.attempts import pause_s
 from common.net.bulk import Body
 from common.net.client import MqttClient
-from common.net.connection import BrokerConnection
+from common.net.connection import BrokerConnection, Handlers
 from common.net.failures import KINDS_MOST, FailureLog
 from common.net.tls import is_final
 from common.protocol.identity import Identity
@@ -71,7 +71,7 @@ def connection_to(
     connected: Callable[[], Coroutine[Any, Any, None]] = nothing,
     lost: Callable[[], None] = lambda: None,
 ) -> BrokerConnection:
-    return BrokerConnection(address, client_id="c", keepalive_s=30, received=received, connected=connected, lost=lost)
+    return BrokerConnection(address, Handlers(received, connected, lost), client_id="c", keepalive_s=30)
 
 
 # A broker that restarts

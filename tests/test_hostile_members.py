@@ -30,6 +30,7 @@ from common.learning import datasets, partitions, splits
 from common.metrics import Metrics
 from common.model.layout import ROW_BYTES_MOST, ModelLayout
 from common.net.address import BrokerAddress
+from common.net.connection import Handlers
 from common.protocol import serialization, topics
 from common.protocol.admission import Admission
 from common.protocol.bounds import MESSAGE_MOST, SenderBounds
@@ -526,8 +527,8 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
     class NoWorld:
         received: Callable[[str, bytes, bool], None]
 
-        def connection(self, *_: object, received: Callable[[str, bytes, bool], None], **__: object) -> NoConnection:
-            self.received = received
+        def connection(self, address: BrokerAddress, handlers: Handlers, **options: object) -> NoConnection:
+            self.received = handlers.received
             return NoConnection()
 
         def token(self, nbytes: int) -> str:

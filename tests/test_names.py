@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import ConnectionFailed
 from common.net.address import BrokerAddress
+from common.net.connection import Handlers
 from common.runtime import names
 from common.runtime.names import check_carried
 from common.runtime.world import REAL
@@ -26,12 +27,12 @@ class Broker:
 
     token = staticmethod(REAL.token)
 
-    def connection(self, address: BrokerAddress, *, received: Any, connected: Any, **rest: Any) -> Broker:
-        self._received, self._connected = received, connected
+    def connection(self, address: BrokerAddress, handlers: Handlers, **rest: Any) -> Broker:
+        self._handlers = handlers
         return self
 
     async def run(self, *, connect_timeout_s: float) -> None:
-        await self._connected()
+        await self._handlers.connected()
         await asyncio.Event().wait()
 
     def subscribe(self, topics: list[str], *, qos: int) -> None:
@@ -40,7 +41,7 @@ class Broker:
     def publish(self, topic: str, payload: bytes, *, qos: int) -> None:
         self.published.append(topic)
         if self._carries(topic):
-            self._received(topic, payload, False)
+            self._handlers.received(topic, payload, False)
 
 
 def check(broker: Broker, name: str, lab: str = "lab") -> None:

@@ -17,7 +17,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from common.net import bulk
 from common.net.address import BrokerAddress
 from common.net.bulk import Body, BulkClient
-from common.net.connection import BrokerConnection
+from common.net.connection import BrokerConnection, Handlers
 from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, RETAINED, NotMqtt, PacketReader
 from common.protocol.bounds import skip_large
 from deploy.brokers import broker
@@ -253,9 +253,8 @@ def test_what_is_said_after_a_subscription_does_not_overtake_it() -> None:
             ours.setblocking(False)
             theirs.setblocking(False)
             link = BrokerConnection(
-                BrokerAddress("nowhere"), client_id="c", keepalive_s=30, received=lambda *_: None,
-                connected=nothing, lost=lambda: None,
-            )  # fmt: skip
+                BrokerAddress("nowhere"), Handlers(lambda *_: None, nothing), client_id="c", keepalive_s=30
+            )
             client = link._new_client()
             client._client._sock = ours
             link._client = client
@@ -291,9 +290,8 @@ def test_an_error_while_a_message_is_handled_is_raised(
             connection.publish("t", b"x", qos=0)
 
         connection = BrokerConnection(
-            BrokerAddress(served.host, served.port), client_id="c", keepalive_s=30, received=received,
-            connected=connected, lost=lambda: None,
-        )  # fmt: skip
+            BrokerAddress(served.host, served.port), Handlers(received, connected), client_id="c", keepalive_s=30
+        )
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(connection.run(connect_timeout_s=5), 30)
 

@@ -19,6 +19,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
+from common.net.connection import Handlers
 from common.runtime.world import Connection
 from deploy.simulation.hardware import Durations, RealWorkload
 from deploy.simulation.lab import Scenario, SimulatedLab
@@ -265,11 +266,9 @@ class Pair:
 
             self.connections[name] = connection = world.connection(
                 BrokerAddress("b"),
+                Handlers(lambda topic, body, retained: got.append((self.loop.time(), topic, body)), subscribe),
                 client_id=name,
                 keepalive_s=self._keepalive_s,
-                received=lambda topic, body, retained: got.append((self.loop.time(), topic, body)),
-                connected=subscribe,
-                lost=lambda: None,
                 will=(f"will/{name}", b"gone"),
             )
             await connection.run(connect_timeout_s=5.0)
@@ -486,11 +485,9 @@ def test_a_broker_that_does_not_come_is_an_error() -> None:
 
         connection = world.connection(
             BrokerAddress("b"),
+            Handlers(lambda topic, body, retained: None, connected),
             client_id="late",
             keepalive_s=10,
-            received=lambda topic, body, retained: None,
-            connected=connected,
-            lost=lambda: None,
         )
         try:
             await connection.run(connect_timeout_s=5.0)

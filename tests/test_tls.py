@@ -27,7 +27,7 @@ from common.host.processes import free_port, spawn, stop
 from common.metrics_server import SERVER_NAME
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
-from common.net.connection import BrokerConnection
+from common.net.connection import BrokerConnection, Handlers
 from common.net.limits import reported_limits
 from common.net.tls import Tls, reason_of
 from common.protocol.messages import Target
@@ -113,9 +113,8 @@ def connect(
             connection.publish("t", b"begin", qos=1)
 
         connection = BrokerConnection(
-            BrokerAddress(host, port, tls=tls), client_id="device-0-a", keepalive_s=30, received=received,
-            connected=connected, lost=lambda: None,
-        )  # fmt: skip
+            BrokerAddress(host, port, tls=tls), Handlers(received, connected), client_id="device-0-a", keepalive_s=30
+        )
         running = asyncio.create_task(connection.run(connect_timeout_s=timeout_s))
         waiting = asyncio.create_task(done.wait())
         async with asyncio.timeout(30):

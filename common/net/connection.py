@@ -8,6 +8,7 @@ import math
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -54,40 +55,45 @@ class _Sent(NamedTuple):
         return f"{now - self.at:.1f} s after {self.packet}{what}"
 
 
-class BrokerConnection:
-    """A connection that is restored when it breaks: `connected` runs after each connect, `received` for each message.
-
-    A connection *has worked* once the broker acknowledged its subscriptions, or it lasted for `LIVED_S`. Only that
-    resets the pauses between attempts, so a broker that drops a client immediately is not flooded. `lost` runs when the
-    connection is lost, not when `run` is cancelled. `attempts` has the broker's address that is connected or tried.
-    Each address gets a client id of its own: when a server of a RabbitMQ cluster dies, the others delete the queues of
-    its clients by their ids, also of one that has come to them meanwhile, without a word to it.
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """What a connection calls: `received` for each message, `connected` after each connect, `lost` when it breaks.
 
     `find_place(topic, bytes)` may return memory for the payload of a QoS 0 message, where it is written as it arrives;
     then `landed(topic, place)` is called in place of `received`. By default what is too large for its topic is dropped.
     """
 
+    received: Received
+    connected: Callable[[], Awaitable[None]]
+    lost: Callable[[], None] = lambda: None
+    find_place: FindPlace = skip_large
+    landed: Callable[[str, Place], None] = lambda topic, place: None
+
+
+class BrokerConnection:
+    """A connection that is restored when it breaks. Its handlers run in the loop of `run`.
+
+    A connection *has worked* once the broker acknowledged its subscriptions, or it lasted for `LIVED_S`. Only that
+    resets the pauses between attempts, so a broker that drops a client immediately is not flooded. It is not lost when
+    `run` is cancelled. `attempts` has the broker's address that is connected or tried. Each address gets a client id of
+    its own: when a server of a RabbitMQ cluster dies, the others delete the queues of its clients by their ids, also of
+    one that has come to them meanwhile, without a word to it.
+    """
+
     def __init__(
         self,
         address: BrokerAddress,
+        handlers: Handlers,
         *,
         client_id: str,
         keepalive_s: int,
-        received: Received,
-        connected: Callable[[], Awaitable[None]],
-        lost: Callable[[], None],
-        find_place: FindPlace = skip_large,
-        landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> None:
         self.address = address
         self.attempts = Attempts(address)
         self._client_id = client_id
         self._keepalive_s = keepalive_s
-        self._received = received
-        self._connected = connected
-        self._lost = lost
-        self._find_place, self._landed = find_place, landed
+        self._handlers = handlers
         self._will = will
         self._retains = True
         self._client: MqttClient | None = None
@@ -125,7 +131,7 @@ class BrokerConnection:
                     self._sent("CONNECT")
                     lived = loop.call_later(LIVED_S, self._has_lived)
                     try:
-                        await self._connected()
+                        await self._handlers.connected()
                         await client.ended()
                     finally:
                         lived.cancel()
@@ -133,7 +139,7 @@ class BrokerConnection:
             except MqttError as error:
                 now, sent = loop.time(), self._last_sent
                 if sent is not None:
-                    self._lost()
+                    self._handlers.lost()
                 reason = client.reason(error)
                 if sent is None and self._will is not None and self._retains and reason.startswith(CLOSED):
                     await self._find_out_whether_it_retains()
@@ -272,8 +278,8 @@ class BrokerConnection:
             keepalive_s=self._keepalive_s,
             will=self._will,
             retains=self._retains,
-            find_place=self._find_place,
-            landed=self._landed,
+            find_place=self._handlers.find_place,
+            landed=self._handlers.landed,
             received=self._receive,
             tls=self._tls,
         )
@@ -329,7 +335,7 @@ class BrokerConnection:
 
     def _receive(self, topic: str, body: bytes, retained: bool) -> None:
         if self._client is not None:  # else it disconnects
-            self._received(topic, body, retained)
+            self._handlers.received(topic, body, retained)
 
     def _sent(self, packet: str, topic: str = "", size: int = 0) -> None:
         if self._client is not None:

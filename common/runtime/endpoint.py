@@ -18,6 +18,7 @@ from common.errors import ConnectionFailed, DuplicateName, NoProgress
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
+from common.net.connection import Handlers
 from common.net.packets import Place
 from common.protocol import serialization, topics
 from common.protocol.child_session import ChildSession
@@ -71,13 +72,9 @@ class Endpoint(ABC):
         will = serialization.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
         self.connection = world.connection(
             address,
+            Handlers(self._received, self._connected, self._lost, self._find_place, self._landed),
             client_id=f"{identity.name}-{identity.session[:8]}-{world.token(4)}",  # a node may have two
             keepalive_s=transfer.keepalive_s,
-            received=self._received,
-            find_place=self._find_place,
-            landed=self._landed,
-            connected=self._connected,
-            lost=self._lost,
             will=(topics.state(identity.lab, identity.run, identity.name), will),
         )
 

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 from common.errors import ConnectionFailed, WireError
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
+from common.net.connection import Handlers
 from common.protocol import serialization, topics
 from common.protocol.messages import Message
 from common.runtime.world import REAL, World, new_session, nothing
@@ -52,11 +53,9 @@ class LabClient:
         self._keeping: asyncio.Task[None] | None = None
         self._connection = world.connection(
             address,
+            Handlers(self._received, self._connected),
             client_id=f"{name}-{self.session}",
             keepalive_s=TransferSettings().keepalive_s,
-            received=self._received,
-            connected=self._connected,
-            lost=nothing,
         )
 
     @asynccontextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -15,18 +15,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 from common.net.address import BrokerAddress
 from common.net.attempts import Attempts
 from common.net.bulk import Body
-from common.net.connection import BrokerConnection
+from common.net.connection import BrokerConnection, Handlers
 from common.net.limits import packet_limit
-from common.net.packets import FindPlace, Place
-from common.protocol.bounds import skip_large
 from common.protocol.identity import Identity
 from common.protocol.session_events import ByteMeter
 from common.protocol.topics import DEFAULT_LAB, check_lab
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
-
-Received = Callable[[str, bytes, bool], None]
 
 
 class Connection(Protocol):
@@ -77,17 +73,13 @@ class World(Protocol):
     def connection(
         self,
         address: BrokerAddress,
+        handlers: Handlers,
         *,
         client_id: str,
         keepalive_s: int,
-        received: Received,
-        connected: Callable[[], Awaitable[None]],
-        lost: Callable[[], None],
-        find_place: FindPlace = skip_large,
-        landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> Connection:
-        """Return a connection, which `run` opens; for the callbacks see `common.net.connection.BrokerConnection`."""
+        """Return a connection, which `run` opens."""
 
     async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> int | None:
         """Return the largest packet that a broker accepts at a single address, bytes; None if unlimited or unknown.

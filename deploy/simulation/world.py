@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Final
 
 from common.accounting.counters import packet_bytes
@@ -14,10 +14,9 @@ from common.accounting.traffic import TcpStats
 from common.net.address import BrokerAddress
 from common.net.attempts import Attempts
 from common.net.bulk import Body
-from common.net.connection import LIVED_S
-from common.net.packets import FindPlace, Place
-from common.protocol.bounds import skip_large
-from common.runtime.world import Connection, Received, nothing
+from common.net.connection import LIVED_S, Handlers
+from common.net.packets import Place
+from common.runtime.world import Connection, nothing
 from deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
 from deploy.simulation.link import BrokenConnection, ClientStream, Packet, PacketKind
 from deploy.simulation.machines import SimulatedProcess
@@ -33,16 +32,12 @@ class SimulatedConnection:
     def __init__(
         self,
         address: BrokerAddress,
+        handlers: Handlers,
         *,
         reach: Callable[[BrokerAddress], tuple[SimulatedBroker, SimulatedLink]],
         process: SimulatedProcess,
         client_id: str,
         keepalive_s: int,
-        received: Received,
-        connected: Callable[[], Awaitable[None]],
-        lost: Callable[[], None],
-        find_place: FindPlace = skip_large,
-        landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> None:
         self.address = address
@@ -56,8 +51,7 @@ class SimulatedConnection:
         self.will = SessionWill(*will) if will else None
         self.context = contextvars.copy_context()
         self.stream: ClientStream | None = None
-        self._received, self._connected, self._lost = received, connected, lost
-        self._find_place, self._landed = find_place, landed
+        self._handlers = handlers
         self._ready = False
         self._subscribing = 0
         self._worked = False
@@ -68,8 +62,8 @@ class SimulatedConnection:
 
     @property
     def user(self) -> object:
-        """The receiver of the messages: an endpoint, or a node's search for its run."""
-        return getattr(self._received, "__self__", None)
+        """The receiver of the messages: an endpoint, or another client."""
+        return getattr(self._handlers.received, "__self__", None)
 
     @property
     def up(self) -> bool:
@@ -87,7 +81,7 @@ class SimulatedConnection:
                 stream = await self._open()
                 self.stream, begun = stream, loop.time()
                 try:
-                    await self._connected()
+                    await self._handlers.connected()
                     self._ready, early, self._early = True, self._early, []
                     for packet in early:
                         self._deliver(packet)
@@ -166,7 +160,7 @@ class SimulatedConnection:
         elif (place := self._place(packet)) is not None:
             if place.view is not None:
                 place.view[:] = packet.body
-            self._landed(packet.topic, place)
+            self._handlers.landed(packet.topic, place)
         elif self._ready:
             self._deliver(packet)
         else:
@@ -174,7 +168,7 @@ class SimulatedConnection:
 
     def _place(self, packet: Packet) -> Place | None:
         """Return the place of a message, as `PacketReader` chooses it."""
-        place = self._find_place(packet.topic, len(packet.body)) if packet.qos == 0 and packet.body else None
+        place = self._handlers.find_place(packet.topic, len(packet.body)) if packet.qos == 0 and packet.body else None
         return None if place is not None and place.view is not None and packet.retain else place
 
     def detach_bodies(self) -> None:
@@ -196,7 +190,7 @@ class SimulatedConnection:
         return ClientStream(self, loop=loop)
 
     def _deliver(self, packet: Packet) -> None:
-        self._received(packet.topic, packet.body, packet.retain)
+        self._handlers.received(packet.topic, packet.body, packet.retain)
 
     def _left(self, packet: Packet) -> None:
         """Copy a large body as it leaves: its owner may overwrite the memory from now on."""
@@ -226,7 +220,7 @@ class SimulatedConnection:
         leaving, self._leaving = self._leaving, {}
         for done in leaving.values():
             done()
-        self._lost()
+        self._handlers.lost()
 
 
 class SimulatedMeter:
@@ -275,28 +269,20 @@ class SimulatedWorld:
     def connection(
         self,
         address: BrokerAddress,
+        handlers: Handlers,
         *,
         client_id: str,
         keepalive_s: int,
-        received: Received,
-        connected: Callable[[], Awaitable[None]],
-        lost: Callable[[], None],
-        find_place: FindPlace = skip_large,
-        landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> Connection:
         """Return a connection to a simulated broker."""
         connection = SimulatedConnection(
             address,
+            handlers,
             reach=self._reach,
             process=self.process,
             client_id=client_id,
             keepalive_s=keepalive_s,
-            received=received,
-            connected=connected,
-            lost=lost,
-            find_place=find_place,
-            landed=landed,
             will=will,
         )
         self.connections.append(connection)

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from common.errors import ConnectionFailed, NoProgress
 from common.experiment.topology import CLOUD
 from common.net.address import BrokerAddress
-from common.net.connection import BrokerConnection
+from common.net.connection import BrokerConnection, Handlers
 from common.protocol import topics
 from common.protocol.round_state import HEARTBEAT_S
 from deploy.watching.lab import WatchedLab
@@ -151,11 +151,9 @@ class Follower:
 
         connection = BrokerConnection(
             address,
+            Handlers(partial(self._received, place), connected, partial(self._lost, place)),
             client_id=f"watch-{secrets.token_hex(8)}",
             keepalive_s=KEEPALIVE_S,
-            received=partial(self._received, place),
-            connected=connected,
-            lost=partial(self._lost, place),
         )
         return connection
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from common.errors import FedstrataError
 from common.net.address import BrokerAddress
-from common.net.connection import BrokerConnection
+from common.net.connection import BrokerConnection, Handlers
 from common.protocol.round_state import HEARTBEAT_S
 from deploy.watching.follower import KEEPALIVE_S, topics_of
 
@@ -58,11 +58,9 @@ class Subscription:
 
         connection = BrokerConnection(
             self._address,
+            Handlers(self._received, connected, lambda: self._connected(False)),
             client_id=f"view-{secrets.token_hex(8)}",
             keepalive_s=KEEPALIVE_S,
-            received=self._received,
-            connected=connected,
-            lost=lambda: self._connected(False),
         )
         with suppress(FedstrataError):  # the view has the cloud's events still
             keeping = asyncio.create_task(connection.run(connect_timeout_s=CONNECT_S), name="connection")
