@@ -11,10 +11,9 @@ from typing import Protocol
 
 from cloud.energy import energy_noted
 from cloud.evaluator import Beginning, EvaluationResult, Evaluator
-from cloud.global_rounds import LABELS
+from cloud.global_rounds import LABELS, GlobalRounds
 from cloud.records import tier_bytes
 from cloud.results import RunFolder
-from cloud.run import CloudRun
 from common.errors import FedstrataError, StorageFailed
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
@@ -186,18 +185,15 @@ class CloudAgent:
         experiment, layout = self._folder.experiment, beginning.layout
         if refiner is not None:
             await refiner.prepare()
-        run = CloudRun(
+        run = GlobalRounds(
             self._folder,
-            layout=layout,
-            row=beginning.row,
-            partition=beginning.partition,
+            beginning,
             spool=spool,
             down=down,
             evaluate=evaluator.evaluate,
             metrics=self._metrics,
             observe=self._observe,
             refiner=refiner,
-            notes=beginning.notes,
         )
         if self._resume:
             run.resume()
@@ -219,7 +215,7 @@ class CloudAgent:
             showing.cancel()
 
     @staticmethod
-    def _begin(down: ParentEndpoint, run: CloudRun) -> None:
+    def _begin(down: ParentEndpoint, run: GlobalRounds) -> None:
         """Begin the traces, at the place that the run has reached."""
         down.session.begin(down.now() - run.elapsed_s)
         down.wake()

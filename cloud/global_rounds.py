@@ -1,4 +1,7 @@
-"""The cloud's global rounds: dispatch, wait, aggregate, decide the epochs, evaluate in parallel with the next round."""
+"""A run's global rounds at the cloud, over a network or in one process: from the first model or a checkpoint on.
+
+Each: dispatch, wait, aggregate, decide the epochs, evaluate in parallel with the next one.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,26 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Any, Final
 
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
-from cloud.evaluator import EvaluationResult
+from cloud.evaluator import Beginning, EvaluationResult
 from cloud.records import GlobalRoundRecord, tier_bytes
 from cloud.results import RunFolder
-from common.errors import RunFailed
-from common.experiment.schema import Experiment
+from common.errors import InvalidExperiment, RunFailed
+from common.experiment import lint
 from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
-from common.methods.rule import Aggregated, Rule
+from common.methods import aggregator
+from common.methods.rule import Aggregated
 from common.methods.selection.client_selection import ClientSelection
 from common.methods.selection.situation import Choose
 from common.methods.statistics import tensor_distances
 from common.metrics import Metrics, NodeLabels
-from common.model.layout import ModelLayout, Row
+from common.model.layout import Row
 from common.model.refinement import Refiner
 from common.protocol.reports import plans_of, work_of
 from common.randomness import Purpose, generator
@@ -33,6 +38,7 @@ from common.runtime.children import Children, Observe, unreported
 from common.runtime.patience import until_written
 from common.runtime.refining import run_refining
 from common.runtime.round import ClosedRound, Dispatch
+from common.storage.spool import Spool
 
 LABELS: Final = NodeLabels("cloud", CLOUD)
 LINKS_S: Final = 5.0  # between two writes of links.csv, which has a row for each link
@@ -43,15 +49,17 @@ Evaluate = Callable[[int, Row], Awaitable[EvaluationResult]]
 
 
 class GlobalRounds:
-    """One run's global rounds at the cloud, from the initial model or a checkpoint to the last round."""
+    """One run's global rounds, from the initial model, that of `beginning`, to the last one.
+
+    `spool`: where the rule keeps rows. `choose`: a client selection, as recorded.
+    """
 
     def __init__(
         self,
         folder: RunFolder,
+        beginning: Beginning,
         *,
-        layout: ModelLayout,
-        row: Row,
-        rule: Rule,
+        spool: Spool,
         down: Children,
         evaluate: Evaluate,
         metrics: Metrics,
@@ -60,15 +68,30 @@ class GlobalRounds:
         refiner: Refiner | None = None,
     ) -> None:
         self._folder = folder
-        self._experiment: Experiment = folder.experiment
-        self._layout = layout
-        self._row = row
-        self._rule = rule
-        rule.begin(row)
+        self._experiment = experiment = folder.experiment
+        self._beginning = beginning
+        self._layout = layout = beginning.layout
+        self._row = beginning.row
+        tier = experiment.tier_below(CLOUD)
+        self._rule = rule = aggregator.build(
+            tier.aggregation,
+            layout=layout,
+            node=CLOUD,
+            seed=experiment.seed,
+            measures=True,
+            rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
+            folder=folder.path / "cache",
+            children=len(down.peers),
+            training=experiment.training,
+            learning_rate=experiment.learning_rate_in,
+            rounds_below=experiment.rounds_below(CLOUD),
+            refiner=refiner,
+            bound=tier.norm_bound,
+        )
+        rule.begin(self._row)
         self._down = down
-        tier = self._experiment.tier_below(CLOUD)
-        self._selection = ClientSelection(tier, seed=self._experiment.seed, node=CLOUD, choose=rule.choose or choose)
-        tree = self._experiment.tree
+        self._selection = ClientSelection(tier, seed=experiment.seed, node=CLOUD, choose=rule.choose or choose)
+        tree = experiment.tree
         below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
         self._aggregators = {child: set(names) & tree.children.keys() for child, names in below.items()}
@@ -76,18 +99,24 @@ class GlobalRounds:
         self._refiner = refiner
         self._metrics = metrics
         self._observe = observe
-        start_epochs = dict.fromkeys(down.peers, self._experiment.training.epochs)
-        self._state = RunState(folder.run, self._experiment.digest, 0, 0.0, start_epochs)
+        start_epochs = dict.fromkeys(down.peers, experiment.training.epochs)
+        self._state = RunState(folder.run, experiment.digest, 0, 0.0, start_epochs)
         self._evaluating: tuple[GlobalRoundRecord, asyncio.Task[list[EvaluationResult]]] | None = None
         self._reached = False
         self._mark = 0.0
         self._links_at = -inf  # when links.csv is written next
         self._bytes: Mapping[str, int] = self._tier_bytes()  # up to the last global round
-        self.last: EvaluationResult | None = None
+        self._last: EvaluationResult | None = None
 
-    def resume(self, state: RunState) -> None:
-        """Continue after a checkpoint, whose model is in the row and whose rule state is restored."""
-        self._state = state
+    def resume(self) -> None:
+        """Continue from the last checkpoint that can be read, with a warning for each other one.
+
+        Raises InvalidExperiment if that is impossible.
+        """
+        self._state = state = self._newest_state()
+        if state.digest != self._experiment.digest:
+            problem = "its experiment was changed"
+            raise InvalidExperiment("--resume", str(self._folder.path), problem, "Restore the file.")
         self._selection.restore(state.selection)
         self._metrics.round.labels(*LABELS).set(state.global_round)
         written = self._folder.forget_after(state.global_round)
@@ -97,27 +126,74 @@ class GlobalRounds:
         if written and written[-1].score is None and self._evaluates(state.global_round):
             self._evaluate(written[-1], self._rule.mixed)  # the run ended before this evaluation
 
-    @property
-    def row(self) -> Row:
-        """The global model."""
-        return self._row
+    def introduce(self, *, metrics_address: str = "") -> None:
+        """Record the run's facts, and report them and the warnings about its experiment and data."""
+        experiment, layout = self._experiment, self._layout
+        # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
+        self._folder.note(model_bytes=layout.row_bytes, partition=self._beginning.partition)
+        self._observe(
+            "run",
+            {
+                "run": self._folder.run,
+                "folder": str(self._folder.path),
+                "experiment": experiment.name,
+                "global_rounds": experiment.rounds,
+                "done": self._state.global_round,
+                "nodes": experiment.count_by_kind(),
+                "model": experiment.model.name,
+                "model_bytes": layout.row_bytes,
+                "score": experiment.score.name,
+                "metrics": metrics_address,
+            },
+        )
+        for reason in (*lint.warnings(experiment), *self._beginning.notes):
+            self._observe("warning", {"reason": reason})
 
     @property
-    def state(self) -> RunState:
-        """The progress of the run."""
-        return self._state
+    def elapsed_s(self) -> float:
+        """The seconds of the global rounds so far."""
+        return self._state.elapsed_s
 
     @property
     def complete(self) -> bool:
         """Whether no global round remains."""
         return self._state.global_round >= self._experiment.rounds or self._reached
 
-    async def run(self) -> None:
-        """Run the remaining global rounds, until the last one or until the target of the score is reached."""
+    async def run(self) -> Path:
+        """Run the remaining global rounds, to the last one or the score's target; return the final model's path."""
+        folder, experiment = self._folder, self._experiment
+        folder.begun = True
         self._mark = self._down.now()
         while not self.complete:
             await self._run_round()
         await self._finish_evaluation()
+        path = folder.path / "model.safetensors"
+        facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
+        save = partial(checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts)
+        await self._written(lambda: offload(save))
+        self._observe(
+            "finished",
+            {
+                "global_round": self._state.global_round,
+                "elapsed_s": self._state.elapsed_s,
+                **_evaluated(experiment.score.name, self._last),
+                "model": str(path),
+                "model_bytes": self._layout.row_bytes,
+                **self._tier_bytes(),
+            },
+        )
+        return path
+
+    def _newest_state(self) -> RunState:
+        """Load the newest checkpoint that can be read, if there is any. Raises InvalidExperiment."""
+        for path in (found := checkpoint.newest_first(self._folder.checkpoints)):
+            try:
+                return checkpoint.load(path, layout=self._layout, row=self._row, rule=self._rule)
+            except InvalidExperiment as error:
+                if path == found[-1]:
+                    raise
+                self._observe("warning", {"reason": f"{error} The run continues from the checkpoint before it."})
+        return self._state
 
     async def _run_round(self) -> None:
         state, tier = self._state, self._experiment.tier_below(CLOUD)
@@ -156,9 +232,9 @@ class GlobalRounds:
         record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
             self._evaluate(record, await offload(lambda: self._rule.mixed))
-        await self.written(self._write)
+        await self._written(self._write)
 
-    async def written(self, write: Callable[[], Awaitable[None]]) -> None:
+    async def _written(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write to the run's folder; wait while the disk is full or read-only. Raises StorageFailed after `idle_s`."""
         await until_written(
             write,
@@ -295,26 +371,26 @@ class GlobalRounds:
         if self._evaluating is None:
             return
         record, evaluating = self._evaluating
-        before = self.last
-        self.last, *mixed = await evaluating
+        before = self._last
+        self._last, *mixed = await evaluating
         self._evaluating = None
-        self._reached = self._is_target(self.last.score)
+        self._reached = self._is_target(self._last.score)
         name = self._experiment.score.name
         if name == ACCURACY:
-            self._metrics.accuracy.labels(*LABELS).set(self.last.score)
-        self._metrics.score.labels(*LABELS, name).set(self.last.score)
-        self._metrics.test_loss.labels(*LABELS).set(self.last.loss)
-        facts: dict[str, Any] = {**evaluated(name, self.last)}
+            self._metrics.accuracy.labels(*LABELS).set(self._last.score)
+        self._metrics.score.labels(*LABELS, name).set(self._last.score)
+        self._metrics.test_loss.labels(*LABELS).set(self._last.loss)
+        facts: dict[str, Any] = {**_evaluated(name, self._last)}
         for other in mixed:
-            facts |= {f"mixed_{key}": value for key, value in evaluated(name, other).items()}
+            facts |= {f"mixed_{key}": value for key, value in _evaluated(name, other).items()}
         scores = {key: facts.get(key) for key in record.other_scores}
         found = {key: value for key, value in facts.items() if not key.endswith("score")}
         self._folder.complete_round(replace(record, **found, other_scores=scores))
         self._observe("evaluated", {"global_round": record.global_round, **facts})
         again = before is not None and not math.isfinite(before.loss)
-        if not math.isfinite(self.last.loss) and (not again or record.global_round == self._experiment.rounds):
+        if not math.isfinite(self._last.loss) and (not again or record.global_round == self._experiment.rounds):
             reason = (
-                f"the test loss after global round {record.global_round} is {self.last.loss}: training has diverged"
+                f"the test loss after global round {record.global_round} is {self._last.loss}: training has diverged"
             )
             self._observe("warning", {"global_round": record.global_round, "reason": reason})
 
@@ -322,7 +398,7 @@ class GlobalRounds:
         return self._experiment.score.reached(score, self._experiment.target)
 
 
-def evaluated(name: str, result: EvaluationResult | None) -> dict[str, float | None]:
+def _evaluated(name: str, result: EvaluationResult | None) -> dict[str, float | None]:
     """Return the facts about a model whose score has this name: `accuracy` is None unless that is the score."""
     if result is None:
         return {"accuracy": None, "score": None, "loss": None}

@@ -19,13 +19,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from paho.mqtt import client as mqtt
 
+from cloud import checkpoint
 from cloud.checkpoint import RunState
-from cloud.evaluator import EvaluationResult
+from cloud.evaluator import Beginning, EvaluationResult
 from cloud.global_rounds import GlobalRounds
 from cloud.results import RunFolder
 from common.accounting.counters import Account
@@ -34,8 +34,6 @@ from common.errors import InvalidExperiment, WireError
 from common.experiment.reading import parse, to_toml
 from common.experiment.rounds import Closing
 from common.experiment.schema import Experiment
-from common.methods import aggregator
-from common.methods.fedavg import FedAvg
 from common.metrics import Metrics
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.net.address import BrokerAddress
@@ -46,6 +44,7 @@ from common.runtime import discovery
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import Host, new_session
+from common.storage.spool import Spool
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
 from deploy.brokers.guard import Guard
@@ -533,16 +532,15 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
     async def run() -> None:
         alone = SimpleNamespace(peers=(), ledger=Ledger((), Account()), now=asyncio.get_running_loop().time)
         global_rounds = GlobalRounds(
-            folder, layout=layout, row=layout.empty(), rule=rule, down=alone, evaluate=evaluate,
+            folder, Beginning(layout, layout.empty(), ""), spool=Spool(None), down=alone, evaluate=evaluate,
             metrics=Metrics(), observe=lambda event, facts: None,
         )  # fmt: skip
-        global_rounds.resume(RunState(folder.run, "", len(accuracies), 1.0, {}))
+        state = RunState(folder.run, folder.experiment.digest, len(accuracies), 1.0, {})
+        checkpoint.save(folder.checkpoints, state, layout=layout, row=layout.empty(), rule=global_rounds._rule)
+        global_rounds.resume()
         await global_rounds.run()  # another global round would need the institutions
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
-    rule = aggregator.build(
-        FedAvg(), layout=layout, node="cloud", seed=1, measures=True, rows=lambda name, count: np.empty(0, np.uint8)
-    )
     folder = RunFolder.create(root, parse(SMALL | {"target_accuracy": 0.8}))
     for place, accuracy in enumerate([*accuracies, ""]):  # and one whose checkpoint was not written any more
         folder.add_round(a_global_round(place + 1, float(accuracy) if accuracy else None))

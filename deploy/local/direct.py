@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cloud.evaluator import EvaluationResult
+from cloud.evaluator import Beginning, EvaluationResult
+from cloud.global_rounds import GlobalRounds
 from cloud.results import RunFolder
-from cloud.run import CloudRun
 from common.errors import FedstrataError, InvalidExperiment, StorageFailed
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
@@ -138,11 +138,9 @@ async def _run(
         **accounting(CLOUD),
     )
     try:
-        run = CloudRun(
+        run = GlobalRounds(
             folder,
-            layout=layout,
-            row=tester.first,
-            partition=partition,
+            Beginning(layout, tester.first, partition, notes=tester.notes),
             spool=spool,
             down=down,
             evaluate=evaluate,
@@ -150,7 +148,6 @@ async def _run(
             observe=record,
             choose=choose(CLOUD),
             refiner=_refiner(experiment, CLOUD, partition=partition),
-            notes=tester.notes,
         )
         if resume:
             run.resume()
