@@ -20,8 +20,8 @@ from common.methods.rule import link_layouts
 from common.metrics import NodeLabels
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.protocol.limits import task_limits
-from common.protocol.messages import Announcement, NodeState, Phase, Task
-from common.runtime.absence import Away, until_return, while_online
+from common.protocol.messages import NodeState, Phase, Task
+from common.runtime.absence import through_absences, while_online
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, activity, join
@@ -46,11 +46,22 @@ log = logging.getLogger("fedstrata.device")
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """What a device has in a run; it keeps it while it is away."""
+    """What a device has once it has prepared for a run."""
 
     prepared: Prepared
     layouts: LinkLayouts
     memory: DeviceMemory
+
+
+@dataclass(slots=True)
+class _Part:
+    """A device's part in a run, which it keeps while it is away; `joined`: once it has prepared."""
+
+    found: Found
+    experiment: Experiment
+    spool: Spool
+    states: Spool
+    joined: _Joined | None = None
 
 
 class DeviceAgent:
@@ -110,61 +121,50 @@ class DeviceAgent:
         experiment = experiment.with_data_root(root)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
-        tier = experiment.tier_above(self._name)
         spool = Spool.open(host.spool, run=run, node=self._name)
         keeps = experiment.training.objective.remembers
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
-        times = experiment.online(self._name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
-        joined: _Joined | None = None
-        while True:
-            identity = host.identity(run, self._name, "device")
-            up = ChildEndpoint(
-                host.broker,
-                identity,
-                parent=self._parent,
-                parent_session=found.parent_session,
-                transfer=experiment.transfer,
-                link=experiment.link(self._name),
-                shaped=experiment.links.enforce == "bucket",
-                limits=task_limits(experiment, self._name),
-                codecs=tier.transfer,
-                spool=spool,
-                world=host.world,
-            )
-            export_child(self._metrics, up, self._labels, tier=tier.name)
-
-            async def take_part(up: ChildEndpoint = up) -> None:
-                nonlocal joined
-                joined = joined or await self._join(up, experiment, found.announcement, states=states)
-                if joined is not None:
-                    await self._train_all(up, experiment, joined)
-
-            try:
-                await live(
-                    (up,),
-                    while_online(up, times, take_part()),
-                    connect_timeout_s=host.connect_timeout_s,
-                    goodbye=partial(up.farewell, (), timeout_s=FAREWELL_S),
-                    last_scrape=self._metrics.last_scrape,
-                )
-                break
-            except Away as away:
-                activity.info("%s: run %s: %s", self._name, run, away)
-                begun = away.begun
-            assert times is not None
-            returns = until_return(host, identity, self._parent, times=times, begun=begun)
-            if not await returns:
-                activity.info("%s: run %s has ended meanwhile", self._name, run)
-                break
-            activity.info("%s: run %s: available again", self._name, run)
+        once = partial(self._take_part_once, _Part(found, experiment, spool, states))
+        times = experiment.online(self._name)
+        await through_absences(once, host, self._name, self._parent, run=run, times=times)
         spool.close()
         states.close()
 
-    async def _join(
-        self, up: ChildEndpoint, experiment: Experiment, announcement: Announcement, *, states: Spool
-    ) -> _Joined | None:
+    async def _take_part_once(self, part: _Part) -> None:
+        """Take part in a run to its end. Raises Away if the device's trace takes it away before."""
+        host, experiment, found = self._host, part.experiment, part.found
+        tier = experiment.tier_above(self._name)
+        up = ChildEndpoint(
+            host.broker,
+            host.identity(found.run, self._name, "device"),
+            parent=self._parent,
+            parent_session=found.parent_session,
+            transfer=experiment.transfer,
+            link=experiment.link(self._name),
+            shaped=experiment.links.enforce == "bucket",
+            limits=task_limits(experiment, self._name),
+            codecs=tier.transfer,
+            spool=part.spool,
+            world=host.world,
+        )
+        export_child(self._metrics, up, self._labels, tier=tier.name)
+        await live(
+            (up,),
+            while_online(up, experiment.online(self._name), self._work(up, part)),
+            connect_timeout_s=host.connect_timeout_s,
+            goodbye=partial(up.farewell, (), timeout_s=FAREWELL_S),
+            last_scrape=self._metrics.last_scrape,
+        )
+
+    async def _work(self, up: ChildEndpoint, part: _Part) -> None:
+        part.joined = part.joined or await self._join(up, part)
+        if part.joined is not None:
+            await self._train_all(up, part.experiment, part.joined)
+
+    async def _join(self, up: ChildEndpoint, part: _Part) -> _Joined | None:
         """Prepare for a run; return None if it is over before."""
+        experiment, announcement = part.experiment, part.found.announcement
         permit(experiment.code_at(self._name), self._host.allow)
         prepared = await up.unless_over(self._prepare(up, experiment))
         if prepared is None:
@@ -184,7 +184,7 @@ class DeviceAgent:
             kept_bytes=prepared.kept_bytes,
             rounds=experiment.device_rounds,
             rounds_back=experiment.cloud.rounds_back,
-            spool=states,
+            spool=part.states,
         )
         run, model = up.identity.run, experiment.model.name
         activity.info("%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples)

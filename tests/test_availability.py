@@ -22,7 +22,6 @@ from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol import serialization, topics
-from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Presence
 from common.protocol.time_zero import TimeZero
 from common.runtime.absence import until_return
@@ -74,11 +73,11 @@ async def test_a_device_that_is_away_reads_its_parents_state(
         async def run(self, *, connect_timeout_s: float) -> None:
             await asyncio.get_running_loop().create_future()
 
-    identity, world, loop = Identity("run-1", "device-0", "device", "mine"), Silent(), asyncio.get_running_loop()
+    world, loop = Silent(), asyncio.get_running_loop()
     host = Host(BrokerAddress("broker"), 30.0, Metrics(), world=cast(World, world))
     times, begun = OnlineTimes((50.0,)), loop.time()
     loop.call_later(10.0, lambda: connected_with[0].received(topics.state("lab", run, "up"), body, retained))
-    returning = until_return(host, identity, "up", times=times, begun=begun)
+    returning = until_return(host, "device-0", "up", run="run-1", times=times, begun=begun)
     if returns is None:  # as of devices that are there: a service starts it again
         with pytest.raises(RunFailed, match=r"^up gave up: out of disk$"):
             await returning

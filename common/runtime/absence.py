@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from math import inf
 from typing import Any, TypeVar
 
 from common.errors import FedstrataError, RunFailed
 from common.experiment.availability import OnlineTimes
 from common.protocol import serialization, topics
-from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Presence
 from common.protocol.round_state import LIVING
 from common.protocol.time_zero import TimeZero
 from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.discovery import activity
 from common.runtime.lab_client import LabClient
 from common.runtime.world import Host
 from common.text import short
@@ -28,6 +28,23 @@ class Away(FedstrataError):
     def __init__(self, begun: float, *, for_s: float) -> None:
         super().__init__(f"away by its trace for {for_s:.0f} s" if for_s < inf else "away by its trace for good")
         self.begun = begun
+
+
+async def through_absences(
+    once: Callable[[], Awaitable[None]], host: Host, name: str, parent: str, *, run: str, times: OnlineTimes | None
+) -> None:
+    """Take part in a run to its end: once, and again after each absence, which `once` ends by raising Away."""
+    while True:
+        try:
+            return await once()
+        except Away as away:
+            activity.info("%s: run %s: %s", name, run, away)
+            begun = away.begun
+        assert times is not None
+        if not await until_return(host, name, parent, run=run, times=times, begun=begun):
+            activity.info("%s: run %s has ended meanwhile", name, run)
+            return None
+        activity.info("%s: run %s: available again", name, run)
 
 
 async def while_online(up: ChildEndpoint, times: OnlineTimes | None, work: Coroutine[Any, Any, _T]) -> _T:
@@ -59,14 +76,14 @@ async def _departure(up: ChildEndpoint, times: OnlineTimes | None) -> Away:
             pass
 
 
-async def until_return(host: Host, identity: Identity, parent: str, *, times: OnlineTimes, begun: float) -> bool:
+async def until_return(host: Host, name: str, parent: str, *, run: str, times: OnlineTimes, begun: float) -> bool:
     """Wait until a device is available again, or its parent is in another run; return False if its run ends before.
 
     Meanwhile only the parent's state is read: it ends the wait, and a resumed run has another time zero. Raises
     RunFailed if the parent gave up.
     """
     loop = asyncio.get_running_loop()
-    watched = _ParentState(host, identity, parent, begun=begun)
+    watched = _ParentState(host, name, parent, run=run, begun=begun)
     async with watched.client.connected():
         while not watched.ended:
             t = loop.time() - watched.begun
@@ -87,24 +104,22 @@ async def until_return(host: Host, identity: Identity, parent: str, *, times: On
 class _ParentState:
     """The state of a device's parent, read while the device is away; `moved`: it has joined another run."""
 
-    def __init__(self, host: Host, identity: Identity, parent: str, *, begun: float) -> None:
+    def __init__(self, host: Host, name: str, parent: str, *, run: str, begun: float) -> None:
         self.begun = begun
         self.ended = self.moved = False
         self.failure: RunFailed | None = None
         self.changed = asyncio.Event()
         self._zero = TimeZero()
-        self._identity, self._parent = identity, parent
+        self._run, self._parent = run, parent
         self._loop = asyncio.get_running_loop()
-        state = topics.state(identity.lab, "+", parent)
-        self.client = LabClient(
-            host.broker, f"{identity.name}-away", reads=[state], received=self._received, world=host.world
-        )
+        state = topics.state(host.lab, "+", parent)
+        self.client = LabClient(host.broker, f"{name}-away", reads=[state], received=self._received, world=host.world)
 
     def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
         session, message = serialization.decode(body) if body else ("", None)
         if not isinstance(topic, topics.StateTopic):
             return
-        if topic.run != self._identity.run:
+        if topic.run != self._run:
             living = isinstance(message, Presence) and message.state in LIVING
             self.moved = self.moved or (living and not retained)
         elif message is None:
