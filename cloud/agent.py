@@ -18,6 +18,7 @@ from common.errors import FedstrataError, StorageFailed
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.energy import EnergyMeter
+from common.host.files import until_written
 from common.host.offload import offload
 from common.methods.rule import link_layouts
 from common.model.layout import Row
@@ -26,13 +27,11 @@ from common.protocol.messages import Announcement, NodeState
 from common.protocol.pending import Budget
 from common.protocol.targets import ADDRESS, HTTPS
 from common.protocol.timeline import GLOBAL_PHASES
-from common.runtime.children import Observe
-from common.runtime.exports import export_parent
+from common.runtime.exports import ScrapeTarget, discovery, export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.patience import until_written
 from common.runtime.refining import RefinerProcess
-from common.runtime.targets import ScrapeTarget, discovery
+from common.runtime.round import Observe
 from common.runtime.world import Host
 from common.storage.spool import Spool
 

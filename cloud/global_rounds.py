@@ -23,6 +23,7 @@ from common.errors import InvalidExperiment, RunFailed
 from common.experiment import lint
 from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
+from common.host.files import until_written
 from common.host.offload import offload
 from common.methods import aggregator
 from common.methods.rule import Aggregated
@@ -34,10 +35,8 @@ from common.model.layout import Row
 from common.model.refinement import Refiner
 from common.protocol.reports import plans_of, work_of
 from common.randomness import Purpose, generator
-from common.runtime.children import Children, Observe, unreported
-from common.runtime.patience import until_written
 from common.runtime.refining import run_refining
-from common.runtime.round import ClosedRound, Dispatch
+from common.runtime.round import Children, ClosedRound, Dispatch, Observe, unreported
 from common.storage.spool import Spool
 
 LABELS: Final = NodeLabels("cloud", CLOUD)

@@ -15,21 +15,20 @@ from common.experiment.reading import announced
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.host.examination import examine_host
+from common.host.files import until_written
 from common.host.offload import offload
 from common.methods.rule import link_layouts
 from common.metrics import NodeLabels
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.protocol.limits import task_limits
 from common.protocol.messages import NodeState, Phase, Task
-from common.runtime.absence import through_absences, while_online
-from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, activity, join
 from common.runtime.exports import export_child
-from common.runtime.lifecycle import live
-from common.runtime.patience import until_written
+from common.runtime.lifecycle import live, through_absences, while_online
+from common.runtime.models import Arriving
 from common.runtime.roll import Resources
-from common.runtime.work import Report, WorkResult
+from common.runtime.round import Report, WorkResult
 from common.runtime.world import Host
 from common.storage.spool import Spool
 from device.emulation import emulate

@@ -9,7 +9,7 @@ from typing import Final
 
 from common.experiment.hardware import Pace
 from common.protocol.messages import Phase
-from common.runtime.work import Report, WorkResult
+from common.runtime.round import Report, WorkResult
 
 REPORT_S: Final = 1.0
 

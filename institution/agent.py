@@ -22,12 +22,11 @@ from common.protocol.round_state import LIVING
 from common.protocol.timeline import PHASES
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, activity, join
-from common.runtime.exports import export_child, export_parent
+from common.runtime.exports import export_child, export_parent, passed_on
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.refining import RefinerProcess
 from common.runtime.roll import Resources
-from common.runtime.targets import passed_on
 from common.runtime.world import Host
 from common.storage.spool import Spool
 from institution.rounds import LocalRounds

@@ -12,6 +12,7 @@ from functools import partial
 
 from common.accounting.child_report import ChildReport
 from common.experiment.schema import Experiment
+from common.host.files import until_written
 from common.host.offload import offload
 from common.methods import aggregator
 from common.methods.rule import Aggregated
@@ -23,12 +24,9 @@ from common.model.layout import ModelLayout
 from common.model.refinement import Refiner
 from common.protocol.messages import Phase, Task
 from common.protocol.reports import plans_of, with_work_of, work_of
-from common.runtime.arriving import Arriving
-from common.runtime.children import Children, unreported
-from common.runtime.patience import until_written
+from common.runtime.models import Arriving
 from common.runtime.refining import run_refining
-from common.runtime.round import ClosedRound, Dispatch
-from common.runtime.work import Report, WorkResult
+from common.runtime.round import Children, ClosedRound, Dispatch, Report, WorkResult, unreported
 from common.storage.spool import Spool
 from institution.memory import Memory
 

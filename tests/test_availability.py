@@ -24,7 +24,7 @@ from common.net.connection import Handlers
 from common.protocol import serialization, topics
 from common.protocol.messages import NodeState, Presence
 from common.protocol.time_zero import TimeZero
-from common.runtime.absence import until_return
+from common.runtime.lifecycle import until_return
 from common.runtime.world import Host, World
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab

@@ -12,7 +12,7 @@ from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
-from common.runtime.broker_statistics import DROPPED, HEAP, BrokerStatistics
+from common.runtime.endpoint import DROPPED, HEAP, BrokerStatistics
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
 from deploy.brokers import broker

@@ -517,7 +517,7 @@ def test_a_broker_that_closes_at_its_statistics_is_asked_once(caplog: pytest.Log
 
     with caplog.at_level(logging.INFO, "fedstrata"):
         assert scenario(run()) == []
-    (line,) = (record for record in caplog.records if record.name == "fedstrata.broker_statistics")
+    (line,) = (record for record in caplog.records if record.name == "fedstrata.endpoint")
     assert line.levelname == "INFO" and "no broker statistics" in line.getMessage()
     (drop,) = logged(caplog)
     assert "after SUBSCRIBE to 2 topics ($SYS/" in drop

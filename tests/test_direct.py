@@ -23,9 +23,8 @@ from common.experiment.reading import parse
 from common.experiment.rounds import Closing
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.protocol.messages import Task
-from common.runtime.arriving import Arriving
-from common.runtime.round import Dispatch
-from common.runtime.work import Report, Work, WorkResult
+from common.runtime.models import Arriving
+from common.runtime.round import Dispatch, Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process

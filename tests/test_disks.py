@@ -16,7 +16,7 @@ from cloud.results import RunFolder
 from common.errors import StorageFailed
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.runtime import patience
+from common.host import files
 from common.storage.spool import Spool
 from deploy.console.reporting import reporting
 from deploy.simulation.lab import Scenario, SimulatedLab
@@ -166,7 +166,7 @@ def test_a_full_disk_that_a_command_meets_is_one_line(capsys: pytest.CaptureFixt
 
 
 def test_retries_end_with_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "RETRY_S", 0.0)
+    monkeypatch.setattr(files, "RETRY_S", 0.0)
     left, warnings = [3], list[str]()
 
     async def write() -> None:
@@ -174,5 +174,5 @@ def test_retries_end_with_success(monkeypatch: pytest.MonkeyPatch) -> None:
         if left[0]:
             raise StorageFailed("file", "f", "full", "Make room.")
 
-    asyncio.run(patience.until_written(write, patience_s=60.0, warn=warnings.append))
+    asyncio.run(files.until_written(write, patience_s=60.0, warn=warnings.append))
     assert left == [0] and warnings == ["file = 'f': full. Make room. The run waits for it, for 60 s."]

@@ -17,8 +17,8 @@ import pytest
 from common.errors import FedstrataError, InvalidExperiment, LeftOut, StorageFailed
 from common.host.subprocess_channel import ProcessEnded
 from common.protocol.messages import Announcement
-from common.runtime.absence import Away
 from common.runtime.discovery import Found, Moved
+from common.runtime.lifecycle import Away
 from deploy.links.kernel import CommandRefused
 from deploy.sweeps.slots import CellFailed
 

@@ -19,7 +19,7 @@ from common.experiment import hardware
 from common.experiment.hardware import Machine, Pace, shipped
 from common.experiment.reading import load, parse, to_toml
 from common.protocol.messages import Phase
-from common.runtime.work import WorkResult
+from common.runtime.round import WorkResult
 from device import emulation
 
 # What the experiment reports

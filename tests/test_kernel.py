@@ -33,10 +33,9 @@ from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.protocol.messages import Gone, Task
 from common.protocol.participant import ParticipantState
-from common.runtime.arriving import Arriving
 from common.runtime.endpoint import Endpoint
-from common.runtime.round import Dispatch
-from common.runtime.work import Report, WorkResult
+from common.runtime.models import Arriving
+from common.runtime.round import Dispatch, Report, WorkResult
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
 from tests.helpers.nodes import child_of, introduced, living, parent_of

@@ -12,8 +12,8 @@ import pytest
 from common.errors import ConnectionFailed
 from common.net.address import BrokerAddress
 from common.net.connection import Handlers
-from common.runtime import names
-from common.runtime.names import check_carried
+from common.runtime import discovery
+from common.runtime.discovery import check_carried
 from common.runtime.world import REAL
 from deploy.brokers.broker import start
 
@@ -68,7 +68,7 @@ def test_a_lost_message_is_sent_again() -> None:
 
 
 def test_a_broker_that_denies_the_other_name_too_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "ASKS", 2)
+    monkeypatch.setattr(discovery, "CHECKS", 2)
     check(Broker(lambda topic: False), "pi.3")
 
 

@@ -33,7 +33,7 @@ from common.model.layout import Row
 from common.net.address import BrokerAddress
 from common.protocol import participant, receiver, serialization, topics
 from common.protocol.messages import Acknowledgement, Key, Message, NodeState, Phase, Presence, Progress, Task
-from common.runtime.children import Observe
+from common.runtime.round import Observe
 from common.runtime.world import Host
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess

@@ -48,7 +48,7 @@ from common.protocol.round_state import (
     Stalled,
 )
 from common.protocol.timeline import Timeline
-from common.runtime.work import WorkResult
+from common.runtime.round import WorkResult
 from common.text import JSON_MOST
 from tests.helpers.examples import examples
 

@@ -25,10 +25,9 @@ from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Task
 from common.protocol.sender import Publication
-from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.round import ClosedRound
-from common.runtime.work import Report, WorkResult
+from common.runtime.models import Arriving
+from common.runtime.round import ClosedRound, Report, WorkResult
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
 from deploy.simulation.broker import Routed

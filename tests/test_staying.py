@@ -30,10 +30,9 @@ from common.host.examination import Finding
 from common.metrics import Metrics
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, Here, Message, NodeState, Presence, RollCall, WhoIsThere
-from common.runtime.claim import BEGINNING, SEEKING, claim
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
+from common.runtime.roll import BEGINNING, SEEKING, SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls, claim
 from common.runtime.world import Host, World
 from deploy.brokers import broker
 from deploy.cli import roles

@@ -25,10 +25,10 @@ from common.protocol.identity import Identity
 from common.protocol.limits import ChildLimits
 from common.protocol.messages import NodeState, Presence, Target
 from common.protocol.targets import REPORT_MOST_S, REPORT_S, STAYING, Targets
-from common.runtime import targets as targets_of_runs
+from common.runtime import exports as targets_of_runs
 from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.exports import discovery, passed_on, published, reachable
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.targets import discovery, passed_on, published, reachable
 from common.runtime.world import new_session
 from deploy.brokers.broker import BrokerProcess, start
 

@@ -31,7 +31,7 @@ from common.net.connection import BrokerConnection, Handlers
 from common.net.limits import reported_limits
 from common.net.tls import Tls, reason_of
 from common.protocol.messages import Target
-from common.runtime.targets import discovery
+from common.runtime.exports import discovery
 from deploy.brokers import broker, nats
 from deploy.brokers.broker import BrokerProcess, Kind
 from deploy.brokers.guard import Guard

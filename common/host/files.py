@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -14,6 +15,7 @@ from typing import BinaryIO, Final
 from common.errors import StorageFailed
 
 PARTIAL: Final = ".partial"
+RETRY_S: Final = 1.0
 _MARKS: Final = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -134,3 +136,25 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(file)
+
+
+async def until_written(
+    write: Callable[[], Awaitable[None]], *, patience_s: float, warn: Callable[[str], None]
+) -> None:
+    """Call `write` until it succeeds, with one warning: the run waits for room instead of losing what it has computed.
+
+    Raises its last StorageFailed after `patience_s`.
+    """
+    now = asyncio.get_running_loop().time
+    deadline: float | None = None
+    while True:
+        try:
+            await write()
+            return
+        except StorageFailed as error:
+            if deadline is None:
+                deadline = now() + patience_s
+                warn(f"{error} The run waits for it, for {patience_s:g} s.")
+            elif now() >= deadline:
+                raise
+        await asyncio.sleep(RETRY_S)

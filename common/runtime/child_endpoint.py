@@ -39,12 +39,11 @@ from common.protocol.limits import TaskLimits
 from common.protocol.manifest import missing, shared
 from common.protocol.messages import Manifest, NodeState, Phase, Task
 from common.protocol.session_events import NoiseFetched, ProbeReceived
-from common.runtime.arriving import Arriving, ModelUnavailable
 from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
 from common.runtime.endpoint import Endpoint
-from common.runtime.models import DeltaReference, Models
-from common.runtime.work import Work
+from common.runtime.models import Arriving, DeltaReference, Models, ModelUnavailable
+from common.runtime.round import Work
 from common.runtime.world import REAL, World
 from common.storage.spool import Spool
 

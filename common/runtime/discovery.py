@@ -1,4 +1,4 @@
-"""Discovery of the run by a child that knows only its broker and its parent's name: it asks, the living parent replies.
+"""How a child joins a run: it knows only its broker and its parent's name, it asks, and the living parent replies.
 
 Retained messages decide nothing: a broker's store may have messages of dead nodes, or none at all.
 """
@@ -23,12 +23,12 @@ from common.errors import (
     OtherRelease,
     as_known,
 )
+from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
 from common.runtime.lab_client import RETRY_S, LabClient
-from common.runtime.names import check_carried
 from common.runtime.roll import Resources, RollEntry
-from common.runtime.world import Host
+from common.runtime.world import REAL, Host, World
 
 ASK_S: Final = 0.25
 ASK_MOST_S: Final = 2.0
@@ -38,6 +38,9 @@ COMPLAIN_MOST_S: Final = 600.0
 SETTLED_S: Final = 2.0  # without an answer of another process of its name, a node has the name
 SETTLE_S: Final = 0.05  # a presence and the experiment arrive together
 OTHERS_KEPT: Final = 100
+PLAIN: Final = "plain"  # a name without dots
+CHECK_S: Final = 0.5
+CHECKS: Final = 10
 SEEKER: Final = "seeker"  # the client of a node that waits for a run
 
 log = logging.getLogger("fedstrata.discovery")
@@ -271,3 +274,39 @@ class _Seeker:
                 "%s waits for %s of lab %s on broker %s. %s", self._name, self._parent, self._lab, address, there
             )
             pause_s = min(2 * pause_s, COMPLAIN_MOST_S)
+
+
+async def check_carried(
+    address: BrokerAddress, name: str, *, lab: str, connect_timeout_s: float, world: World = REAL
+) -> None:
+    """Return if the broker delivers messages of a node `name`, which are sent to itself.
+
+    Not every broker carries a dot: to RabbitMQ it is the separator of its own topics, and `+` does not match it.
+    Raises ConnectionFailed if it delivers those of another name only, or cannot be reached.
+    """
+    if "." not in lab + name:
+        return
+    wanted, plain = topics.here(lab, name, name), topics.here(PLAIN, PLAIN, PLAIN)
+    came: set[str] = set()
+    arrived = asyncio.Event()
+
+    def received(topic: topics.Topic, body: bytes, retained: bool) -> None:
+        for each in (wanted, plain):
+            if topic == topics.parse(each):
+                came.add(each)
+                arrived.set()
+
+    def ask() -> None:
+        for topic in (wanted, plain):  # in this order
+            client.publish_body(topic, b"")
+
+    reads = [topics.here(lab, name, "+"), topics.here(PLAIN, PLAIN, "+")]
+    client = LabClient(address, f"{name}-names", reads=reads, received=received, world=world)
+    async with client.connected(timeout_s=connect_timeout_s):
+        await client.ask(ask, until=arrived, every_s=CHECK_S, times=CHECKS)
+    if plain in came and wanted not in came:
+        where = f"{name} in lab {lab}" if "." in name else f"lab {lab}"
+        raise ConnectionFailed(
+            f"broker {address} does not carry the dot in the name of {where}, as RabbitMQ does not. "
+            "Take a name without dots there."
+        )

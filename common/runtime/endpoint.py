@@ -32,10 +32,12 @@ from common.protocol.peer_link import PeerLink
 from common.protocol.refusals import MessageRefused
 from common.protocol.sender import Publication
 from common.protocol.session_events import BrokerAway, BrokerDrops, NameTaken
-from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.world import World, nothing
 
 LATER_S: Final = 0.01  # until the pump runs after a chunk from which only later deadlines follow
+HEAP: Final = "$SYS/broker/heap/current"  # mosquitto's topics
+DROPPED: Final = "$SYS/broker/publish/messages/dropped"
+CLOSES_WITHIN_S: Final = 2.0
 PACKET_ROOM: Final = 1024  # for the rest of a packet with a chunk, or with a model inside its announcement
 
 log = logging.getLogger("fedstrata.endpoint")
@@ -289,3 +291,41 @@ class Endpoint(ABC):
         del self._bodies[body]
         self.link.sent(chunk)
         self.wake()
+
+
+class BrokerStatistics:
+    """What a broker published last about itself (mosquitto: every ten seconds), by topic.
+
+    Other brokers publish other topics or none. The statistics are optional: a broker may refuse the subscription, leave
+    it unanswered, or close the connection because of it.
+    """
+
+    topics = (HEAP, DROPPED)
+
+    def __init__(self, broker: str) -> None:
+        self.values: dict[str, int] = {}
+        self._broker = broker
+        self._closes = False  # the broker closed a connection at the subscription
+        self._subscribed_at: float | None = None
+
+    def to_subscribe(self, now: float) -> list[str]:
+        """Return the topics to subscribe to on a new connection, after the node's own subscriptions."""
+        if self._closes:
+            return []
+        self._subscribed_at = now
+        return list(self.topics)
+
+    def disconnected(self, now: float) -> None:
+        """Note the loss of a connection: if it directly followed the subscription, do not subscribe again."""
+        if self._subscribed_at is not None and now - self._subscribed_at <= CLOSES_WITHIN_S:
+            self._closes = True
+            log.info("broker %s closed the connection at a subscription to $SYS: no broker statistics", self._broker)
+        self._subscribed_at = None
+
+    def take(self, topic: str, body: bytes) -> bool:
+        """Return whether this is one of the broker's statistics, not a message of a node."""
+        if topic not in self.topics:
+            return False
+        if len(body) <= 19 and body.isdigit():
+            self.values[topic] = int(body)
+        return True

@@ -1,8 +1,10 @@
 """A client that asks a lab's nodes over a connection of its own, or answers them, beside the endpoints of a run.
 
-client = LabClient(broker, "someone", reads=[topics.here(lab, "someone", "+")], received=take)
-async with client.connected(timeout_s=30.0):
-    await client.ask(question, until=answered, every_s=0.5)
+    client = LabClient(broker, "someone", reads=[topics.here(lab, "someone", "+")], received=take)
+    async with client.connected(timeout_s=30.0):
+        await client.ask(question, until=answered, every_s=0.5)
+
+A message may be lost: questions are repeated, and answered each time.
 """
 
 from __future__ import annotations

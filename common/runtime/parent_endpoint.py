@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from common.accounting.ledger import Ledger
-from common.errors import FedstrataError, NoProgress, RefusedModel, RunFailed
+from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
 from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import LinkDirection, Links, LinkSettings
 from common.experiment.rounds import Closing
@@ -22,7 +22,7 @@ from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.limits import ChildLimits
 from common.protocol.manifest import missing
-from common.protocol.messages import Announcement, Target
+from common.protocol.messages import Announcement, Failure, Target
 from common.protocol.parent_events import (
     DevicesAway,
     GoodbyeReceived,
@@ -35,13 +35,10 @@ from common.protocol.parent_events import (
 from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed, Stalled
 from common.protocol.session_events import NoiseFetched, ProbeReceived
-from common.runtime.arriving import Arriving
-from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.calibration import Probes, measure_all
-from common.runtime.children import Observe
-from common.runtime.endpoint import Endpoint
-from common.runtime.models import Models
-from common.runtime.round import ClosedRound, Dispatch, break_off, failure
+from common.runtime.endpoint import BrokerStatistics, Endpoint
+from common.runtime.models import Arriving, Models
+from common.runtime.round import ClosedRound, Dispatch, Observe
 from common.runtime.world import REAL, World, nothing
 from common.storage.spool import Spool
 from common.text import by_cause
@@ -163,7 +160,7 @@ class ParentEndpoint(Endpoint):
         self._closed = asyncio.get_running_loop().create_future()
         for model, _ in dispatch.models:
             if isinstance(model, Arriving):
-                model.on_failure(partial(break_off, self._closed))
+                model.on_failure(partial(_break_off, self._closed))
         self.session.open(
             global_round=dispatch.global_round,
             local_round=dispatch.local_round,
@@ -278,7 +275,7 @@ class ParentEndpoint(Endpoint):
             if isinstance(event, Closed):
                 self._closed.set_result(event)
             elif isinstance(event, Stalled):
-                self._closed.set_exception(failure(event))
+                self._closed.set_exception(_failure(event))
 
     def _after_pass(self) -> None:
         if self._moves != self.session.moves:
@@ -400,3 +397,17 @@ class ParentEndpoint(Endpoint):
     def _require_layouts(self) -> LinkLayouts:
         assert self._layouts is not None, "call set_layouts before the first round"
         return self._layouts
+
+
+def _failure(stalled: Stalled) -> RunFailed:
+    """Return the error of a round that can never close."""
+    if Failure.INVALID in stalled.failures:
+        return InvalidBelow(stalled.reason)
+    idle = stalled.idle or Failure.STALLED in stalled.failures
+    return NoProgress(stalled.reason) if idle else RunFailed(stalled.reason)
+
+
+def _break_off(closing: asyncio.Future[Closed], error: BaseException) -> None:
+    """End a round with an error, unless it has closed."""
+    if not closing.done():
+        closing.set_exception(error)

@@ -1,20 +1,28 @@
-"""What a round sends, and its result."""
+"""A parent's round, over a network or in one process: its tasks, the work of a child on one, and their results."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Mapping, Sequence
+import json
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
-from common.errors import InvalidBelow, NoProgress, RunFailed
+from common.accounting.child_report import ChildReport, TrainingPath
+from common.accounting.ledger import Ledger
 from common.experiment.rounds import Closing
 from common.methods.rule import Uploads
 from common.methods.selection.situation import ResultFacts
 from common.model.layout import Row
-from common.protocol.messages import Failure, Result
-from common.protocol.round_state import Closed, Stalled
+from common.protocol.messages import Manifest, Phase, Result, Task
 from common.protocol.timeline import Timeline
-from common.runtime.arriving import Arriving
+from common.runtime.models import Arriving
+from common.runtime.world import nothing
+from common.text import JSON_MOST
+
+Observe: TypeAlias = Callable[[str, dict[str, object]], None]  # takes an event: its name, and facts that JSON can hold
+
+log = logging.getLogger("fedstrata.round")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +96,70 @@ class ClosedRound:
         return {uploads.children[k]: uploads.rows_K[k] for k in uploads.answered}
 
 
-def failure(stalled: Stalled) -> RunFailed:
-    """Return the error of a round that can never close."""
-    if Failure.INVALID in stalled.failures:
-        return InvalidBelow(stalled.reason)
-    idle = stalled.idle or Failure.STALLED in stalled.failures
-    return NoProgress(stalled.reason) if idle else RunFailed(stalled.reason)
+@dataclass(frozen=True, slots=True)
+class WorkResult:
+    """The result of a task: a flat model, uint8 [row_bytes], and its costs. Seconds by this node's clock.
+
+    For `path_steps` (None: as `steps`), `plans` and `path` see the message Result.
+    """
+
+    row: Row
+    samples: int
+    loss: float
+    epochs: int
+    steps: int
+    train_s: float
+    wait_s: float
+    pause_s: float = 0.0
+    path_steps: int | None = None
+    children: tuple[ChildReport, ...] = ()
+    plans: Mapping[str, Sequence[Mapping[str, object]]] = field(default_factory=dict)
+    path: TrainingPath = TrainingPath.NONE
+
+    def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
+        """Return the result announcement; `model` is the manifest of the row's blob."""
+        plans = json.dumps(self.plans) if self.plans else ""
+        if len(plans) > JSON_MOST:
+            log.warning("the decisions of %d rules are not reported: %d characters", len(self.plans), len(plans))
+            plans = ""
+        return Result(
+            task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,
+            self.steps if self.path_steps is None else self.path_steps,
+            float(self.train_s), float(self.wait_s), float(self.pause_s), self.children,
+            plans, path=self.path,
+        )  # fmt: skip
 
 
-def break_off(closing: asyncio.Future[Closed], error: BaseException) -> None:
-    """End a round with an error, unless it has closed."""
-    if not closing.done():
-        closing.set_exception(error)
+Report: TypeAlias = Callable[[Phase, int, int], None]
+Work: TypeAlias = Callable[[Task, Arriving, Report], Awaitable[WorkResult]]
+
+
+class Children(Protocol):
+    """The children on a broker (`common.runtime.parent_endpoint`) or in this process (`deploy.local.calls`)."""
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """The training samples of each child that has reported them."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The bytes of the links to them."""
+
+    @property
+    def moves(self) -> int:
+        """A count that grows with any progress below."""
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Their names in order."""
+
+    def now(self) -> float:
+        """Return the time of the clock that measures rounds, in seconds."""
+
+    async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
+        """Send each child its model and return the results, see `Dispatch` and `ParentEndpoint.round`."""
+
+
+def unreported(children: Children) -> list[str]:
+    """Return the children whose samples are not known."""
+    return [name for name in children.peers if name not in children.samples]

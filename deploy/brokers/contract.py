@@ -20,7 +20,7 @@ from common.net.address import BrokerAddress
 from common.net.limits import LEAST_BYTES, largest_packet, reported_limits
 from common.net.plain_client import PATIENCE_S, PlainClient, connected, pump
 from common.protocol import topics
-from common.runtime.broker_statistics import HEAP
+from common.runtime.endpoint import HEAP
 
 HEADERS: Final = 1000  # more than those of any chunk's packet
 TOPIC_MOST: Final = 290

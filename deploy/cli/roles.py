@@ -116,8 +116,8 @@ def cloud(
     from common.experiment.present import LAB
     from common.experiment.reading import parse
     from common.host.energy import EnergyMeter
-    from common.runtime.claim import claim
-    from common.runtime.names import check_carried
+    from common.runtime.discovery import check_carried
+    from common.runtime.roll import claim
     from common.runtime.world import Host
     from deploy.kits.lab import reach
     from deploy.local.beforehand import check_cloud, check_replayed
@@ -204,7 +204,7 @@ def institution(
     In a run it receives the experiment and runs its local rounds with its children. It reads data for rules that need
     samples at the node, and then needs fedstrata[learning] as devices do.
     """
-    from common.runtime.targets import published
+    from common.runtime.exports import published
     from common.runtime.world import Host
     from institution.agent import InstitutionAgent
 
@@ -300,7 +300,7 @@ def device(
 
     async def take_part() -> None:
         require("torch")
-        from common.runtime.targets import published
+        from common.runtime.exports import published
         from common.runtime.world import Host
         from deploy.local.agents import run_agents
         from device.agent import DeviceAgent

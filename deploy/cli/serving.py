@@ -66,7 +66,7 @@ def serve_metrics(
     from common.metrics import Metrics
     from common.net.address import is_loopback
     from common.protocol.targets import HTTPS
-    from common.runtime.targets import reachable
+    from common.runtime.exports import reachable
 
     host, port = check_metrics(address)
     registry = Metrics()

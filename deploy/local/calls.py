@@ -29,11 +29,8 @@ from common.protocol.manifest import describe
 from common.protocol.messages import Key, Phase, Result, Task
 from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
-from common.runtime.arriving import Arriving
-from common.runtime.children import Observe
-from common.runtime.models import decode_row
-from common.runtime.round import ClosedRound, Dispatch
-from common.runtime.work import Work
+from common.runtime.models import Arriving, decode_row
+from common.runtime.round import ClosedRound, Dispatch, Observe, Work
 from common.runtime.world import new_session, nothing
 from common.storage.spool import Spool
 from common.text import by_cause

@@ -35,9 +35,8 @@ from common.metrics import Metrics
 from common.model.layout import Row
 from common.protocol.limits import limits_below
 from common.protocol.messages import Phase, Task
-from common.runtime.arriving import Arriving
-from common.runtime.children import Observe
-from common.runtime.work import Report, Work, WorkResult
+from common.runtime.models import Arriving
+from common.runtime.round import Observe, Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.decisions import Decisions

@@ -27,7 +27,7 @@ from common.experiment.topology import CLOUD
 from common.host.files import failure, writing
 from common.host.processes import interruptible, python, spawn, stop_all
 from common.protocol.topics import DEFAULT_LAB
-from common.runtime.children import Observe
+from common.runtime.round import Observe
 from common.text import escaped, json_text
 from deploy.console.logs import last_error, options, write_line
 from deploy.local.network import LabNetwork, Open, one_host, shares

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from cloud.results import HELD, RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.reading import load
-from common.runtime.children import Observe
+from common.runtime.round import Observe
 from deploy.local.decisions import Decisions
 from deploy.local.direct import run_in_process
 from deploy.results.run import Run, State

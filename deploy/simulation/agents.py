@@ -13,7 +13,7 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
-from common.runtime.children import Observe
+from common.runtime.round import Observe
 from common.runtime.world import Host
 from deploy.simulation.hardware import SimulatedEvaluator, SimulatedHardware
 from deploy.simulation.world import SimulatedWorld

@@ -20,7 +20,7 @@ from typing import Final
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics
-from common.runtime.children import Observe
+from common.runtime.round import Observe
 from deploy.simulation.agents import BROKER, AgentFactory, ignore
 from deploy.simulation.broker import SimulatedBroker
 from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware, Workload

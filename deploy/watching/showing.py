@@ -30,7 +30,7 @@ from deploy.watching.subscription import Subscription
 from deploy.watching.view import NOTES
 
 if TYPE_CHECKING:
-    from common.runtime.children import Observe
+    from common.runtime.round import Observe
 
 DRAWS_PER_S: Final = 2.0
 NODES_PER_S: Final = 1000  # drawn, at most, so that a large lab's view takes some 1 % of a core

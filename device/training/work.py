@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.model.layout import Row
 from common.protocol.messages import Task
-from common.runtime.work import WorkResult
+from common.runtime.round import WorkResult
 from device.jobs import LocalResult, Progress
 from device.memory import DeviceMemory
 

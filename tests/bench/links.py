@@ -39,13 +39,12 @@ from common.model.layout import LinkLayouts
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
-from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
+from common.runtime.models import Arriving
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import Dispatch
-from common.runtime.work import Report, WorkResult
+from common.runtime.round import Dispatch, Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
 from deploy.links.kernel import FRAME_BYTES

@@ -27,13 +27,12 @@ from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.protocol.identity import Identity
 from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
 from common.protocol.presence import Proof
-from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
+from common.runtime.models import Arriving
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import ClosedRound, Dispatch
-from common.runtime.work import Report, WorkResult
+from common.runtime.round import ClosedRound, Dispatch, Report, WorkResult
 from common.runtime.world import World, new_session
 from common.storage.spool import Spool
 from tests.helpers.sites import PATIENCE_S, Site, forever, until
