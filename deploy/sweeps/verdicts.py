@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
+from common.experiment.links import LinkSettings
 from deploy.console.tabular import Spread, show
 from deploy.sweeps.grid import SweepCell, label_of
 from deploy.sweeps.measuring import column_of, sign_of, unit_of
@@ -196,24 +197,15 @@ def conditions(results: SweepResults) -> list[str]:
         return lines
     if profiles:
         lines.append(f"emulated: {', '.join(profiles)}")
-    links = _distinct(f"{tier}: {_link(link)}" for run in runs for tier, link in _links(run.tree))
+    links = _distinct(f"{tier.name}: {_link(tier.link)}" for run in runs for tier in run.experiment.every_tier)
     enforced = _distinct(str((run.manifest.get("links") or {}).get("enforce")) for run in runs)
     lines.append(f"links: {'; '.join(links)}; enforced by: {', '.join(enforced)}")
     return lines
 
 
-def _links(tree: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the link of each tier of an experiment, in either form."""
-    if tiers := tree.get("tiers"):
-        return [(str(tier.get("name")), tier.get("link", {})) for tier in tiers]
-    links = tree.get("links", {})
-    names = ("wan", "lan") if (tree.get("topology") or {}).get("institutions") else ("wan",)
-    return [(name, links.get(name, {})) for name in names]
-
-
-def _link(link: Mapping[str, Any]) -> str:
-    rates = [f"{way} {link[f'{way}_mbit']:g} Mbit/s" for way in ("up", "down") if link.get(f"{way}_mbit")]
-    delay = [f"{link['delay_ms']:g} ms"] if link.get("delay_ms") else []
+def _link(link: LinkSettings) -> str:
+    rates = [f"{way} {rate:g} Mbit/s" for way, rate in (("up", link.up_mbit), ("down", link.down_mbit)) if rate]
+    delay = [f"{link.delay_ms:g} ms"] if link.delay_ms else []
     return ", ".join([*rates, *delay]) or "unlimited"
 
 
