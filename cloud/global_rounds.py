@@ -33,7 +33,7 @@ from common.methods.statistics import tensor_distances
 from common.metrics import Metrics, NodeLabels
 from common.model.layout import Row
 from common.model.refinement import Refiner
-from common.protocol.reports import plans_of, work_of
+from common.protocol.limits import plans_of
 from common.randomness import Purpose, generator
 from common.runtime.refining import run_refining
 from common.runtime.round import Children, ClosedRound, Dispatch, Observe, unreported
@@ -295,7 +295,7 @@ class GlobalRounds:
         results = {name: closed_round.results[name] for name in names if name in closed_round.results}
         plans = {CLOUD: [outcome.plan | self._tempo(omegas)]}
         for name, result in results.items():
-            work = {report.name: report for report in (work_of(name, result), *result.children)}
+            work = {report.name: report for report in (result.work_of(name), *result.children)}
             self._folder.add_devices(self._state.global_round, [work[n] for n in self._devices[name] if n in work])
             plans |= {node: found for node, found in plans_of(result).items() if node in self._aggregators[name]}
         steps = sum(result.steps for result in results.values())

@@ -22,8 +22,8 @@ from common.metrics import Metrics, NodeLabels
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout
 from common.model.refinement import Refiner
+from common.protocol.limits import plans_of
 from common.protocol.messages import Phase, Task
-from common.protocol.reports import plans_of, with_work_of, work_of
 from common.runtime.models import Arriving
 from common.runtime.refining import run_refining
 from common.runtime.round import Children, ClosedRound, Dispatch, Report, WorkResult, unreported
@@ -171,8 +171,8 @@ class LocalRounds:
         for name, result in closed_round.results.items():
             self._down.samples[name] = result.samples
             below = (report for report in result.children if report.name in self._below[name])
-            for report in (work_of(name, result), *below):
-                self._did[report.name] = with_work_of(self._did.get(report.name, ChildReport(report.name)), report)
+            for report in (result.work_of(name), *below):
+                self._did[report.name] = report.with_work_of(self._did.get(report.name, ChildReport(report.name)))
         metrics, labels = self._metrics, self._labels
         metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)

@@ -18,7 +18,7 @@ import pytest
 from common.errors import ConnectionFailed
 from common.host.processes import free_port, spawn, stop
 from common.protocol import topics
-from common.protocol.bounds import MESSAGE_MOST
+from common.protocol.limits import MESSAGE_MOST
 from deploy.brokers.broker import BrokerProcess, Kind, choose, start
 from deploy.brokers.guard import PACKET_MOST, Guard
 

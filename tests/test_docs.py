@@ -23,7 +23,7 @@ from common.experiment.selection import SELECTIONS
 from common.host.examination import Finding
 from common.learning import datasets
 from common.protocol import messages
-from common.protocol.bounds import MESSAGE_MOST, REPORT_BYTES, SMALL_BYTES, TARGET_BYTES, TRAFFIC_BYTES, SenderBounds
+from common.protocol.limits import MESSAGE_MOST, REPORT_BYTES, SMALL_BYTES, TARGET_BYTES, TRAFFIC_BYTES, SenderBounds
 from common.protocol.serialization import KINDS, VERSION
 from common.protocol.timeline import GLOBAL_PHASES
 from common.text import JSON_MOST, JsonText, NameText, ShortText

@@ -33,10 +33,16 @@ from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol import serialization, topics
 from common.protocol.admission import Admission
-from common.protocol.bounds import MESSAGE_MOST, SenderBounds
-from common.protocol.fetches import SKIPPED
 from common.protocol.identity import Identity
-from common.protocol.limits import ChildLimits, limits_below, task_limits
+from common.protocol.limits import (
+    MESSAGE_MOST,
+    SKIPPED,
+    ChildLimits,
+    SenderBounds,
+    check_report,
+    limits_below,
+    task_limits,
+)
 from common.protocol.messages import (
     Alive,
     Announcement,
@@ -66,7 +72,6 @@ from common.protocol.parent_session import ParentSession
 from common.protocol.pending import ANSWERS_MOST, MESSAGES_MOST, PRESENCES_MOST
 from common.protocol.presence import ASK_FIRST_S
 from common.protocol.refusals import Refusal
-from common.protocol.reports import check_report, work_of
 from common.protocol.round_state import ChildState
 from common.protocol.session_events import ProbeReceived
 from common.runtime.discovery import Found, _play
@@ -150,7 +155,7 @@ def test_what_passes_at_an_institution_passes_at_the_cloud() -> None:
     }  # fmt: skip
     for name, each in worst.items():
         check_report(each, limits=below[name], epochs=4)
-    twice = tuple(replace(work_of(n, r), rounds=2, epochs=8, steps=2 * r.steps) for n, r in worst.items())
+    twice = tuple(replace(r.work_of(n), rounds=2, epochs=8, steps=2 * r.steps) for n, r in worst.items())
     sums = {"samples": sum(r.samples for r in worst.values()), "steps": sum(each.steps for each in twice)}
     most = max(each.steps for each in twice)
     whole = result(**sums, epochs=4, path_steps=most, train_s=2e9, loss=1e39, children=twice)

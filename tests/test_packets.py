@@ -19,7 +19,7 @@ from common.net.address import BrokerAddress
 from common.net.bulk import Body, BulkClient
 from common.net.connection import BrokerConnection, Handlers
 from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, RETAINED, NotMqtt, PacketReader
-from common.protocol.bounds import skip_large
+from common.protocol.limits import skip_large
 from deploy.brokers import broker
 
 

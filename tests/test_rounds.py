@@ -20,7 +20,7 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.coordinator import Coordinator
-from common.protocol.limits import ChildLimits
+from common.protocol.limits import ChildLimits, check_report, plans_of
 from common.protocol.messages import (
     Acknowledgement,
     Failure,
@@ -35,7 +35,6 @@ from common.protocol.messages import (
 )
 from common.protocol.participant import PHASE_S, Acknowledged, Begin, Participant, ParticipantCause, ParticipantState
 from common.protocol.participant import TRANSITIONS as CHILD_TRANSITIONS
-from common.protocol.reports import check_report, plans_of
 from common.protocol.round_state import (
     TRANSITIONS,
     Assignment,

@@ -24,7 +24,7 @@ from common.experiment.tiers import TIERS_MOST
 from common.host.examination import Finding
 from common.model.codecs import CODECS, codec_of
 from common.protocol import messages, serialization, topics
-from common.protocol.bounds import NOISE_CHUNKS_MOST, SMALL_BYTES, STRANGER, SenderBounds
+from common.protocol.limits import NOISE_CHUNKS_MOST, SMALL_BYTES, STRANGER, SenderBounds
 from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
 from common.text import JSON_MOST, escaped
 from tests.helpers.examples import examples

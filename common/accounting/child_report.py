@@ -40,6 +40,18 @@ class ChildReport:
     traffic: Traffic = Traffic()
     broker: TcpStats = NO_WIRE
 
+    def with_work_of(self, earlier: ChildReport) -> ChildReport:
+        """Return this report with the work of an earlier one added."""
+        return replace(
+            self,
+            rounds=earlier.rounds + self.rounds,
+            epochs=earlier.epochs + self.epochs,
+            steps=earlier.steps + self.steps,
+            train_s=earlier.train_s + self.train_s,
+            wait_s=earlier.wait_s + self.wait_s,
+            pause_s=earlier.pause_s + self.pause_s,
+        )
+
     def with_bytes_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with the bytes of an earlier session added."""
         return replace(self, traffic=earlier.traffic + self.traffic, broker=earlier.broker + self.broker)

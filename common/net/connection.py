@@ -23,7 +23,7 @@ from common.net.client import MqttClient, MqttError
 from common.net.failures import FailureLog
 from common.net.limits import reported_limits
 from common.net.packets import FindPlace, Place, Received
-from common.protocol.bounds import skip_large
+from common.protocol.limits import skip_large
 
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
 ANSWER_S: Final = 2.0  # without any answer, before the first attempt is reported

@@ -7,7 +7,7 @@ from typing import Final
 
 from common.errors import Flooded, TooLarge, WireError
 from common.protocol import serialization, topics
-from common.protocol.bounds import ANYBODY, STRANGER, SenderBounds, bytes_on
+from common.protocol.limits import ANYBODY, STRANGER, SenderBounds, bytes_on
 from common.protocol.messages import DIGEST_BYTES, Alive, Ask, Message, Presence, Reports, Result
 from common.protocol.pending import ASK_S, ASKS_MOST, MESSAGE_S, MESSAGES_MOST, PRESENCE_S, PRESENCES_MOST, Budget
 

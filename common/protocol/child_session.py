@@ -22,7 +22,6 @@ from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.model.layout import ROW_BYTES_MOST
 from common.protocol import topics
-from common.protocol.bounds import SenderBounds
 from common.protocol.child_events import (
     ModelArrived,
     ModelFailed,
@@ -35,7 +34,7 @@ from common.protocol.child_events import (
 )
 from common.protocol.fetches import Fetched, FetchFailed, Landing, ReceiverEvent
 from common.protocol.identity import Identity
-from common.protocol.limits import TaskLimits
+from common.protocol.limits import SenderBounds, TaskLimits
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Acknowledgement,

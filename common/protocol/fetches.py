@@ -85,13 +85,3 @@ class Landing:
 
     topic: ChunkTopic
     view: memoryview | None
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """The place of a payload that is not stored: it is dropped as it arrives."""
-
-    view: None = None
-
-
-SKIPPED: Final = Skipped()

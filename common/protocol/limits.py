@@ -1,25 +1,152 @@
-"""What one child, or its parent, may send at most, as far as the experiment decides it.
+"""What a node may send at most: bytes of a message, before it is read, and numbers in a task or a result.
 
-Both know the experiment, so a message beyond these limits is no mistake of a link. The limit of a parent is at least
-the sum of those below it: what passes at one node must not be refused at the next one, with the work of its siblings.
+A message is as large as what it may hold: short texts, an entry for each node below its sender, digests of a model's
+chunks, a model inside it, JSON of the experiment. Both ends know the experiment, so a message beyond these limits is no
+mistake of a link. Of a sender of whom nothing is known, the limits are what no lab exceeds.
+
+The limit of a parent is at least the sum of those below it: what passes at one node must not be refused at the next
+one, with the work of its siblings.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
-from common.errors import RefusedModel
+from common.accounting.child_report import ChildReport
+from common.errors import RefusedModel, WireError
 from common.experiment.availability import OnlineTimes
 from common.experiment.data import samples_most
 from common.experiment.schema import Experiment
-from common.protocol.messages import Task
+from common.experiment.tiers import TIERS_MOST
+from common.model.layout import ROW_BYTES_MOST
+from common.protocol import topics
+from common.protocol.messages import (
+    DIGEST_BYTES,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Alive,
+    Announcement,
+    Ask,
+    Farewell,
+    Here,
+    Message,
+    Presence,
+    Probe,
+    Probed,
+    Progress,
+    Reports,
+    Result,
+    RollCall,
+    Task,
+    WhoIsThere,
+)
+from common.text import JSON_MOST
 
+SMALL_BYTES: Final = 8192  # of a message without lists, digests, models and JSON: a few short texts, counts
+TARGET_BYTES: Final = 400
+REPORT_BYTES: Final = 640
+TRAFFIC_BYTES: Final = 256
+FINDINGS_BYTES: Final = 131_072
+NODES_MOST: Final = 50_000
+NOISE_MOST: Final = 1 << 26  # bytes that calibrate a link
+NOISE_CHUNKS_MOST: Final = 4096
+INLINE_MOST: Final = 1_000_000  # `transfer.inline_bytes` at most
+MESSAGE_MOST: Final = 16_000_000  # in any lab
 COUNT_MOST: Final = 10**12
 EPOCHS_GROW: Final = 2  # times `training.epochs`, of Tempo
 PLATO_GROW: Final = 2  # times the number of children, of Tempo's public code
 SECONDS_MOST: Final = 1e9  # of one local round
+FLOAT_MOST: Final = 1e300  # JSON has integers that no float holds
+LOSS_MOST: Final = 1e39  # a float32's is below
+
+
+class SenderBounds:
+    """What the messages of one sender may hold, and so the most bytes of each.
+
+    `nodes`: entries of its lists, one for each node below it; `blob_bytes`: of a model; `inline_bytes`: of one inside a
+    message. `plans`: it aggregates, and reports its decisions; `announces`: it is a parent.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: int = NODES_MOST,
+        blob_bytes: int = ROW_BYTES_MOST,
+        inline_bytes: int = INLINE_MOST,
+        plans: bool = True,
+        announces: bool = True,
+    ) -> None:
+        self.nodes = nodes
+        chunks = -(-blob_bytes // MIN_CHUNK_BYTES)
+        announcement = SMALL_BYTES + announces * 2 * JSON_MOST
+        presence = SMALL_BYTES + nodes * TARGET_BYTES
+        model = SMALL_BYTES + chunks * DIGEST_BYTES + inline_bytes
+        noise = SMALL_BYTES + NOISE_CHUNKS_MOST * DIGEST_BYTES
+        tiers = SMALL_BYTES + min(nodes, TIERS_MOST) * TRAFFIC_BYTES
+        reports = nodes * REPORT_BYTES
+        found: dict[type[Message], int] = {
+            Presence: presence,
+            Announcement: announcement,
+            Task: model,
+            Progress: tiers,
+            Result: model + tiers + reports + plans * JSON_MOST,
+            Ask: SMALL_BYTES + chunks // 8,
+            Reports: SMALL_BYTES + reports,
+            Farewell: tiers,
+            Probe: noise,
+            Probed: noise,
+            Alive: presence + announces * announcement,
+            Here: SMALL_BYTES + FINDINGS_BYTES,
+        }
+        self._bytes = {kind: min(most, MESSAGE_MOST) for kind, most in found.items()}
+        self.most_of_all = max(self._bytes.values())
+
+    def most(self, kind: type[Message]) -> int:
+        """Return the most bytes of a message of this kind."""
+        return self._bytes.get(kind, SMALL_BYTES)
+
+
+ANYBODY: Final = SenderBounds()  # of any lab
+STRANGER: Final = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, plans=False, announces=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """The place of a payload that is not stored: it is dropped as it arrives."""
+
+    view: None = None
+
+
+SKIPPED: Final = Skipped()
+
+
+def bytes_on(topic: topics.Topic, sender: SenderBounds = ANYBODY) -> int:
+    """Return the most bytes of a message on a topic, from a sender with these bounds."""
+    if isinstance(topic, topics.ChunkTopic):
+        return MAX_CHUNK_BYTES
+    if isinstance(topic, topics.InboxTopic):
+        return sender.most_of_all
+    if isinstance(topic, topics.StateTopic):
+        return sender.most(Presence)
+    if isinstance(topic, topics.SpecTopic):
+        return sender.most(Announcement)
+    if isinstance(topic, topics.HereTopic):
+        return sender.most(Here)
+    return sender.most(WhoIsThere if isinstance(topic, topics.SeekTopic) else RollCall)
+
+
+def skip_large(topic_text: str, size: int) -> Skipped | None:
+    """Return SKIPPED for a payload that is larger than any lab has on its topic, for connections without models."""
+    if size <= SMALL_BYTES:
+        return None
+    try:
+        most = bytes_on(topics.parse(topic_text))
+    except WireError:
+        most = MESSAGE_MOST
+    return SKIPPED if size > most else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +230,56 @@ def task_limits(experiment: Experiment, node: str) -> TaskLimits:
         below_parent=tree.count_below(tree.parent(node)),
         below_node=tree.count_below(node),
     )
+
+
+def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COUNT_MOST) -> None:
+    """Check a result against the limits of its child and the epochs of its task. Raises RefusedModel."""
+    if result.samples < 1:
+        raise RefusedModel("it reports no samples")
+    _check_work("it", result, samples=limits.samples, epochs=epochs, rounds=1, limits=limits)
+    if result.path_steps > limits.steps(epochs):
+        raise RefusedModel(f"it reports {result.path_steps} steps of SGD in a row")
+    for report in result.children:
+        if report.name not in limits.below:
+            raise RefusedModel(f"it reports on {report.name[:64]!r}, which is not below it")
+        of, rounds = limits.below[report.name], limits.rounds
+        _check_work(f"{report.name!r}", report, samples=of, epochs=epochs * rounds, rounds=rounds, limits=limits)
+    for name, found in plans_of(result).items():
+        if name not in limits.aggregators or len(found) > limits.rounds:
+            raise RefusedModel(f"it reports {len(found)} decisions of {name[:64]!r}")
+
+
+def _check_work(
+    who: str, work: Result | ChildReport, *, samples: int, epochs: int, rounds: int, limits: ChildLimits
+) -> None:
+    rounds_done = work.rounds if isinstance(work, ChildReport) else 1
+    for what, count, most in (
+        ("samples", work.samples, samples),
+        ("rounds", rounds_done, rounds),
+        ("epochs", work.epochs, epochs),
+        ("steps of SGD", work.steps, min(COUNT_MOST, epochs * limits.rounds * samples)),
+    ):
+        if count > most:
+            raise RefusedModel(f"{who} reports {count} {what}, at most {most} are possible")
+    seconds = (work.train_s, work.wait_s, work.pause_s)
+    if not all(0 <= value <= SECONDS_MOST * limits.rounds for value in seconds):
+        raise RefusedModel("{} reports {} s of training, {} s of waiting and a pause of {} s".format(who, *seconds))
+    if not abs(work.loss) <= LOSS_MOST:
+        raise RefusedModel(f"its training loss is {work.loss}" if who == "it" else f"{who} has a loss of {work.loss}")
+
+
+def plans_of(result: Result) -> dict[str, list[dict[str, Any]]]:
+    """Return the aggregation decisions of the child and of those below it, one per round. Raises RefusedModel."""
+    try:
+        plans = json.loads(result.plans or "{}")
+    except (ValueError, RecursionError):
+        plans = None
+    if not isinstance(plans, dict) or not all(isinstance(found, list) for found in plans.values()):
+        raise RefusedModel("the report on its own aggregation is not a JSON object of lists")
+    every = [plan for found in plans.values() for plan in found]
+    if not all(isinstance(plan, dict) for plan in every):
+        raise RefusedModel("a decision of its own aggregation is not a JSON object")
+    spreads = [plan.get("spread", 0.0) for plan in every]
+    if not all(isinstance(spread, float | int) and abs(spread) <= FLOAT_MOST for spread in spreads):
+        raise RefusedModel("the spread of its models is not a finite number")
+    return plans

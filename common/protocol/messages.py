@@ -225,6 +225,21 @@ class Result:
     below: tuple[Traffic, ...] = ()
     path: TrainingPath = TrainingPath.NONE
 
+    def work_of(self, child: str) -> ChildReport:
+        """Return the report on the child's own work."""
+        return ChildReport(
+            child,
+            self.samples,
+            1,
+            self.epochs,
+            self.steps,
+            self.loss,
+            self.train_s,
+            self.wait_s,
+            self.pause_s,
+            self.path,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Preparing:

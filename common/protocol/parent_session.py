@@ -23,11 +23,10 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol import topics
 from common.protocol.attendance import Attendance, AwayWatch, readiness
-from common.protocol.bounds import SenderBounds
 from common.protocol.coordinator import Coordinator
 from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
 from common.protocol.identity import Identity
-from common.protocol.limits import ANY, ChildLimits
+from common.protocol.limits import ANY, ChildLimits, SenderBounds, check_report
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Declined,
@@ -56,7 +55,6 @@ from common.protocol.parent_events import (
     UploadRefused,
 )
 from common.protocol.peer_link import Arrival, Elsewhere, Living, PeerLink, Proven, Received
-from common.protocol.reports import check_report
 from common.protocol.round_state import LIVING, Assignment, Restarted, ResultAnnounced
 from common.protocol.session_events import ByteMeter, ProbeReceived
 from common.protocol.targets import Targets

@@ -26,9 +26,9 @@ from common.experiment.links import LinkSet
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.admission import Admission
-from common.protocol.bounds import SMALL_BYTES
-from common.protocol.fetches import SKIPPED, Landing, ReceiverEvent, Skipped
+from common.protocol.fetches import Landing, ReceiverEvent
 from common.protocol.identity import Identity
+from common.protocol.limits import SKIPPED, SMALL_BYTES, Skipped
 from common.protocol.manifest import chunk_bytes_for, renamed
 from common.protocol.messages import (
     Alive,

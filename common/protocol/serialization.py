@@ -21,7 +21,7 @@ import msgpack
 from xxhash import xxh3_64_digest
 
 from common.errors import OtherRelease, TooLarge, WireError
-from common.protocol.bounds import ANYBODY, SenderBounds
+from common.protocol.limits import ANYBODY, SenderBounds
 from common.protocol.messages import (
     DIGEST_BYTES,
     Acknowledgement,

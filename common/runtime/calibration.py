@@ -23,8 +23,8 @@ from typing import Any, Final
 from common.accounting.traffic import Measured
 from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.links import Links, LinkSet
-from common.protocol.bounds import NOISE_MOST
 from common.protocol.fetches import Fetched, ReceiverEvent
+from common.protocol.limits import NOISE_MOST
 from common.protocol.manifest import describe
 from common.protocol.messages import Manifest, Probe, Probed
 from common.runtime.endpoint import Endpoint

@@ -22,8 +22,9 @@ from common.net.connection import Handlers
 from common.net.packets import Place
 from common.protocol import serialization, topics
 from common.protocol.child_session import ChildSession
-from common.protocol.fetches import Landing, Skipped
+from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
+from common.protocol.limits import Skipped
 from common.protocol.manifest import MIN_RATED_CHUNK
 from common.protocol.messages import Failure, NodeState, Presence
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe

@@ -25,7 +25,7 @@ from common.experiment.topology import CLOUD
 from common.host.examination import Finding
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
-from common.protocol.bounds import STRANGER
+from common.protocol.limits import STRANGER
 from common.protocol.messages import Alive, Here, NodeState, RollCall, WhoIsThere
 from common.runtime.lab_client import LabClient
 from common.runtime.world import REAL, Host, World

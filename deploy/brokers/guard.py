@@ -15,7 +15,7 @@ from common.errors import InvalidExperiment
 from common.host.files import write_private
 from common.net.address import is_loopback
 from common.net.tls import Tls
-from common.protocol.bounds import MESSAGE_MOST
+from common.protocol.limits import MESSAGE_MOST
 from deploy.console.logs import write_line
 
 # The most bytes of a packet: of the largest message of any lab, and of its topic. A broker holds one for each

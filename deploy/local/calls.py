@@ -24,10 +24,9 @@ from common.methods.rule import Uploads
 from common.model.codecs import Codec, codec_of
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.protocol.closing import Standing, Verdict, judge
-from common.protocol.limits import ANY, ChildLimits
+from common.protocol.limits import ANY, ChildLimits, check_report
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Phase, Result, Task
-from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
 from common.runtime.models import Arriving, decode_row
 from common.runtime.round import ClosedRound, Dispatch, Observe, Work
