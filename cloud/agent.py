@@ -22,11 +22,11 @@ from common.host.files import until_written
 from common.host.offload import offload
 from common.methods.rule import link_layouts
 from common.model.layout import Row
+from common.protocol.admission import Budget
+from common.protocol.attendance import ADDRESS, HTTPS
 from common.protocol.limits import limits_below
 from common.protocol.messages import Announcement, NodeState
-from common.protocol.pending import Budget
-from common.protocol.targets import ADDRESS, HTTPS
-from common.protocol.timeline import GLOBAL_PHASES
+from common.protocol.round_state import GLOBAL_PHASES
 from common.runtime.exports import ScrapeTarget, discovery, export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint

@@ -35,7 +35,7 @@ from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.experiment.schema import Experiment
 from common.experiment.tiers import TIER_NAME
 from common.experiment.topology import CLOUD
-from common.protocol.timeline import GLOBAL_PHASES
+from common.protocol.round_state import GLOBAL_PHASES
 
 BYTES: Final = rf"(?!(epochs|omega|spread)_){TIER_NAME}_(up|down)_bytes"  # the other names begin columns of nodes
 BROKER: Final = "broker"  # kind of the rows in links.csv that count a parent's whole connection

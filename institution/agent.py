@@ -17,9 +17,8 @@ from common.metrics import NodeLabels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
 from common.protocol.limits import limits_below, task_limits
-from common.protocol.messages import NodeState
-from common.protocol.round_state import LIVING
-from common.protocol.timeline import PHASES
+from common.protocol.messages import LIVING, NodeState
+from common.protocol.round_state import PHASES
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, activity, join
 from common.runtime.exports import export_child, export_parent, passed_on

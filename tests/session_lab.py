@@ -25,16 +25,15 @@ from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
-from common.protocol.child_events import ModelArrived, ModelFailed, TaskReceived
 from common.protocol.child_session import ChildSession
-from common.protocol.fetches import Landing
-from common.protocol.identity import Identity
+from common.protocol.events import ModelArrived, ModelFailed, TaskReceived, UploadAnnounced, UploadArrived
 from common.protocol.limits import ChildLimits
 from common.protocol.manifest import ModelForm, describe
 from common.protocol.messages import DIGEST_BYTES, Key, Message, NodeState, Phase, Presence, Result, Task
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
-from common.protocol.parent_events import UploadAnnounced, UploadArrived
 from common.protocol.parent_session import ParentSession
+from common.protocol.presence import Identity
+from common.protocol.receiver import Landing
 from common.protocol.round_state import Assignment, Closed, Stalled
 
 LAB, RUN, PARENT, LAYOUT = "lab", "run-1", "cloud", "layout"

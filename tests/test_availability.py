@@ -23,7 +23,7 @@ from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol import serialization, topics
 from common.protocol.messages import NodeState, Presence
-from common.protocol.time_zero import TimeZero
+from common.protocol.presence import TimeZero
 from common.runtime.lifecycle import until_return
 from common.runtime.world import Host, World
 from deploy.simulation.hardware import Durations

@@ -10,8 +10,8 @@ import pytest
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
-from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
+from common.protocol.presence import Identity
 from common.runtime.endpoint import DROPPED, HEAP, BrokerStatistics
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session

@@ -28,8 +28,8 @@ from common.net.client import MqttClient
 from common.net.connection import BrokerConnection, Handlers
 from common.net.failures import KINDS_MOST, FailureLog
 from common.net.tls import is_final
-from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
+from common.protocol.presence import Identity
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
 from deploy.brokers import broker

@@ -10,9 +10,8 @@ import pytest
 from common.errors import DuplicateName
 from common.metrics import Metrics
 from common.protocol import serialization, topics
+from common.protocol.admission import SEEKERS_MOST, Refusal
 from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
-from common.protocol.pending import SEEKERS_MOST
-from common.protocol.refusals import Refusal
 from common.runtime.discovery import Found, Moved, discover
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import Host, World

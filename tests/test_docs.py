@@ -24,8 +24,8 @@ from common.host.examination import Finding
 from common.learning import datasets
 from common.protocol import messages
 from common.protocol.limits import MESSAGE_MOST, REPORT_BYTES, SMALL_BYTES, TARGET_BYTES, TRAFFIC_BYTES, SenderBounds
+from common.protocol.round_state import GLOBAL_PHASES
 from common.protocol.serialization import KINDS, VERSION
-from common.protocol.timeline import GLOBAL_PHASES
 from common.text import JSON_MOST, JsonText, NameText, ShortText
 from deploy.kits.lab import parse as lab_of
 from deploy.sweeps.grid import expand, is_sweep

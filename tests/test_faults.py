@@ -38,8 +38,8 @@ from common.metrics import Metrics
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
-from common.protocol.identity import Identity
 from common.protocol.messages import Announcement, Message, NodeState, Phase, Presence, Progress, Task
+from common.protocol.presence import Identity
 from common.runtime import discovery
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint

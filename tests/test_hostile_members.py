@@ -32,8 +32,8 @@ from common.model.layout import ROW_BYTES_MOST, ModelLayout
 from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol import serialization, topics
-from common.protocol.admission import Admission
-from common.protocol.identity import Identity
+from common.protocol.admission import ANSWERS_MOST, MESSAGES_MOST, PRESENCES_MOST, Admission, Refusal
+from common.protocol.events import PeerChanged, ProbeReceived
 from common.protocol.limits import (
     MESSAGE_MOST,
     SKIPPED,
@@ -67,13 +67,9 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from common.protocol.parent_events import PeerChanged
 from common.protocol.parent_session import ParentSession
-from common.protocol.pending import ANSWERS_MOST, MESSAGES_MOST, PRESENCES_MOST
-from common.protocol.presence import ASK_FIRST_S
-from common.protocol.refusals import Refusal
+from common.protocol.presence import ASK_FIRST_S, Identity
 from common.protocol.round_state import ChildState
-from common.protocol.session_events import ProbeReceived
 from common.runtime.discovery import Found, _play
 from common.runtime.roll import ASKERS_MOST, RollEntry
 from common.runtime.world import Host
@@ -327,7 +323,7 @@ def test_a_flood_of_messages_is_refused_before_it_is_read_and_hides_nobody() -> 
         lab.publish(PARENT, "device-0", session, Preparing(number, "x" * 5000))
     lab.rest(0.5)
     assert lab.parent.session.link.refusals.of(Refusal.FLOOD) > MESSAGES_MOST
-    assert len(lab.parent.session._waits_for["device-0"]) == 1000
+    assert len(lab.parent.session.attendance._waits_for["device-0"]) == 1000
     lab.rest(20.0)
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 

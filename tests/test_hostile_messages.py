@@ -21,6 +21,7 @@ from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.model.layout import LinkLayouts, ModelLayout
 from common.protocol import serialization, topics
+from common.protocol.admission import Refusal
 from common.protocol.manifest import describe
 from common.protocol.messages import (
     Acknowledgement,
@@ -42,7 +43,6 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from common.protocol.refusals import Refusal
 from tests.helpers.nodes import (
     FINE,
     LAB,

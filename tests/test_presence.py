@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.protocol.identity import Identity
-from common.protocol.messages import Alive, Ask, Failure, NodeState, Presence, WhoIsThere
-from common.protocol.pending import (
+from common.protocol.admission import (
     ANSWER_S,
     ANSWERS_MOST,
     ASKS_KEPT,
@@ -19,12 +17,14 @@ from common.protocol.pending import (
     PendingAnswers,
     PendingAsks,
 )
+from common.protocol.messages import Alive, Ask, Failure, NodeState, Presence, WhoIsThere
 from common.protocol.presence import (
     ASK_FIRST_S,
     ASK_MOST_S,
     ASK_S,
     ASK_UNKNOWN_S,
     TRANSITIONS,
+    Identity,
     OwnPresence,
     PeerProofs,
     Proof,

@@ -22,9 +22,8 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import Experiment
 from common.model.layout import ModelLayout
 from common.protocol import serialization, topics
-from common.protocol.child_events import ModelArrived, RunEnded, TaskReceived
 from common.protocol.child_session import ChildSession
-from common.protocol.identity import Identity
+from common.protocol.events import ModelArrived, RunEnded, TaskReceived, UploadAnnounced, UploadArrived
 from common.protocol.limits import limits_below
 from common.protocol.manifest import missing
 from common.protocol.messages import (
@@ -38,8 +37,8 @@ from common.protocol.messages import (
     Task,
 )
 from common.protocol.outbox import Output, Publish, PublishChunk
-from common.protocol.parent_events import UploadAnnounced, UploadArrived
 from common.protocol.parent_session import ParentSession
+from common.protocol.presence import Identity
 from common.protocol.round_state import Assignment, Closed
 from common.runtime.models import Models
 

@@ -29,7 +29,7 @@ from common.accounting.ledger import Ledger
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.protocol.parent_session import ParentSession
-from common.protocol.timeline import GLOBAL_PHASES
+from common.protocol.round_state import GLOBAL_PHASES
 from deploy.results.run import Run
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab

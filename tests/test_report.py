@@ -26,7 +26,7 @@ from PIL import Image, ImageColor
 from cloud.results import RunFolder
 from common.experiment import tiers as experiment_tiers
 from common.experiment.reading import parse
-from common.protocol.timeline import GLOBAL_PHASES
+from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import THIN, html
 from deploy.local import direct
 from deploy.results import charts

@@ -18,7 +18,6 @@ from common.accounting.traffic import TcpStats, Traffic
 from common.errors import RefusedModel
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
-from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.coordinator import Coordinator
 from common.protocol.limits import ChildLimits, check_report, plans_of
 from common.protocol.messages import (
@@ -45,8 +44,11 @@ from common.protocol.round_state import (
     Restarted,
     ResultAnnounced,
     Stalled,
+    Standing,
+    Timeline,
+    Verdict,
+    judge,
 )
-from common.protocol.timeline import Timeline
 from common.runtime.round import WorkResult
 from common.text import JSON_MOST
 from tests.helpers.examples import examples

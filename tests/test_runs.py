@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
-from common.protocol.timeline import GLOBAL_PHASES
+from common.protocol.round_state import GLOBAL_PHASES
 from deploy.cli.main import app
 from deploy.console.tabular import age
 from deploy.results.run import Run, State, find, find_all, folders

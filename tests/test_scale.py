@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -20,18 +21,17 @@ from common.experiment.links import LinkDirection, LinkSet
 from common.experiment.reading import announced, parse
 from common.experiment.rounds import Closing
 from common.model.sharing import shared_row
-from common.protocol.attendance import Attendance, Lacking
-from common.protocol.coordinator import Coordinator
-from common.protocol.identity import Identity
+from common.protocol.attendance import REPORT_S, Attendance, Targets
+from common.protocol.coordinator import Coordinator, Lacking
 from common.protocol.manifest import describe
 from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.outbox import Outbox, Publish
 from common.protocol.parent_session import ParentSession
 from common.protocol.participant import Begin, Participant
+from common.protocol.presence import Identity
 from common.protocol.round_state import HEARTBEAT_S, Assignment, ResultAnnounced, waiting_most_s
 from common.protocol.sender import Sender
 from common.protocol.serialization import decode
-from common.protocol.targets import REPORT_S, Targets
 from deploy.planning.prediction import MachineSpeeds
 from deploy.planning.simulated import placement_of
 from deploy.simulation.broker import TopicTree, matches
@@ -100,14 +100,16 @@ def test_lacking_children_are_those_that_lack(changes: list[tuple[int, bool]]) -
 
 
 def test_a_child_is_ready_and_owes_a_farewell_by_its_presence() -> None:
-    attendance = Attendance()
+    attendance = Attendance("a")
     ready, lost = Presence(NodeState.READY, "device"), Presence(NodeState.LOST, "device")
-    attendance.note("a", ready, counted=False, farewell=False)
-    assert (attendance.ready, attendance.owing) == (set(), {"a"})
-    attendance.note("a", ready, counted=True, farewell=True)
-    assert (attendance.ready, attendance.owing) == ({"a"}, set())
-    attendance.note("a", lost, counted=True, farewell=False)
-    assert (attendance.ready, attendance.owing) == (set(), set())
+    attendance.receive("a", "1", ready, published=False)
+    assert not attendance.complete and attendance.owes_farewells  # its samples are unknown
+    attendance.farewell("a")
+    attendance.receive("a", "1", replace(ready, samples=10), published=False)
+    assert attendance.complete and not attendance.owes_farewells
+    attendance.farewells.clear()
+    attendance.receive("a", "1", lost, published=True)
+    assert not attendance.complete and not attendance.owes_farewells and attendance.samples == {"a": 10}
 
 
 def test_targets_that_did_not_change_are_not_compared() -> None:

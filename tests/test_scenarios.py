@@ -22,8 +22,6 @@ from common.accounting.traffic import Traffic
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
-from common.protocol.fetches import PATIENCE_S
-from common.protocol.identity import CHALLENGED_MOST
 from common.protocol.messages import (
     Acknowledgement,
     Ask,
@@ -39,6 +37,8 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
+from common.protocol.presence import CHALLENGED_MOST
+from common.protocol.receiver import PATIENCE_S
 from deploy.local.agents import run_agents
 from deploy.simulation.agents import AgentFactory
 from deploy.simulation.broker import Routed

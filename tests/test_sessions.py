@@ -39,8 +39,32 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.examination import Finding
 from common.protocol import serialization, topics
-from common.protocol.child_events import ModelFailed, ParentGone, ParentMoved, ResultRefused, RunEnded, TaskReceived
+from common.protocol.admission import (
+    ANSWER_S,
+    ANSWERS_MOST,
+    ASKS_KEPT,
+    MESSAGES_MOST,
+    SEEKERS_MOST,
+    MessageRefused,
+    Refusal,
+)
 from common.protocol.child_session import FAREWELL_S, QUIET_S
+from common.protocol.events import (
+    BrokerAway,
+    GoodbyeReceived,
+    ModelFailed,
+    NameTaken,
+    ParentGone,
+    ParentMoved,
+    PeerChanged,
+    ProbeReceived,
+    ResultRefused,
+    RunEnded,
+    TargetsChanged,
+    TaskReceived,
+    UploadAnnounced,
+    UploadRefused,
+)
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -69,13 +93,9 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.outbox import Publish, Subscribe
-from common.protocol.parent_events import GoodbyeReceived, PeerChanged, TargetsChanged, UploadAnnounced, UploadRefused
 from common.protocol.participant import ParticipantState
-from common.protocol.pending import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, MESSAGES_MOST, SEEKERS_MOST
 from common.protocol.presence import ASK_MOST_S, ASK_S, Proof
-from common.protocol.refusals import MessageRefused, Refusal
 from common.protocol.round_state import Closed, Stalled
-from common.protocol.session_events import BrokerAway, NameTaken, ProbeReceived
 
 IDLE_S = CHUNKED.idle_s
 READY = Presence(NodeState.READY, "device", samples=10)

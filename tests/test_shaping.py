@@ -15,12 +15,22 @@ from common.accounting.counters import Account, packet_bytes
 from common.accounting.traffic import TcpStats, Traffic
 from common.experiment.links import LinkDirection, LinkSet
 from common.protocol import serialization, topics
-from common.protocol.identity import Identity
 from common.protocol.manifest import describe
 from common.protocol.messages import Acknowledgement, Ask, Key, Manifest
-from common.protocol.outbox import CHUNKS_IN_CLIENT, EARLY_S, NOISE_KEPT, Outbox, Output, Publish, PublishChunk
+from common.protocol.outbox import (
+    CHUNKS_IN_CLIENT,
+    CREDIT_S,
+    EARLY_S,
+    LEAD_S,
+    NOISE_KEPT,
+    Outbox,
+    Output,
+    Publish,
+    PublishChunk,
+    Shaper,
+)
+from common.protocol.presence import Identity
 from common.protocol.sender import Sender
-from common.protocol.shaping import CREDIT_S, LEAD_S, Shaper
 
 
 def shaper_of(rate: float | None, *peers: str, delay_s: float = 0.0) -> Shaper:

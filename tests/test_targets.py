@@ -21,10 +21,10 @@ from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics, NodeLabels
 from common.net.address import BrokerAddress
-from common.protocol.identity import Identity
+from common.protocol.attendance import REPORT_MOST_S, REPORT_S, STAYING, Targets
 from common.protocol.limits import ChildLimits
 from common.protocol.messages import NodeState, Presence, Target
-from common.protocol.targets import REPORT_MOST_S, REPORT_S, STAYING, Targets
+from common.protocol.presence import Identity
 from common.runtime import exports as targets_of_runs
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.exports import discovery, passed_on, published, reachable

@@ -15,7 +15,7 @@ from common.errors import InvalidExperiment
 from common.experiment.links import LinkDirection
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.traces import RateTrace
-from common.protocol.shaping import Shaper
+from common.protocol.outbox import Shaper
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome

@@ -16,20 +16,24 @@ from hypothesis import strategies as st
 
 from common.errors import RefusedModel
 from common.experiment.links import LinkDirection
-from common.protocol.fetches import PATIENCE_S, Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
 from common.protocol.messages import Ask, Gone, Manifest
+from common.protocol.outbox import Shaper
 from common.protocol.receiver import (
     ASKS_LEAST,
     LOST_LEAST,
     PATIENCE_MOST_S,
+    PATIENCE_S,
     REPAIR_MOST_S,
     REPAIR_S,
     SPOILT_S,
+    Fetched,
+    FetchFailed,
+    FetchFailure,
     Receiver,
+    ReceiverEvent,
 )
 from common.protocol.sender import RESTART_S, Publication, Sender
-from common.protocol.shaping import Shaper
 from common.protocol.topics import ALL
 from tests.helpers.examples import examples
 

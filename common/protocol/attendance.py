@@ -1,38 +1,145 @@
-"""What a parent knows of all its children together, kept so that a message costs no look at all of them."""
+"""What a parent knows from its children's presences: who can take part, their samples, farewells and addresses.
+
+It is kept so that a message costs no look at all children.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
-from typing import Final, Generic, TypeVar
+from typing import Final
 
-from common.protocol.messages import Failure, NodeState, Presence
-from common.protocol.parent_events import Readiness
-from common.protocol.round_state import LIVING
-from common.protocol.targets import STAYING
+from common.protocol.messages import LIVING, Failure, NodeState, Presence, Target
 
+STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
+AWAITED: Final = (NodeState.LOST, NodeState.DISCONNECTED)
+QUIET_S: Final = 5.0  # without a report of a child that prepares; it reports every two seconds
 LOOK_S: Final = 1.0
 LOOKS: Final = 4
+REPORT_S: Final = 1.0  # without a change, before a report: devices that join together are in one message
+REPORT_MOST_S: Final = 10.0  # after the first change; each report goes to all children, as part of the presence
+HTTPS: Final = "https://"  # before the address of a server that others reach by TLS only
+ADDRESS: Final = re.compile(r"(https://)?(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}):[0-9]{1,5}")
 
-_C = TypeVar("_C")
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Which children can take part: the `ready` ones; the `missing` ones, each with the reason.
+
+    The missing ones include the `failed` ones, and the `hanging` ones: these have prepared for `idle_s` without
+    progress, or failed for lack of progress below them.
+    """
+
+    ready: frozenset[str]
+    missing: Mapping[str, str]
+    hanging: frozenset[str]
+    failed: frozenset[str]
+
+    @property
+    def text(self) -> str:
+        """The missing ones with their reasons, empty if there are none."""
+        return "; ".join(f"{name} {reason}" for name, reason in sorted(self.missing.items()))
 
 
 class Attendance:
-    """Which children are ready, and which are present, or have just finished, and owe their farewell."""
+    """The last presences of a parent's children. `varying`: those whose samples may change, as they have children.
 
-    def __init__(self) -> None:
-        self.ready: set[str] = set()
-        self.owing: set[str] = set()
+    `samples`: of the children that have reported them; `farewells`: the children that have sent theirs.
+    """
 
-    def note(self, child: str, presence: Presence | None, *, counted: bool, farewell: bool) -> None:
-        """Note a child's presence; `counted`: its samples are known. `farewell`: it has sent it."""
-        ready = presence is not None and presence.state is NodeState.READY and counted
-        owing = presence is not None and presence.state in STAYING and not farewell
-        for children, is_one in ((self.ready, ready), (self.owing, owing)):
+    def __init__(self, children: Iterable[str], *, varying: Collection[str] = ()) -> None:
+        self._children = tuple(children)
+        self._varying = frozenset(varying)
+        self.last: dict[str, Presence | None] = {}
+        self.samples: dict[str, int] = {}
+        self.farewells: set[str] = set()
+        self._ready: set[str] = set()
+        self._owing: set[str] = set()
+        self._met: dict[str, str] = {}  # the session of each child's last presence
+        self._counted: dict[str, str] = {}  # the session that reported its samples
+        self._waits_for: dict[str, str] = {}
+        self._prepared_at: dict[str, float] = {}
+
+    def receive(self, child: str, session: str, presence: Presence | None, *, published: bool) -> bool:
+        """Note a child's presence; return whether it must be asked for its samples.
+
+        What is published is possibly a stranger's: new samples of a session that was not met before are taken from an
+        answer only.
+        """
+        met, self._met[child] = session == self._met.get(child), session
+        samples, doubtful = 0 if presence is None else presence.samples, False
+        if samples and (child in self._varying or session != self._counted.get(child)):
+            doubtful = published and self.samples.get(child, samples if met else 0) != samples
+            if not doubtful:
+                self.samples[child], self._counted[child] = samples, session
+        self.last[child] = presence
+        ready = presence is not None and presence.state is NodeState.READY and child in self.samples
+        owing = presence is not None and presence.state in STAYING and child not in self.farewells
+        for children, is_one in ((self._ready, ready), (self._owing, owing)):
             if is_one:
                 children.add(child)
             else:
                 children.discard(child)
+        return doubtful
+
+    def preparing(self, child: str, waits_for: str, now: float) -> None:
+        """Note a report of a child that prepares, and for whom it waits."""
+        self._waits_for[child], self._prepared_at[child] = waits_for, now
+
+    def farewell(self, child: str) -> None:
+        """Note that a child has sent its final counts."""
+        self.farewells.add(child)
+        self._owing.discard(child)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all children can take part now."""
+        return len(self._ready) == len(self._children)
+
+    @property
+    def owes_farewells(self) -> bool:
+        """Whether a child that is present or has just finished has not sent its farewell."""
+        return bool(self._owing)
+
+    def present(self) -> list[str]:
+        """Return the children that are present."""
+        return [name for name, last in self.last.items() if last is not None and last.state in LIVING]
+
+    def quiet(self, now: float) -> list[str]:
+        """Return the children that stopped reporting their preparation, each again after QUIET_S."""
+        preparing = [name for name, last in self.last.items() if last is not None and last.state is NodeState.INIT]
+        quiet = [name for name in preparing if now >= self._prepared_at.setdefault(name, now) + QUIET_S]
+        self._prepared_at.update(dict.fromkeys(quiet, now))
+        return quiet
+
+    def readiness(self, *, hanging: set[str], other_releases: Mapping[str, str], idle_s: float) -> Readiness:
+        """Return which children can take part.
+
+        `hanging`: those that prepare without progress; `other_releases`: both versions of the protocol, for children of
+        another release.
+        """
+        ready, failed, missing = set(), set(), {}
+        for name in self._children:
+            seen = self.last.get(name)
+            if name in self._ready:
+                ready.add(name)
+            elif name in hanging:
+                missing[name] = f"no progress in preparing for {idle_s:g} s"
+            elif seen is not None and seen.state in LIVING:
+                waits_for = self._waits_for.get(name)
+                missing[name] = f"waits for {waits_for}" if waits_for else "prepares"
+            elif seen is not None and seen.state is NodeState.FAILED:
+                failed.add(name)
+                missing[name] = f"gave up: {seen.reason}"
+                if seen.failure is Failure.STALLED:
+                    hanging.add(name)
+            elif name not in self.last and name in other_releases:
+                missing[name] = f"is of another release: {other_releases[name]}"
+            else:
+                missing[name] = "has not joined yet" if name not in self.last else "was lost, or left"
+        return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
 
 
 class AwayWatch:
@@ -53,54 +160,51 @@ class AwayWatch:
         return not self._away <= before
 
 
-class Lacking(Generic[_C]):
-    """The children that lack something. Asking costs little, as the next one to look at stays the same meanwhile."""
+class Targets:
+    """Scrape targets: the /metrics addresses of a parent's living children, and of all nodes below them.
 
-    def __init__(self, children: Iterable[_C] = ()) -> None:
-        self._children = list(children)
-
-    def add(self, child: _C) -> None:
-        """Add a child that lacks it again."""
-        self._children.append(child)
-
-    def any(self, lacks: Callable[[_C], bool]) -> bool:
-        """Return whether a child lacks it; those that do not are removed."""
-        while self._children and not lacks(self._children[-1]):
-            self._children.pop()
-        return bool(self._children)
-
-
-def readiness(
-    peers: Iterable[str],
-    *,
-    last: Mapping[str, Presence | None],
-    counted: Collection[str],
-    hanging: set[str],
-    waits_for: Mapping[str, str],
-    other_releases: Mapping[str, str],
-    idle_s: float,
-) -> Readiness:
-    """Return which children can take part, from their `last` presences.
-
-    `counted`: those that have reported their samples; `hanging`: those that prepare without progress. `waits_for`: for
-    whom a child waits; `other_releases`: both versions of the protocol, for children of another release.
+    A parent knows its children by their presence. It knows the nodes below them, which may be on another broker, from
+    the children's presences, and so on up to the cloud. All of this is retained state, so it survives a restart of any
+    node. `below`: the names of all nodes below each child; a child may only report on these.
     """
-    ready, failed, missing = set(), set(), {}
-    for name in peers:
-        seen = last.get(name)
-        if seen is not None and seen.state is NodeState.READY and name in counted:
-            ready.add(name)
-        elif name in hanging:
-            missing[name] = f"no progress in preparing for {idle_s:g} s"
-        elif seen is not None and seen.state in LIVING:
-            missing[name] = f"waits for {waits_for[name]}" if waits_for.get(name) else "prepares"
-        elif seen is not None and seen.state is NodeState.FAILED:
-            failed.add(name)
-            missing[name] = f"gave up: {seen.reason}"
-            if seen.failure is Failure.STALLED:
-                hanging.add(name)
-        elif name not in last and name in other_releases:
-            missing[name] = f"is of another release: {other_releases[name]}"
-        else:
-            missing[name] = "has not joined yet" if name not in last else "was lost, or left"
-    return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
+
+    def __init__(self, below: Mapping[str, Collection[str]]) -> None:
+        self._below = {child: frozenset(names) for child, names in below.items()}
+        self._own: dict[str, str] = {}
+        self._reports: dict[str, dict[str, str]] = {}
+        self._reported: tuple[Target, ...] = ()
+        self._changed_at = inf
+        self.due = inf
+
+    def receive(self, child: str, presence: Presence | None, *, now: float) -> None:
+        """Handle a child's presence.
+
+        An absent child may return, and the nodes below wait for it: until then its last report on them remains valid.
+        """
+        before = self._own.get(child, ""), self._reports.get(child, {})
+        own, report = "", before[1]
+        if presence is not None and presence.state in STAYING:
+            below = self._below.get(child, ())
+            own = presence.metrics
+            report = {target.name: target.metrics for target in presence.targets if target.name in below}
+        elif presence is None or presence.state not in AWAITED:
+            report = {}
+        if (own, report) != before:
+            self._own[child], self._reports[child] = own, report
+            self._changed_at = min(self._changed_at, now)
+            self.due = min(self._changed_at + REPORT_MOST_S, now + REPORT_S)
+
+    def changed(self, now: float) -> tuple[Target, ...] | None:
+        """Return all addresses if they have changed and a report is due."""
+        if now < self.due:
+            return None
+        self.due = self._changed_at = inf
+        before, self._reported = self._reported, self.addresses()
+        return None if self._reported == before else self._reported
+
+    def addresses(self) -> tuple[Target, ...]:
+        """Return the address of each node below that has one. May be called from another thread."""
+        found = dict(self._own)
+        for report in list(self._reports.values()):
+            found |= report
+        return tuple(Target(name, address) for name, address in sorted(found.items()) if ADDRESS.fullmatch(address))

@@ -22,21 +22,21 @@ from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.model.layout import ROW_BYTES_MOST
 from common.protocol import topics
-from common.protocol.child_events import (
+from common.protocol.events import (
     ModelArrived,
     ModelFailed,
     ParentGone,
     ParentMoved,
+    ProbeReceived,
     ResultRefused,
     RunBegan,
     RunEnded,
     TaskReceived,
 )
-from common.protocol.fetches import Fetched, FetchFailed, Landing, ReceiverEvent
-from common.protocol.identity import Identity
 from common.protocol.limits import SenderBounds, TaskLimits
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
+    LIVING,
     Acknowledgement,
     Alive,
     Declined,
@@ -56,11 +56,10 @@ from common.protocol.messages import (
 )
 from common.protocol.outbox import Output
 from common.protocol.participant import PHASE_S, Acknowledged, Participant
-from common.protocol.peer_link import Arrival, Elsewhere, Living, PeerLink, Proven, Received, Unproven
-from common.protocol.presence import Proof
-from common.protocol.round_state import HEARTBEAT_S, LIVING
-from common.protocol.session_events import ByteMeter, ProbeReceived
-from common.protocol.time_zero import TimeZero
+from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received, Unproven
+from common.protocol.presence import Identity, Proof, TimeZero
+from common.protocol.receiver import Fetched, FetchFailed, Landing, ReceiverEvent
+from common.protocol.round_state import HEARTBEAT_S
 from common.text import short
 
 FAREWELL_S: Final = 1.0  # between two farewells

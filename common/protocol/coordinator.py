@@ -9,19 +9,16 @@ and their transitions are in `common.protocol.round_state`. Which session repres
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from math import inf
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from common.experiment.availability import Online
 from common.experiment.rounds import Closing
-from common.protocol.attendance import Lacking
-from common.protocol.closing import Verdict, judge
-from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
+from common.protocol.messages import LIVING, Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.round_state import (
     ACKNOWLEDGE_S,
-    LIVING,
     REPEAT_MOST_S,
     REPEAT_S,
     TAKEN_BACK,
@@ -34,15 +31,19 @@ from common.protocol.round_state import (
     Restarted,
     ResultAnnounced,
     Stalled,
+    Timeline,
+    Verdict,
     blame,
     closed_of,
+    judge,
     returning,
     standing_of,
     waiting_most_s,
 )
-from common.protocol.timeline import Timeline
 
 CLOSED: Final = "the round has closed"
+
+_C = TypeVar("_C")
 
 
 class Coordinator:
@@ -420,3 +421,20 @@ class Coordinator:
                 if not child.carried:
                     child.assignment, child.refusal, child.state = None, "", ChildState.IDLE
         self._events.append(closed)
+
+
+class Lacking(Generic[_C]):
+    """The children that lack something. Asking costs little, as the next one to look at stays the same meanwhile."""
+
+    def __init__(self, children: Iterable[_C] = ()) -> None:
+        self._children = list(children)
+
+    def add(self, child: _C) -> None:
+        """Add a child that lacks it again."""
+        self._children.append(child)
+
+    def any(self, lacks: Callable[[_C], bool]) -> bool:
+        """Return whether a child lacks it; those that do not are removed."""
+        while self._children and not lacks(self._children[-1]):
+            self._children.pop()
+        return bool(self._children)

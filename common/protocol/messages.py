@@ -87,6 +87,9 @@ class NodeState(StrEnum):
     LOST = "lost"
 
 
+LIVING: Final = (NodeState.INIT, NodeState.READY)
+
+
 class Failure(StrEnum):
     """Why a node failed, as far as it determines how its parent ends."""
 
@@ -228,17 +231,9 @@ class Result:
     def work_of(self, child: str) -> ChildReport:
         """Return the report on the child's own work."""
         return ChildReport(
-            child,
-            self.samples,
-            1,
-            self.epochs,
-            self.steps,
-            self.loss,
-            self.train_s,
-            self.wait_s,
-            self.pause_s,
+            child, self.samples, 1, self.epochs, self.steps, self.loss, self.train_s, self.wait_s, self.pause_s,
             self.path,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

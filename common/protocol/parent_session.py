@@ -22,13 +22,22 @@ from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol import topics
-from common.protocol.attendance import Attendance, AwayWatch, readiness
+from common.protocol.attendance import Attendance, AwayWatch, Readiness, Targets
 from common.protocol.coordinator import Coordinator
-from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
-from common.protocol.identity import Identity
+from common.protocol.events import (
+    DevicesAway,
+    GoodbyeReceived,
+    PeerChanged,
+    ProbeReceived,
+    TargetsChanged,
+    UploadAnnounced,
+    UploadArrived,
+    UploadRefused,
+)
 from common.protocol.limits import ANY, ChildLimits, SenderBounds, check_report
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
+    LIVING,
     Declined,
     Failure,
     Farewell,
@@ -44,24 +53,12 @@ from common.protocol.messages import (
     Result,
 )
 from common.protocol.outbox import Output
-from common.protocol.parent_events import (
-    DevicesAway,
-    GoodbyeReceived,
-    PeerChanged,
-    Readiness,
-    TargetsChanged,
-    UploadAnnounced,
-    UploadArrived,
-    UploadRefused,
-)
-from common.protocol.peer_link import Arrival, Elsewhere, Living, PeerLink, Proven, Received
-from common.protocol.round_state import LIVING, Assignment, Restarted, ResultAnnounced
-from common.protocol.session_events import ByteMeter, ProbeReceived
-from common.protocol.targets import Targets
-from common.protocol.timeline import Timeline
+from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received
+from common.protocol.presence import Identity
+from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
+from common.protocol.round_state import Assignment, Restarted, ResultAnnounced, Timeline
 from common.text import short
 
-QUIET_S: Final = 5.0  # without a report of a child that prepares; it reports every two seconds
 RATED_CHUNKS: Final = 8  # smaller models do not show the rate of their link
 
 
@@ -106,20 +103,14 @@ class ParentSession:
         self._bound()
         self.ledger = Ledger(self.peers, self.link.counters, wire=meter.sample, below=below)
         self.targets = Targets(below)
-        self.samples: dict[str, int] = {}
-        self._counted = dict.fromkeys(self.peers, "")  # the session that reported the samples
-        self._met = dict.fromkeys(self.peers, "")  # the session of the last presence
+        self.attendance = Attendance(self.peers, varying=[name for name, names in below.items() if names])
+        self.samples, self.farewells = self.attendance.samples, self.attendance.farewells
         self.rates: dict[str, float] = {}
         self.moves = 0
-        self.farewells: set[str] = set()
         self._form: ModelForm | None = None
         self._pending: dict[tuple[str, str], Result] = {}
         self._assignments: Mapping[str, Assignment] = {}
-        self._last: dict[str, Presence | None] = {}
-        self._attendance = Attendance()
-        self._waits_for: dict[str, str] = {}
         self._now = 0.0
-        self._prepared_at: dict[str, float] = {}
 
     # Rounds
 
@@ -223,12 +214,8 @@ class ParentSession:
 
     def readiness(self, now: float) -> Readiness:
         """Return which children can take part now."""
-        return readiness(
-            self.peers,
-            last=self._last,
-            counted=self.samples.keys(),
+        return self.attendance.readiness(
             hanging=set(self.coordinator.hanging(now)),
-            waits_for=self._waits_for,
             other_releases=self.link.other_releases,
             idle_s=self.link.transfer.idle_s,
         )
@@ -236,24 +223,21 @@ class ParentSession:
     @property
     def complete(self) -> bool:
         """Whether all children can take part now."""
-        return len(self._attendance.ready) == len(self.peers)
-
-    def ask_quiet(self, now: float) -> None:
-        """Ask children that stopped reporting their preparation: the message that they are ready may be lost."""
-        preparing = [name for name, last in self._last.items() if last is not None and last.state is NodeState.INIT]
-        for name in preparing:
-            if now >= self._prepared_at.setdefault(name, now) + QUIET_S:
-                self._prepared_at[name] = now
-                self.link.proofs.doubt(name, now)
-
-    def present(self) -> list[str]:
-        """Return the children that are present."""
-        return [name for name, last in self._last.items() if last is not None and last.state in LIVING]
+        return self.attendance.complete
 
     @property
     def owes_farewells(self) -> bool:
         """Whether a child that is present or has just finished has not sent its farewell."""
-        return bool(self._attendance.owing)
+        return self.attendance.owes_farewells
+
+    def present(self) -> list[str]:
+        """Return the children that are present."""
+        return self.attendance.present()
+
+    def ask_quiet(self, now: float) -> None:
+        """Ask children that stopped reporting their preparation: the message that they are ready may be lost."""
+        for name in self.attendance.quiet(now):
+            self.link.proofs.doubt(name, now)
 
     def _bound(self, blob_bytes: int = 0) -> None:
         """Set the bounds of the children's messages, and of the presences under this node's own name."""
@@ -340,7 +324,7 @@ class ParentSession:
         if isinstance(arrival, Received):
             self._message(arrival.peer, arrival.session, arrival.message, now)
         elif isinstance(arrival, Living):
-            last = self._last.get(arrival.peer)
+            last = self.attendance.last.get(arrival.peer)
             if last is not None and last.state is NodeState.LOST:
                 self.link.proofs.want(arrival.peer, now)  # the presence with which it came back was lost
         elif isinstance(arrival, Proven):
@@ -358,8 +342,7 @@ class ParentSession:
             self._count(sender, session, message.traffic, message.below)
             self._enter_reports(sender, session, message.children)
         elif isinstance(message, Preparing):
-            self._waits_for[sender] = short(message.waits_for)
-            self._prepared_at[sender] = now
+            self.attendance.preparing(sender, short(message.waits_for), now)
             self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
             self.moves += 1
         elif isinstance(message, Declined):
@@ -370,8 +353,7 @@ class ParentSession:
         elif isinstance(message, Reports):
             self._enter_reports(sender, session, message.children)
         elif isinstance(message, Farewell):
-            self.farewells.add(sender)
-            self._attendance.owing.discard(sender)
+            self.attendance.farewell(sender)
             if self.link.answers.take(sender, now):
                 self.link.outbox.send(sender, Goodbye(), now)
             self.link.events.append(GoodbyeReceived(sender))
@@ -394,20 +376,14 @@ class ParentSession:
         if not self.coordinator.presence(peer, session, presence, now=now):
             return
         self.targets.receive(peer, presence, now=now)
-        before, met, self._met[peer] = self._last.get(peer), session == self._met[peer], session
+        before = self.attendance.last.get(peer)
         if presence is None or presence.state not in LIVING:
             self.link.sender.forget(peer)
             self.link.receiver.yield_slot(peer, now=now)
         elif published or before is None or before.state not in LIVING:  # its connection is new
             self.link.receiver.ask_again(peer, now=now)
-        if presence is not None and presence.samples and (self._limits[peer].below or session != self._counted[peer]):
-            known = self.samples.get(peer, presence.samples if met else 0)
-            if published and known != presence.samples:  # possibly a stranger's: this is taken from an answer only
-                self.link.proofs.want(peer, now)
-            else:  # a device's are the same all the time
-                self.samples[peer], self._counted[peer] = presence.samples, session
-        self._last[peer] = presence
-        self._attendance.note(peer, presence, counted=peer in self.samples, farewell=peer in self.farewells)
+        if self.attendance.receive(peer, session, presence, published=published):
+            self.link.proofs.want(peer, now)
         if presence is None or before is None or (before.state, before.reason) != (presence.state, presence.reason):
             state, reason = ("left", "") if presence is None else (str(presence.state), presence.reason)
             self.link.events.append(PeerChanged(peer, state, reason))

@@ -15,19 +15,19 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from common.accounting.counters import Account, packet_bytes
+from common.accounting.traffic import TcpStats
 from common.errors import Flooded, Misfit, OtherRelease, WireError
 from common.experiment.links import LinkSet
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
-from common.protocol.admission import Admission
-from common.protocol.fetches import Landing, ReceiverEvent
-from common.protocol.identity import Identity
+from common.protocol.admission import Admission, Budget, PendingAnswers, PendingAsks, Refusal, Refusals, refusal_of
+from common.protocol.events import BrokerAway, BrokerDrops, NameTaken, NoiseFetched
 from common.protocol.limits import SKIPPED, SMALL_BYTES, Skipped
 from common.protocol.manifest import chunk_bytes_for, renamed
 from common.protocol.messages import (
@@ -41,12 +41,9 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.outbox import Outbox, Output, Publish, Subscribe, Unsubscribe
-from common.protocol.pending import Budget, PendingAnswers, PendingAsks
-from common.protocol.presence import OwnPresence, PeerProofs
-from common.protocol.receiver import Receiver
-from common.protocol.refusals import Refusal, Refusals, refusal_of
+from common.protocol.presence import Identity, OwnPresence, PeerProofs
+from common.protocol.receiver import Landing, Receiver, ReceiverEvent
 from common.protocol.sender import Publication, Sender
-from common.protocol.session_events import BrokerAway, BrokerDrops, ByteMeter, NameTaken, NoiseFetched
 
 SILENT_MOST_S: Final = 30.0
 LIVED_S: Final = 5.0  # a connection that lasts this long is none that the broker drops at once
@@ -98,6 +95,16 @@ class Elsewhere:
 
 
 Arrival: TypeAlias = Living | Received | Proven | Unproven | Elsewhere
+
+
+class ByteMeter(Protocol):
+    """Byte counts of the connection, by the kernel."""
+
+    def sample(self) -> TcpStats:
+        """Return the counts of all its sockets so far."""
+
+    def received(self) -> int:
+        """Return the bytes received on the present socket, -1 if unknown."""
 
 
 class PeerLink:
@@ -403,7 +410,7 @@ class PeerLink:
         if (topic.node, topic.blob) in self.outbox.noise:
             self.counters.add(topic.node, "received", message=size, probe=len(body))
         else:
-            extras = min(len(body), self.receiver.extras.in_chunk(topic.node, topic.blob, topic.index))
+            extras = min(len(body), self.receiver.extras_in(topic.node, topic.blob, topic.index))
             self.counters.add(topic.node, "received", message=size, model=len(body) - extras, extras=extras)
         fresh = self.receiver.receive_chunk(
             topic.node, topic.blob, stream=topic.stream, index=topic.index, number=topic.number, data=body, now=now

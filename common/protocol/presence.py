@@ -1,4 +1,4 @@
-"""Presence: a node's own retained state, and the proof of life of its peers.
+"""Presence: a node's identity and its own retained state, and the proof of life of its peers.
 
 A retained presence outlives its process: a broker that restarts after a power failure has the presences of dead
 processes. So a peer counts as present only once its session has proved itself on the present connection, by
@@ -15,21 +15,54 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 from typing import Final
 
-from common.protocol.identity import Identity
-from common.protocol.messages import Alive, Failure, NodeState, Presence, Target, WhoIsThere
-from common.protocol.round_state import LIVING
+from common.protocol.messages import LIVING, Alive, Failure, NodeState, Presence, Target, WhoIsThere
+from common.protocol.topics import DEFAULT_LAB
 from common.text import short
 
+CHALLENGED_MOST: Final = 16  # sessions; a peer with access to the state topic can send any number
 ASK_S: Final = 0.5
 ASK_MOST_S: Final = 5.0
 ASK_FIRST_S: Final = 0.2  # time for a living peer's presence to arrive before it is asked for
 ASK_UNKNOWN_S: Final = 2.0  # the same for a child of which nothing is known: many of them may be starting
+ELAPSED_MOST_S: Final = 1e10
+MOVED_S: Final = 0.25  # by which a later report of time zero must differ to count
 FINAL: Final = (NodeState.FINISHED, NodeState.FAILED, NodeState.LOST, NodeState.DISCONNECTED)
+
+
+@dataclass(slots=True)
+class Claim:
+    """One process's claim to its name: the last sessions that it challenged, and whether it lost the name."""
+
+    challenged: deque[str] = field(default_factory=lambda: deque(maxlen=CHALLENGED_MOST))
+    lost: bool = False
+
+    def challenge(self, session: str) -> None:
+        """Note a challenged session; beyond the limit the oldest is dropped."""
+        if session not in self.challenged:
+            self.challenged.append(session)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A node's identity in a run of a lab.
+
+    `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address. `ledger`: the id of the byte
+    ledger that its children count for, empty: the session, because the ledger is not kept across restarts.
+    """
+
+    run: str
+    name: str
+    role: str
+    session: str
+    metrics: str = ""
+    ledger: str = ""
+    lab: str = DEFAULT_LAB
+    claim: Claim = field(default_factory=Claim, compare=False)
 
 
 class OwnPresence:
@@ -114,6 +147,31 @@ class OwnPresence:
         due = list(self._remains)
         self._remains.clear()
         return due
+
+
+class TimeZero:
+    """When the run's first global round began, in monotonic seconds of this node, None: it has not.
+
+    Clocks of machines are never compared: a presence has the seconds that have passed when it is sent, so the error is
+    the time for which it travels.
+    """
+
+    def __init__(self) -> None:
+        self.begun: float | None = None
+        self._session = ""
+
+    def note(self, elapsed_s: float, session: str, now: float, *, published: bool) -> float | None:
+        """Note the seconds in a presence of the parent's session; return time zero if it has changed.
+
+        `published`: by itself; a reply may have waited for its link, and counts only for a session that is new.
+        """
+        if not 0 <= elapsed_s <= ELAPSED_MOST_S or (session == self._session and not published):
+            return None
+        self._session, begun = session, now - elapsed_s
+        if self.begun is not None and abs(begun - self.begun) < MOVED_S:
+            return None
+        self.begun = begun
+        return begun
 
 
 class Proof(Enum):

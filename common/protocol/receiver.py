@@ -22,19 +22,20 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from common.experiment.links import LinkDirection
-from common.protocol.fetches import PATIENCE_S, Fetch, Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
-from common.protocol.known_extras import KnownExtras
 from common.protocol.manifest import chunk_digest, window_for
 from common.protocol.messages import Ask, Manifest
 from common.protocol.topics import ALL, ChunkTopic
 
+PATIENCE_S: Final = 15.0
 REPAIR_S: Final = 2.0
 CHUNKS_OF_SILENCE: Final = 3.0
 REPAIR_MOST_S: Final = 15.0
@@ -47,6 +48,79 @@ SLOT_BYTES_S: Final = 31_250_000  # 250 Mbit/s: a link with a lower declared rat
 LOST_LEAST: Final = 8
 LOST_SHARE: Final = 0.01
 FLOW_BYTES_S: Final = 256  # more than the acknowledgements and pings of a connection without models, TLS included
+BLOBS_KNOWN: Final = 4  # of each owner, of those with extras
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Blob `blob` of `owner` is complete in its buffer, with every chunk checked.
+
+    `rate`: bytes per second between the arrivals of the first and the last chunk, None if they arrived together.
+    """
+
+    owner: str
+    blob: str
+    rate: float | None = None
+
+
+class FetchFailure(Enum):
+    """Why a blob is not available."""
+
+    GONE = "its owner no longer holds it"
+    DAMAGED = "wrong digests"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """The blob is not available from this owner."""
+
+    owner: str
+    blob: str
+    cause: FetchFailure
+    reason: str
+
+
+ReceiverEvent: TypeAlias = Fetched | FetchFailed
+
+
+@dataclass(slots=True)
+class Fetch:
+    """The transfer of one blob from its owner."""
+
+    owner: str
+    manifest: Manifest
+    buffer: memoryview
+    lacking: npt.NDArray[np.bool_]
+    left: int
+    window: int
+    pace_s: float = 0.0  # the time of a chunk on the owner's link, if its rate is declared
+    share: float = 1.0  # of a slot
+    seen: dict[str, int] = field(default_factory=dict)
+    trusted: set[str] = field(default_factory=set)  # streams with a number since the last restart, which undoes others'
+    since_ask: int = 0
+    due: bool = True
+    restart: bool = True
+    damaged: int = 0  # since the last valid one
+    spoilt_at: float = 0.0
+    waits_since: float = 0.0  # before it asks again
+    moved: float = 0.0  # since then it has a slot, or has received nothing valid
+    patience_s: float = PATIENCE_S
+    starved: int = 0  # times since the last valid chunk
+    first_at: float | None = None
+    since_first: int = 0
+
+    def rate(self, now: float) -> float | None:
+        """Return bytes per second from the first chunk's arrival to now, None if unknown."""
+        seconds = now - self.first_at if self.first_at is not None else 0.0
+        return self.since_first / seconds if self.since_first and seconds > 0 else None
+
+
+@dataclass(slots=True)
+class Landing:
+    """A chunk that is being written to its destination; `view` is set to None when its fetch ends."""
+
+    topic: ChunkTopic
+    view: memoryview | None
 
 
 class Receiver:
@@ -79,7 +153,7 @@ class Receiver:
         self._completed: deque[tuple[str, Ask]] = deque()
         self._events: deque[ReceiverEvent] = deque()
         self._landing: Landing | None = None
-        self.extras = KnownExtras()
+        self._with_extras: dict[str, deque[Manifest]] = {}  # by owner
         self._last_arrival = self._arrived = 0.0
         self._gap_s = 0.0
         self._repair_s = REPAIR_S
@@ -107,7 +181,7 @@ class Receiver:
         if any((f.owner, f.manifest.blob) == (owner, manifest.blob) for f in (*self._active.values(), *self._queued)):
             return False
         if manifest.extras:
-            self.extras.note(owner, manifest)
+            self._with_extras.setdefault(owner, deque(maxlen=BLOBS_KNOWN)).append(manifest)
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
         way = self._ways.get(owner, LinkDirection())
         window = window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s)
@@ -163,6 +237,13 @@ class Receiver:
         """Return the number of missing chunks of a fetch, 0 if there is no such fetch."""
         fetch = self._begun((owner, blob))
         return fetch.left if fetch else 0
+
+    def extras_in(self, owner: str, blob: str, index: int) -> int:
+        """Return how many bytes of a chunk are extras, even if it is late; 0 for a blob that was not fetched lately."""
+        for manifest in self._with_extras.get(owner, ()):
+            if manifest.blob == blob and index < manifest.chunks:
+                return manifest.extras_in(index)
+        return 0
 
     def wanted(self) -> set[tuple[str, str]]:
         """Return the (owner, blob) pairs whose streams must be subscribed."""

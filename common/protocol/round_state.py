@@ -1,4 +1,4 @@
-"""The state of an open round: each child's state with its transitions, and the events of the round.
+"""The state of an open round: each child's, with its transitions; when the round closes; its events and its times.
 
     ASSIGNED --message of this round--> WORKING --Result--> ANNOUNCED --accept--> ACCEPTED
        ^                                   |                    |                    | its task ends unused
@@ -11,14 +11,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
 from common.experiment.availability import OnlineTimes
-from common.protocol.closing import Standing
-from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Progress, Result
+from common.experiment.rounds import Closing
+from common.protocol.messages import LIVING, Failure, Key, Manifest, NodeState, Phase, Progress, Result
 from common.text import by_cause
 
 REPEAT_S: Final = 1.0  # before a task is repeated; twice the time until its child's last answer, if that is longer
@@ -29,7 +29,8 @@ ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's result
 CHUNKS_CARRIED: Final = 2
 CARRIED_BYTES: Final = 16_384  # of a partial chunk; acknowledgements and pings need an hour for as many bytes
 TAKEN_BACK: Final = "its task ended before a round used it"  # the result, which had been accepted
-LIVING: Final = (NodeState.INIT, NodeState.READY)
+PHASES: Final = ("dispatch", "train", "wait", "collect")
+GLOBAL_PHASES: Final = ("record", *PHASES, "aggregate", "evaluate")  # in order; they add up to a global round
 
 
 def first_repeat_s(answer_s: float) -> float:
@@ -254,6 +255,49 @@ class ChildInRound:
         return after is not None
 
 
+class Verdict(Enum):
+    """The decision about an open round."""
+
+    WAIT = "wait"
+    CLOSE = "close"
+    IMPOSSIBLE = "impossible"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The state of a round as numbers of children. `refused` ones count as answered: the round continues without them.
+
+    `absent`: not ready since before the round opened. The other expected children are `waiting`.
+    """
+
+    accepted: int
+    refused: int
+    idle: int
+    waiting: int
+    absent: int = 0
+
+
+def judge(closing: Closing, standing: Standing, *, overdue: bool) -> Verdict:
+    """Return whether the round closes, waits, or can never close; `overdue`: its `deadline_s` has passed.
+
+    Rule `all`: it closes when every child has answered; one idle child makes it impossible. Rule `quorum`: it closes
+    when the quorum is reached and either all present children have answered or the deadline has passed; it is
+    impossible if the remaining children cannot reach the quorum.
+    """
+    s = standing
+    by_quorum = closing.rule == "quorum"
+    if not by_quorum and s.idle:
+        return Verdict.IMPOSSIBLE
+    need = (closing.quorum or 1) if by_quorum else 1
+    if s.accepted + s.waiting + s.absent < need:
+        return Verdict.IMPOSSIBLE
+    if s.waiting + s.absent == 0:
+        return Verdict.CLOSE
+    if by_quorum and s.accepted >= need and (overdue or s.waiting == 0):
+        return Verdict.CLOSE
+    return Verdict.WAIT
+
+
 def standing_of(part: Sequence[tuple[str, ChildInRound]], idle: Collection[str]) -> Standing:
     """Return the counts of the children that take part; `idle`: those of them that have made no progress."""
     absent = sum(c.absent and c.state in UNFINISHED and n not in idle for n, c in part)
@@ -299,3 +343,28 @@ def blame(children: Mapping[str, ChildInRound], idle: Iterable[str], *, idle_s: 
         if child.refusal:
             reasons.append((name, f"sent a model that was refused: {child.refusal}"))
     return by_cause(reasons) or "no child is left"
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Times of the events in a round, monotonic seconds at the parent; None = not yet."""
+
+    opened: float
+    dispatched: float | None = None
+    first_result: float | None = None
+    last_result: float | None = None
+    closed: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of each result, from its task to its announcement
+
+    def phases(self) -> dict[str, float]:
+        """Return the round's seconds by phase; they add up to closed - opened.
+
+        dispatch: until every child has its model; train: until the first result is announced; wait: until the last
+        result is announced; collect: until the last upload has arrived. A phase that is overtaken by others has length
+        0.
+        """
+        marks, closed = [self.opened], inf if self.closed is None else self.closed  # later events are of other rounds
+        for mark in (self.dispatched, self.first_result, self.last_result, self.closed):
+            end = min(closed, inf if mark is None else mark)
+            marks.append(max(marks[-1], end) if end < inf else marks[-1])
+        return {name: end - start for name, start, end in zip(PHASES, marks, marks[1:], strict=False)}

@@ -23,10 +23,10 @@ from typing import Any, Final
 from common.accounting.traffic import Measured
 from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.links import Links, LinkSet
-from common.protocol.fetches import Fetched, ReceiverEvent
 from common.protocol.limits import NOISE_MOST
 from common.protocol.manifest import describe
 from common.protocol.messages import Manifest, Probe, Probed
+from common.protocol.receiver import Fetched, ReceiverEvent
 from common.runtime.endpoint import Endpoint
 from common.runtime.world import World
 

@@ -22,23 +22,24 @@ from common.host.offload import offload
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.net.packets import Place
-from common.protocol.child_events import (
+from common.protocol.child_session import ChildSession
+from common.protocol.events import (
     ModelArrived,
     ModelFailed,
+    NoiseFetched,
     ParentGone,
     ParentMoved,
+    ProbeReceived,
     ResultRefused,
     RunBegan,
     RunEnded,
     TaskReceived,
 )
-from common.protocol.child_session import ChildSession
-from common.protocol.fetches import Landing
-from common.protocol.identity import Identity
 from common.protocol.limits import TaskLimits
 from common.protocol.manifest import missing, shared
 from common.protocol.messages import Manifest, NodeState, Phase, Task
-from common.protocol.session_events import NoiseFetched, ProbeReceived
+from common.protocol.presence import Identity
+from common.protocol.receiver import Landing
 from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
 from common.runtime.endpoint import Endpoint

@@ -21,18 +21,18 @@ from common.net.bulk import Body
 from common.net.connection import Handlers
 from common.net.packets import Place
 from common.protocol import serialization, topics
+from common.protocol.admission import MessageRefused
 from common.protocol.child_session import ChildSession
-from common.protocol.fetches import Landing
-from common.protocol.identity import Identity
+from common.protocol.events import BrokerAway, BrokerDrops, NameTaken
 from common.protocol.limits import Skipped
 from common.protocol.manifest import MIN_RATED_CHUNK
 from common.protocol.messages import Failure, NodeState, Presence
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
 from common.protocol.parent_session import ParentSession
 from common.protocol.peer_link import PeerLink
-from common.protocol.refusals import MessageRefused
+from common.protocol.presence import Identity
+from common.protocol.receiver import Landing
 from common.protocol.sender import Publication
-from common.protocol.session_events import BrokerAway, BrokerDrops, NameTaken
 from common.runtime.world import World, nothing
 
 LATER_S: Final = 0.01  # until the pump runs after a chunk from which only later deadlines follow

@@ -15,9 +15,9 @@ from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
 from common.metrics import NODE, STATES, Metrics, NodeLabels, Reading
 from common.net.address import BrokerAddress, HostPort, is_loopback
+from common.protocol.admission import Refusal
+from common.protocol.attendance import HTTPS
 from common.protocol.messages import Target
-from common.protocol.refusals import Refusal
-from common.protocol.targets import HTTPS
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import DROPPED, HEAP, Endpoint
 from common.runtime.parent_endpoint import ParentEndpoint

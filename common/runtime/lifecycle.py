@@ -24,9 +24,8 @@ from common.errors import (
 )
 from common.experiment.availability import OnlineTimes
 from common.protocol import serialization, topics
-from common.protocol.messages import Failure, NodeState, Presence
-from common.protocol.round_state import LIVING
-from common.protocol.time_zero import TimeZero
+from common.protocol.messages import LIVING, Failure, NodeState, Presence
+from common.protocol.presence import TimeZero
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Moved, activity
 from common.runtime.endpoint import Endpoint

@@ -19,22 +19,23 @@ from common.host.offload import offload
 from common.methods.rule import Uploads
 from common.model.layout import LinkLayouts, Row
 from common.net.address import BrokerAddress
-from common.protocol.identity import Identity
-from common.protocol.limits import ChildLimits
-from common.protocol.manifest import missing
-from common.protocol.messages import Announcement, Failure, Target
-from common.protocol.parent_events import (
+from common.protocol.events import (
     DevicesAway,
     GoodbyeReceived,
+    NoiseFetched,
     PeerChanged,
+    ProbeReceived,
     TargetsChanged,
     UploadAnnounced,
     UploadArrived,
     UploadRefused,
 )
+from common.protocol.limits import ChildLimits
+from common.protocol.manifest import missing
+from common.protocol.messages import Announcement, Failure, Target
 from common.protocol.parent_session import ParentSession
+from common.protocol.presence import Identity
 from common.protocol.round_state import Assignment, Closed, Stalled
-from common.protocol.session_events import NoiseFetched, ProbeReceived
 from common.runtime.calibration import Probes, measure_all
 from common.runtime.endpoint import BrokerStatistics, Endpoint
 from common.runtime.models import Arriving, Models

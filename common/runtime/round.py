@@ -15,7 +15,7 @@ from common.methods.rule import Uploads
 from common.methods.selection.situation import ResultFacts
 from common.model.layout import Row
 from common.protocol.messages import Manifest, Phase, Result, Task
-from common.protocol.timeline import Timeline
+from common.protocol.round_state import Timeline
 from common.runtime.models import Arriving
 from common.runtime.world import nothing
 from common.text import JSON_MOST

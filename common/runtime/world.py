@@ -17,8 +17,8 @@ from common.net.attempts import Attempts
 from common.net.bulk import Body
 from common.net.connection import BrokerConnection, Handlers
 from common.net.limits import packet_limit
-from common.protocol.identity import Identity
-from common.protocol.session_events import ByteMeter
+from common.protocol.peer_link import ByteMeter
+from common.protocol.presence import Identity
 from common.protocol.topics import DEFAULT_LAB, check_lab
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ def serve_metrics(
     from common.host.machine import export_machine
     from common.metrics import Metrics
     from common.net.address import is_loopback
-    from common.protocol.targets import HTTPS
+    from common.protocol.attendance import HTTPS
     from common.runtime.exports import reachable
 
     host, port = check_metrics(address)

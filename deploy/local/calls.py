@@ -23,11 +23,10 @@ from common.experiment.codecs import Codecs
 from common.methods.rule import Uploads
 from common.model.codecs import Codec, codec_of
 from common.model.layout import LinkLayouts, ModelLayout, Row
-from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.limits import ANY, ChildLimits, check_report
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Phase, Result, Task
-from common.protocol.timeline import Timeline
+from common.protocol.round_state import Standing, Timeline, Verdict, judge
 from common.runtime.models import Arriving, decode_row
 from common.runtime.round import ClosedRound, Dispatch, Observe, Work
 from common.runtime.world import new_session, nothing

@@ -17,7 +17,7 @@ from common.experiment.links import LinkDirection
 from common.experiment.schema import TransferSettings
 from common.protocol.manifest import chunk_bytes_for
 from common.protocol.receiver import SLOT_BYTES_S
-from common.protocol.timeline import Timeline
+from common.protocol.round_state import Timeline
 from deploy.planning.packets import down_bytes, up_bytes
 from deploy.planning.virtual_time import PlannedHost, Process, VirtualTime
 

@@ -22,7 +22,7 @@ from common.accounting.ledger import Ledger
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.model.layout import ModelLayout, Row
-from common.protocol.timeline import GLOBAL_PHASES
+from common.protocol.round_state import GLOBAL_PHASES
 from common.storage import rule_states
 
 REPEATS: Final = 5

@@ -15,7 +15,7 @@ from cloud.records import BROKER, GlobalRoundRecord, LinkRecord
 from common.accounting.counters import LINK_KINDS
 from common.experiment.score import Score
 from common.experiment.topology import CLOUD
-from common.protocol.timeline import GLOBAL_PHASES
+from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import Cell, Column, Spread, Table
 from deploy.results import charts, maps
 from deploy.results.charts import Axis, Curve, Point

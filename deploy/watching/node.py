@@ -11,6 +11,7 @@ from typing import Final
 from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic
 from common.protocol.messages import (
+    LIVING,
     Acknowledgement,
     Ask,
     Declined,
@@ -24,7 +25,6 @@ from common.protocol.messages import (
     Result,
     Task,
 )
-from common.protocol.round_state import LIVING
 from deploy.watching.meter import RateMeter
 
 SESSIONS_KEPT: Final = 8

@@ -21,8 +21,7 @@ from rich.table import Table
 from common.experiment.links import LinkDirection
 from common.experiment.schema import TransferSettings
 from common.protocol.manifest import chunk_bytes_for
-from common.protocol.outbox import EARLY_S
-from common.protocol.shaping import Shaper
+from common.protocol.outbox import EARLY_S, Shaper
 
 RATES_MBIT = (0.25, 1, 10, 100, 1000)
 PEER = "peer"

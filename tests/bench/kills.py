@@ -39,8 +39,8 @@ from common.host.memory import keep_large_buffers
 from common.model.layout import LinkLayouts, Row
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
-from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
+from common.protocol.presence import Identity
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live

@@ -37,8 +37,8 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.model.layout import LinkLayouts
 from common.net.address import BrokerAddress
-from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
+from common.protocol.presence import Identity
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live

@@ -32,8 +32,8 @@ from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
-from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
+from common.protocol.presence import Identity
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.models import Arriving

@@ -31,8 +31,8 @@ from common.methods.fedavg import FedAvg
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.net.tls import Tls
-from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
+from common.protocol.presence import Identity
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.models import Arriving

@@ -24,9 +24,8 @@ from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
-from common.protocol.identity import Identity
 from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
-from common.protocol.presence import Proof
+from common.protocol.presence import Identity, Proof
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live

@@ -17,6 +17,7 @@ from common.protocol import serialization, topics
 from common.protocol.manifest import describe
 from common.protocol.messages import (
     DIGEST_BYTES,
+    LIVING,
     Acknowledgement,
     Alive,
     Announcement,
@@ -35,7 +36,6 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from common.protocol.round_state import LIVING
 from common.protocol.serialization import KINDS
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.agents import BROKER

@@ -17,8 +17,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import common.protocol
-from common.protocol.messages import Acknowledgement, Key, Presence, Result, Task
-from common.protocol.round_state import LIVING
+from common.protocol.messages import LIVING, Acknowledgement, Key, Presence, Result, Task
 
 Method = Callable[..., Any]
 Change = Callable[[Method], Method]
