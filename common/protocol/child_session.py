@@ -100,6 +100,8 @@ class ChildSession:
             meter=meter,
             first_number=first_number,
             seeks=True,
+            take=self._take,
+            moved=self._moved,
         )
         self.parent = parent
         # When the institutions have a model is measured: they report it at once.
@@ -238,24 +240,15 @@ class ChildSession:
 
     def receive(self, topic: str, body: bytes, *, retained: bool, now: float) -> None:
         """Handle a message with any content."""
-        try:
-            for arrival in self.link.receive(topic, body, retained=retained, now=now):
-                self._take(arrival, now)
-        except WireError as error:
-            self.link.refuse(topic, len(body), error, now)
-        self._note_moves(now)
+        self.link.receive(topic, body, retained=retained, now=now)
 
     def landed(self, topic: str, landing: Landing, now: float) -> bool:
         """Handle a chunk that was written to its destination; return whether something follows from it at once."""
-        follows = self.link.landed(topic, landing, now)
-        self._note_moves(now)
-        return follows
+        return self.link.landed(topic, landing, now)
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, in order; nothing while the broker is away."""
-        out = self.link.to_send(now, self._due(now))
-        self._note_moves(now)
-        return out
+        return self.link.to_send(now, self._due(now))
 
     def tick(self, now: float) -> None:
         """Evaluate the state machines at this time."""
@@ -366,11 +359,10 @@ class ChildSession:
             self._ended = True
             self.link.events.append(ParentMoved(arrival.run, arrival.session, answer.announcement))
 
-    def _note_moves(self, now: float) -> None:
-        for peer in self.link.moved():
-            if (task := self._fetching) is not None:
-                done = task.model.chunks - self.link.receiver.lacks(peer, task.model.blob)
-                self.participant.progress(Phase.FETCHING, done, task.model.chunks, now=now)
+    def _moved(self, parent: str, now: float) -> None:
+        if (task := self._fetching) is not None:
+            done = task.model.chunks - self.link.receiver.lacks(parent, task.model.blob)
+            self.participant.progress(Phase.FETCHING, done, task.model.chunks, now=now)
 
     def _collect(self, now: float) -> None:
         """Handle the ended fetches, and what the participant has to say."""

@@ -93,6 +93,8 @@ class ParentSession:
             meter=meter,
             first_number=first_number,
             seeks=False,
+            take=self._take,
+            moved=self._moved,
         )
         self.peers = self.link.peers
         self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})
@@ -267,24 +269,15 @@ class ParentSession:
 
     def receive(self, topic: str, body: bytes, *, retained: bool, now: float) -> None:
         """Handle a message with any content."""
-        try:
-            for arrival in self.link.receive(topic, body, retained=retained, now=now):
-                self._take(arrival, now)
-        except WireError as error:
-            self.link.refuse(topic, len(body), error, now)
-        self._note_moves(now)
+        self.link.receive(topic, body, retained=retained, now=now)
 
     def landed(self, topic: str, landing: Landing, now: float) -> bool:
         """Handle a chunk that was written to its destination; return whether something follows from it at once."""
-        follows = self.link.landed(topic, landing, now)
-        self._note_moves(now)
-        return follows
+        return self.link.landed(topic, landing, now)
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, in order; nothing while the broker is away."""
-        out = self.link.to_send(now, self._due(now))
-        self._note_moves(now)
-        return out
+        return self.link.to_send(now, self._due(now))
 
     def tick(self, now: float) -> None:
         """Evaluate the state machines at this time."""
@@ -388,10 +381,9 @@ class ParentSession:
             state, reason = ("left", "") if presence is None else (str(presence.state), presence.reason)
             self.link.events.append(PeerChanged(peer, state, reason))
 
-    def _note_moves(self, now: float) -> None:
-        for peer in self.link.moved():
-            self.coordinator.moved(peer, now=now)
-            self.moves += 1
+    def _moved(self, child: str, now: float) -> None:
+        self.coordinator.moved(child, now=now)
+        self.moves += 1
 
     def _collect(self, now: float) -> None:
         """Handle the ended fetches, and what the coordinator has to say."""

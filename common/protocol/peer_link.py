@@ -4,15 +4,16 @@
                                           |
                      messages of peers' present sessions --> the session
 
-A `ParentSession` and a `ChildSession` hold one, and their side of the rounds. A link knows no side: it yields what has
-come from a peer, and sends what it is given. It sends only state, which is repeated until it is answered. So nothing is
-sent or queued while the broker is away. Invalid messages are refused, counted and reported, and change nothing else.
+A `ParentSession` and a `ChildSession` hold one, and their side of the rounds. A link knows no side: it passes on what
+has come from a peer, and sends what it is given. It sends only state, which is repeated until it is answered. So
+nothing is sent or queued while the broker is away. Invalid messages are refused, counted and reported, and change
+nothing else.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, TypeAlias
@@ -110,8 +111,9 @@ class ByteMeter(Protocol):
 class PeerLink:
     """One node's connection to its peers. `seeks`: it asks for their proof of life where nodes look for a run, forever.
 
-    `first_number`: of the chunks' publications, from a clock, so that numbers grow over restarts. `events`: what the
-    endpoint has to know, in order.
+    `first_number`: of the chunks' publications, from a clock, so that numbers grow over restarts. `take` handles what
+    has come from a peer; it raises WireError for a message that does not fit, which is refused. `moved`: a chunk of a
+    model was transferred to or from this peer. `events`: what the endpoint has to know, in order.
     """
 
     def __init__(
@@ -124,6 +126,8 @@ class PeerLink:
         meter: ByteMeter,
         first_number: int,
         seeks: bool,
+        take: Callable[[Arrival, float], None],
+        moved: Callable[[str, float], None],
     ) -> None:
         self.identity = identity
         self.peers = tuple(peers)
@@ -152,7 +156,7 @@ class PeerLink:
         self.up = False
         self.away_since: float | None = None
         self.chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
-        self._seeks = seeks
+        self._seeks, self._take, self._moved = seeks, take, moved
         self._known = frozenset(peers)
         self._connected_at = -inf
         self._lossy = False
@@ -162,7 +166,6 @@ class PeerLink:
         self._announce = False
         self._asks = PendingAsks()
         self._questions = PendingAnswers(self._known, namesake=identity.name)
-        self._moved: list[str] = []
 
     # From the broker
 
@@ -213,39 +216,28 @@ class PeerLink:
             self._chunk(landing.topic, topic_text, landing.view, now)
         return self.receiver.is_due() or bool(self.events)
 
-    def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> Iterator[Arrival]:
-        """Handle a message with any content; yield what the session has to handle, each before the next.
-
-        Raises WireError for an invalid message, which the session refuses as it does what does not fit.
-        """
+    def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> None:
+        """Handle a message with any content; an invalid one is refused."""
         self.away_since = None  # reset here: a broker that accepts a connection and drops it is still away
-        topic = topics.parse(topic_text)
-        self.admission.check_size(topic, len(body))
-        if isinstance(topic, topics.ChunkTopic):
-            self._chunk(topic, topic_text, body, now)
-        elif isinstance(topic, topics.InboxTopic):
-            yield from self._inbox(topic, topic_text, body, now)
-        elif isinstance(topic, topics.StateTopic):
-            yield from self._state(topic, body, now, retained=retained)
-        elif isinstance(topic, topics.SeekTopic):
-            yield from self._sought(topic, body, now)
-
-    def refuse(self, topic_text: str, size: int, error: WireError, now: float) -> None:
-        """Refuse a message of `size` bytes: count it, and report it now and then."""
+        sender = ""
         try:
-            sender = topics.sender_of(topics.parse(topic_text))
-        except WireError:
-            sender = ""
-        if isinstance(error, OtherRelease) and sender in self._known:
-            self.other_releases[sender] = str(error)
-        if isinstance(error, Flooded) and sender in self._known:
-            self.proofs.want(sender, now)  # its presence may be among what is not read
-        self._refuse_message(sender, topic_text, size, error)
-
-    def moved(self) -> list[str]:
-        """Return the peers to or from which chunks of a model were transferred since the last call."""
-        moved, self._moved = self._moved, []
-        return moved
+            topic = topics.parse(topic_text)
+            sender = topics.sender_of(topic)
+            self.admission.check_size(topic, len(body))
+            if isinstance(topic, topics.ChunkTopic):
+                self._chunk(topic, topic_text, body, now)
+            elif isinstance(topic, topics.InboxTopic):
+                self._inbox(topic, topic_text, body, now)
+            elif isinstance(topic, topics.StateTopic):
+                self._state(topic, body, now, retained=retained)
+            elif isinstance(topic, topics.SeekTopic):
+                self._sought(topic, body, now)
+        except WireError as error:
+            if isinstance(error, OtherRelease) and sender in self._known:
+                self.other_releases[sender] = str(error)
+            if isinstance(error, Flooded) and sender in self._known:
+                self.proofs.want(sender, now)  # its presence may be among what is not read
+            self._refuse_message(sender, topic_text, len(body), error)
 
     def transferred(self) -> Iterator[ReceiverEvent]:
         """Yield the finished and failed fetches of models since the last call."""
@@ -416,19 +408,19 @@ class PeerLink:
             topic.node, topic.blob, stream=topic.stream, index=topic.index, number=topic.number, data=body, now=now
         )
         if fresh:
-            self._moved.append(topic.node)
+            self._moved(topic.node, now)
         if self.receiver.loses and not self._lossy:
             self._lossy = True
             self.events.append(BrokerDrops(self.receiver.chunks_lost, self.receiver.chunks_arrived))
 
-    def _inbox(self, topic: topics.InboxTopic, text: str, body: bytes, now: float) -> Iterator[Arrival]:
+    def _inbox(self, topic: topics.InboxTopic, text: str, body: bytes, now: float) -> None:
         sender = topic.sender
         if sender not in self._known:
             self._refuse(Refusal.STRANGER, sender, f"a message of {len(body)} bytes")
             return
         session, message = self.admission.read(sender, self.proofs.session(sender), body, now)
         if topic.run != self.identity.run:
-            yield Elsewhere(topic.run, sender, session, message)
+            self._take(Elsewhere(topic.run, sender, session, message), now)
             return
         if isinstance(message, WhoIsThere):
             self._ask_for_proof(sender, message, now)
@@ -437,12 +429,12 @@ class PeerLink:
                 return  # late reply to the search for this run, which has been found
             if not self.proofs.answered(sender, session, message):
                 raise Misfit("a reply without a question")
-            yield Proven(sender, session, message.presence, published=False)
+            self._take(Proven(sender, session, message.presence, published=False), now)
         elif not self.proofs.speaks(sender, session, now):
             self._refuse(Refusal.SESSION, sender, f"a {type(message).__name__} of session {session[:16]!r}")
             return
         else:
-            yield Living(sender, session)
+            self._take(Living(sender, session), now)
         self.outbox.count_received(sender, text, body, message)
         self.receiver.note_arrival(now)
         if isinstance(message, Ask):
@@ -451,9 +443,9 @@ class PeerLink:
         elif isinstance(message, Gone):
             self.receiver.gone(sender, message.blob, now=now)
         elif not isinstance(message, WhoIsThere | Alive):
-            yield Received(sender, session, message)
+            self._take(Received(sender, session, message), now)
 
-    def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> Iterator[Arrival]:
+    def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> None:
         own = topic.node == self.identity.name
         if not own and (topic.node not in self._known or topic.run != self.identity.run):
             self._refuse(Refusal.STRANGER, topic.node, "a presence")
@@ -465,13 +457,13 @@ class PeerLink:
             if self.own.taken:
                 self.events.append(NameTaken(self.own.taken))
         elif message is None:
-            yield Proven(topic.node, session, None)
+            self._take(Proven(topic.node, session, None), now)
         elif self.proofs.receive(topic.node, session, message, retained=retained, now=now):
-            yield Proven(topic.node, session, message)
+            self._take(Proven(topic.node, session, message), now)
         elif retained:
-            yield Unproven(topic.node, message)
+            self._take(Unproven(topic.node, message), now)
 
-    def _sought(self, topic: topics.SeekTopic, body: bytes, now: float) -> Iterator[Arrival]:
+    def _sought(self, topic: topics.SeekTopic, body: bytes, now: float) -> None:
         known = topic.child if topic.child in self._known else ""
         session, message = self.admission.read(known, self.proofs.session(known) if known else "", body, now)
         if not isinstance(message, WhoIsThere):
@@ -480,7 +472,7 @@ class PeerLink:
             return
         ours = topic.child in self._known and message.run == self.identity.run
         if ours and self.proofs.speaks(topic.child, session, now):
-            yield Living(topic.child, session)
+            self._take(Living(topic.child, session), now)
         self._ask_for_proof(topic.child, message, now)
 
     def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
@@ -504,7 +496,7 @@ class PeerLink:
             before = self.sender.chunks_delivered
             answer = self.sender.receive(peer, ask, now=now)
             if self.sender.chunks_delivered > before:
-                self._moved.append(peer)
+                self._moved(peer, now)
             if answer is not None and self.answers.take(peer, now):
                 self.outbox.send(peer, answer, now)
 
