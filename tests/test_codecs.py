@@ -17,9 +17,8 @@ from hypothesis.extra import numpy as hnp
 from common.errors import InvalidExperiment, RefusedModel, WireError
 from common.experiment.codecs import DOWN, UP
 from common.experiment.reading import parse
-from common.model.codecs import CODECS, Codec, codec_of
+from common.model.codecs import CODECS, PIECE_COLUMNS, SCALE_COLUMNS, Codec, codec_of
 from common.model.layout import ModelLayout, Row, Section
-from common.model.quantizers import PIECE_COLUMNS, SCALE_COLUMNS
 from tests.helpers.examples import examples
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)

@@ -22,11 +22,10 @@ from common.experiment.schema import TransferSettings
 from common.host.processes import free_port
 from common.net import connection
 from common.net.address import BrokerAddress
-from common.net.attempts import pause_s
+from common.net.attempts import KINDS_MOST, FailureLog, pause_s
 from common.net.bulk import Body
 from common.net.client import MqttClient
 from common.net.connection import BrokerConnection, Handlers
-from common.net.failures import KINDS_MOST, FailureLog
 from common.net.tls import is_final
 from common.protocol.messages import NodeState
 from common.protocol.presence import Identity

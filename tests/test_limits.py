@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.net import limits
+from common.net import plain_client
 from common.net.address import BrokerAddress
 from deploy.brokers import broker
 from tests.helpers.examples import examples
 
-NONE = limits.BrokerLimits()
+NONE = plain_client.BrokerLimits()
 PACKET_MOST = 2**28 - 1  # of MQTT; a larger limit is none
 ASSIGNED_ID = b"\x12\x00\x03abc"
 TOPIC_ALIASES = b"\x22\x00\x0a"
@@ -51,7 +51,7 @@ def answering(data: bytes) -> Iterator[int]:
 
 def asked(data: bytes) -> int | None:
     with answering(data) as port:
-        return asyncio.run(limits.reported_limits(BrokerAddress("127.0.0.1", port))).packet_bytes
+        return asyncio.run(plain_client.reported_limits(BrokerAddress("127.0.0.1", port))).packet_bytes
 
 
 @settings(max_examples=20)
@@ -83,9 +83,9 @@ def test_any_bytes_give_a_limit_or_none(data: bytes) -> None:
 
 
 def test_a_broker_that_answers_nothing_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "ASK_S", 0.1)
+    monkeypatch.setattr(plain_client, "ASK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert asyncio.run(limits.reported_limits(BrokerAddress("127.0.0.1", server.getsockname()[1]))) == NONE
+        assert asyncio.run(plain_client.reported_limits(BrokerAddress("127.0.0.1", server.getsockname()[1]))) == NONE
 
 
 @pytest.mark.parametrize("most", [1_001_024, 100_000])
@@ -98,13 +98,13 @@ def test_a_limit_that_is_not_reported_is_found_by_trying(
     for limit, found in ((300_000, 250_256 if most > 300_000 else None), (40_000, None), (20_000, None)):
         with broker.start(directory=tmp_path, kind="mosquitto", settings={"message_size_limit": limit}) as served:
             where = BrokerAddress(served.host, served.port)
-            got = asyncio.run(limits.packet_limit(where, topic="fs1/lab/t", most=most))
+            got = asyncio.run(plain_client.packet_limit(where, topic="fs1/lab/t", most=most))
         if limit == 300_000:
             assert got == found and bool(caplog.messages) is (got is not None)
         elif limit == 40_000:
-            assert got is not None and limits.LEAST_BYTES <= got <= limit
+            assert got is not None and plain_client.LEAST_BYTES <= got <= limit
         else:
-            assert got == limits.LEAST_BYTES - 1, "the caller names it"
+            assert got == plain_client.LEAST_BYTES - 1, "the caller names it"
 
 
 def test_a_link_that_is_too_slow_for_large_packets_is_not_tried_with_them(
@@ -114,20 +114,20 @@ def test_a_link_that_is_too_slow_for_large_packets_is_not_tried_with_them(
         pytest.skip("mosquitto is not installed")
     monkeypatch.setattr(broker, "_MOSQUITTO", {})
     sizes: list[int] = []
-    passes = limits._passes
-    monkeypatch.setattr(limits, "_passes", lambda *given: sizes.append(given[2]) or passes(*given))
+    passes = plain_client._passes
+    monkeypatch.setattr(plain_client, "_passes", lambda *given: sizes.append(given[2]) or passes(*given))
     with broker.start(directory=tmp_path, kind="mosquitto", settings={"message_size_limit": 300_000}) as served:
         where = BrokerAddress(served.host, served.port)
-        assert limits.largest_packet(where, "fs1/lab/t", 1 << 50) is None
-    assert sizes == [limits.LEAST_BYTES]
+        assert plain_client.largest_packet(where, "fs1/lab/t", 1 << 50) is None
+    assert sizes == [plain_client.LEAST_BYTES]
 
 
 def test_nobody_there_is_no_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     where = BrokerAddress("127.0.0.1", port)
-    assert asyncio.run(limits.reported_limits(where)) == NONE
-    assert asyncio.run(limits.packet_limit(where, topic="t", most=1_000_000)) is None
+    assert asyncio.run(plain_client.reported_limits(where)) == NONE
+    assert asyncio.run(plain_client.packet_limit(where, topic="t", most=1_000_000)) is None
 
 
 class LossyClient:
@@ -156,10 +156,10 @@ def test_a_broker_that_loses_a_few_first_packets_has_no_smaller_limit(late: int,
     lost = {*range(late), *(() if other is None else (late + other,))}
     patience = iter(float(i) for i in range(1000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "connected", lambda address: nullcontext(LossyClient(most, lost)))
-        patch.setattr(limits, "pump", lambda clients, done, patience_s: done())
-        patch.setattr(limits.time, "monotonic", lambda: next(patience) / 1000)
-        found = limits.largest_packet(BrokerAddress("broker"), "fs1/lab/t", 1_001_024)
-    assert found is None or found in (1_001_024, 1_001_024 // 4, limits.LEAST_BYTES)
-    assert found is None or (found == limits.LEAST_BYTES) == (most == 40_000)
+        patch.setattr(plain_client, "connected", lambda address: nullcontext(LossyClient(most, lost)))
+        patch.setattr(plain_client, "pump", lambda clients, done, patience_s: done())
+        patch.setattr(plain_client.time, "monotonic", lambda: next(patience) / 1000)
+        found = plain_client.largest_packet(BrokerAddress("broker"), "fs1/lab/t", 1_001_024)
+    assert found is None or found in (1_001_024, 1_001_024 // 4, plain_client.LEAST_BYTES)
+    assert found is None or (found == plain_client.LEAST_BYTES) == (most == 40_000)
     assert lost or found is not None

@@ -16,9 +16,8 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from common.net import bulk
 from common.net.address import BrokerAddress
-from common.net.bulk import Body, BulkClient
+from common.net.bulk import HEAD_BYTES, PUBLISH_QOS0, RETAINED, Body, BulkClient, NotMqtt, PacketReader
 from common.net.connection import BrokerConnection, Handlers
-from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, RETAINED, NotMqtt, PacketReader
 from common.protocol.limits import skip_large
 from deploy.brokers import broker
 

@@ -28,7 +28,7 @@ from common.metrics_server import SERVER_NAME
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.connection import BrokerConnection, Handlers
-from common.net.limits import reported_limits
+from common.net.plain_client import reported_limits
 from common.net.tls import Tls, reason_of
 from common.protocol.messages import Target
 from common.runtime.exports import discovery

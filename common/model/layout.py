@@ -20,6 +20,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 from typing import Final, TypeAlias
+from weakref import WeakValueDictionary
 
 from common.errors import InvalidExperiment, RefusedModel, WireError
 from common.lazy import np, npt
@@ -30,6 +31,7 @@ MOST_DIMENSIONS: Final = 32  # numpy 1.26's limit
 NAME_MOST: Final = 512  # characters
 EXTRAS: Final = "extras."  # of the names of entries
 ROW_BYTES_MOST: Final = 1 << 35  # of an announced layout; nothing is allocated for a larger one
+_SHARED: Final = WeakValueDictionary[str, Row]()  # models of this process, by blob
 
 
 class Section(StrEnum):
@@ -225,6 +227,18 @@ class LinkLayouts:
     def plain(cls, model: ModelLayout) -> LinkLayouts:
         """Return the layouts without extras."""
         return cls(model, model, model)
+
+
+def shared_row(blob: str, data: bytes) -> Row:
+    """Return a model's bytes as a row, read-only, without a copy; equal ones of this process share one.
+
+    An institution's devices get the same model. The row's `base` is the bytes that are shared. They are freed with the
+    last such row.
+    """
+    row = _SHARED.get(blob)
+    if row is None or row.base != data:  # equal ids prove nothing
+        row = _SHARED[blob] = np.frombuffer(data, np.uint8)
+    return row
 
 
 def _is_name(value: object) -> bool:

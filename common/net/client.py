@@ -33,8 +33,7 @@ from aiomqtt.exceptions import MqttConnectError
 from paho.mqtt.client import MQTT_ERR_SUCCESS
 from paho.mqtt.reasoncodes import ReasonCode
 
-from common.net.bulk import CLOSED, BulkClient, usable
-from common.net.packets import FindPlace, Place, Received
+from common.net.bulk import CLOSED, BulkClient, FindPlace, Place, Received, usable
 from common.net.tls import is_final, reason_of
 
 if TYPE_CHECKING:

@@ -17,12 +17,10 @@ from paho.mqtt.reasoncodes import ReasonCode
 from common.accounting.tcp import WireMeter
 from common.errors import InvalidExperiment
 from common.net.address import BrokerAddress, HostPort
-from common.net.attempts import Attempts
-from common.net.bulk import CLOSED, Body, BulkClient
+from common.net.attempts import Attempts, FailureLog
+from common.net.bulk import CLOSED, Body, BulkClient, FindPlace, Place, Received
 from common.net.client import MqttClient, MqttError
-from common.net.failures import FailureLog
-from common.net.limits import reported_limits
-from common.net.packets import FindPlace, Place, Received
+from common.net.plain_client import reported_limits
 from common.protocol.limits import skip_large
 
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription

@@ -17,8 +17,7 @@ from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from common.accounting.traffic import Traffic
-from common.model.layout import Row
-from common.model.sharing import shared_row
+from common.model.layout import Row, shared_row
 from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result, Task
 from common.protocol.round_state import HEARTBEAT_S, first_repeat_s, waiting_most_s
 

@@ -21,7 +21,7 @@ from common.experiment.schema import TransferSettings
 from common.host.offload import offload
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress
-from common.net.packets import Place
+from common.net.bulk import Place
 from common.protocol.child_session import ChildSession
 from common.protocol.events import (
     ModelArrived,

@@ -17,9 +17,8 @@ from typing import Final
 from common.errors import ConnectionFailed, DuplicateName, NoProgress
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
-from common.net.bulk import Body
+from common.net.bulk import Body, Place
 from common.net.connection import Handlers
-from common.net.packets import Place
 from common.protocol import serialization, topics
 from common.protocol.admission import MessageRefused
 from common.protocol.child_session import ChildSession

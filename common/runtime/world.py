@@ -16,7 +16,7 @@ from common.net.address import BrokerAddress
 from common.net.attempts import Attempts
 from common.net.bulk import Body
 from common.net.connection import BrokerConnection, Handlers
-from common.net.limits import packet_limit
+from common.net.plain_client import packet_limit
 from common.protocol.peer_link import ByteMeter
 from common.protocol.presence import Identity
 from common.protocol.topics import DEFAULT_LAB, check_lab

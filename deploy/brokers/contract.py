@@ -17,8 +17,15 @@ from common.errors import ConnectionFailed
 from common.experiment.schema import TransferSettings
 from common.host.examination import Finding
 from common.net.address import BrokerAddress
-from common.net.limits import LEAST_BYTES, largest_packet, reported_limits
-from common.net.plain_client import PATIENCE_S, PlainClient, connected, pump
+from common.net.plain_client import (
+    LEAST_BYTES,
+    PATIENCE_S,
+    PlainClient,
+    connected,
+    largest_packet,
+    pump,
+    reported_limits,
+)
 from common.protocol import topics
 from common.runtime.endpoint import HEAP
 

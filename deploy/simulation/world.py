@@ -13,9 +13,8 @@ from common.accounting.counters import packet_bytes
 from common.accounting.traffic import TcpStats
 from common.net.address import BrokerAddress
 from common.net.attempts import Attempts
-from common.net.bulk import Body
+from common.net.bulk import Body, Place
 from common.net.connection import LIVED_S, Handlers
-from common.net.packets import Place
 from common.runtime.world import Connection, nothing
 from deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
 from deploy.simulation.link import BrokenConnection, ClientStream, Packet, PacketKind
