@@ -17,8 +17,8 @@ from cloud.records import GlobalRoundRecord, tier_bytes
 from cloud.results import RunFolder
 from common.errors import RunFailed
 from common.experiment.schema import Experiment
-from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
+from common.experiment.training import ACCURACY
 from common.host.offload import offload
 from common.methods.rule import Aggregated, Rule
 from common.methods.selection.client_selection import ClientSelection

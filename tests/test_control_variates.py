@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment.codecs import UP
+from common.experiment.links import UP
 from common.experiment.reading import parse
 from common.experiment.rules import RULES
 from common.experiment.schema import Experiment

@@ -15,11 +15,11 @@ from pydantic import BaseModel
 
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord
 from common.experiment.data import TEXTS
-from common.experiment.objectives import OBJECTIVES
 from common.experiment.reading import parse
 from common.experiment.rounds import EpochControl
 from common.experiment.rules import RULES
 from common.experiment.selection import SELECTIONS
+from common.experiment.training import OBJECTIVES
 from common.host.examination import Finding
 from common.learning import datasets
 from common.protocol import messages

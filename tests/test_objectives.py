@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.errors import InvalidExperiment
-from common.experiment.objectives import OBJECTIVES, CrossEntropy, FedProx
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.experiment.training import TrainingSettings
+from common.experiment.training import OBJECTIVES, CrossEntropy, FedProx, TrainingSettings
 from common.learning import datasets, models
 from common.model.layout import Row
 from deploy.planning import trainings

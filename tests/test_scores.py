@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
+from common.experiment.data import NUMBERS
 from common.experiment.reading import parse
-from common.experiment.score import LOSSES, NUMBERS, Score
+from common.experiment.training import LOSSES, Score
 from common.learning import models
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs

@@ -13,7 +13,7 @@ import pytest
 
 from cloud.results import RunFolder
 from common.errors import RunFailed
-from common.experiment.codecs import DOWN, Codecs
+from common.experiment.links import DOWN, Codecs
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
 from common.experiment.rules import RULES, NormBound

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from common.errors import InvalidExperiment, LeftOut
-from common.experiment.codecs import Codecs
-from common.experiment.links import LinkSettings
+from common.experiment.links import Codecs, LinkSettings
 from common.experiment.rounds import Closing, Share
 from common.experiment.rules import Aggregation, NormBound, fedavg
 from common.experiment.selection import FractionSelection, Selection

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from common.errors import InvalidExperiment
-from common.experiment.data import FOLDERS, Data, is_csv, is_table
+from common.experiment.data import FOLDERS, NUMBERS, Data, is_csv, is_table
 from common.experiment.own import is_own
-from common.experiment.score import NUMBERS
 from common.experiment.topology import CLOUD
 from common.learning import readers, stored
 from common.learning.inputs import Inputs

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
-from common.experiment.score import ACCURACY, CROSS_ENTROPY
+from common.experiment.training import ACCURACY, CROSS_ENTROPY
 from common.host.accelerators import choose, out_of_memory
 from common.learning import datasets, models
 from common.learning.computing import accelerators, calls_own_code, set_up_evaluation

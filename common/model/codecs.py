@@ -3,7 +3,7 @@
     blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ] [ float32 extras ]
 
 With zstd all before the extras is one frame. Buffers and extras are always transferred exactly. Buffers are few, and a
-variance of a normalisation layer that rounding made zero or negative would ruin the model. `common.experiment.codecs`
+variance of a normalisation layer that rounding made zero or negative would ruin the model. `common.experiment.links`
 lists the codecs; `common.model.quantizers` has the forms and their errors.
 
 A codec whose blob *is* the flat model (`fp32`, bit for bit) needs no copy at either end: chunks are slices of the model
@@ -22,7 +22,7 @@ import numpy as np
 import zstandard
 
 from common.errors import RefusedModel, WireError
-from common.experiment.codecs import DELTA, UP, ZSTD
+from common.experiment.links import DELTA, UP, ZSTD
 from common.model.layout import ModelLayout, Row
 from common.model.quantizers import PIECE_BYTES, PIECE_COLUMNS, Brain, Bytes, Form, Half, Piece, Planes, Scaled
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final
 
-from common.experiment.availability import Online
+from common.experiment.devices import Online
 from common.experiment.rounds import Closing
 from common.protocol.attendance import Lacking
 from common.protocol.closing import Verdict, judge

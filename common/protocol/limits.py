@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import RefusedModel
-from common.experiment.availability import OnlineTimes
 from common.experiment.data import samples_most
+from common.experiment.devices import OnlineTimes
 from common.experiment.schema import Experiment
 from common.protocol.messages import Task
 

@@ -16,7 +16,7 @@ from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
-from common.experiment.availability import OnlineTimes
+from common.experiment.devices import OnlineTimes
 from common.protocol.closing import Standing
 from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Progress, Result
 from common.text import by_cause

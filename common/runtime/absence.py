@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, Final, TypeVar
 
 from common.errors import ConnectionFailed, FedstrataError, RunFailed, WireError
-from common.experiment.availability import OnlineTimes
+from common.experiment.devices import OnlineTimes
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics

@@ -212,7 +212,7 @@ async def _run_slots(missing: Sequence[MissingRun], slots: Sequence[Slot], progr
 
 
 def _warn(grid: Grid) -> None:
-    from common.experiment.hardware import HardwareSettings
+    from common.experiment.devices import HardwareSettings
     from common.experiment.links import Links
 
     experiments = grid.experiments.values()

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from common.errors import InvalidExperiment
-from common.experiment.hardware import Machine
+from common.experiment.devices import Machine
 from common.experiment.links import LinkSettings
 from common.experiment.reading import parse
 from common.experiment.rounds import participants

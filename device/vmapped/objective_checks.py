@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from common.experiment import own
-from common.experiment.objectives import CrossEntropy
-from common.experiment.training import TrainingSettings
+from common.experiment.training import CrossEntropy, TrainingSettings
 from common.learning import models
 from common.learning.head import head_places
 from common.learning.inputs import Inputs

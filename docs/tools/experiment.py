@@ -14,10 +14,10 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from common.experiment.objectives import OBJECTIVES, ObjectiveTable, OwnObjective
 from common.experiment.rules import RULES, RuleSettings
 from common.experiment.schema import Experiment
 from common.experiment.selection import SELECTIONS, OwnSelection, SelectionSettings
+from common.experiment.training import OBJECTIVES, ObjectiveTable, OwnObjective
 from common.methods.own_rule import OwnRule
 
 INTRO: Final = """\

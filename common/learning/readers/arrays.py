@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import described
-from common.experiment.data import Data
-from common.experiment.score import NUMBERS
+from common.experiment.data import NUMBERS, Data
 from common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples, Targets, some
 from common.randomness import Purpose, generator
 

@@ -22,8 +22,7 @@ import numpy.typing as npt
 
 from common.errors import InvalidExperiment
 from common.experiment.csv_table import FLOAT32_MOST, MISSING, CsvTable, number_in
-from common.experiment.data import Data
-from common.experiment.score import NUMBERS
+from common.experiment.data import NUMBERS, Data
 from common.experiment.tables import proposal
 from common.learning.readers.arrays import parts_of, rows_to_test
 from common.learning.readers.parts import MOST_BYTES, Parts, some

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from common.experiment.objectives import OwnObjective
 from common.experiment.own import build
-from common.experiment.training import TrainingSettings
+from common.experiment.training import OwnObjective, TrainingSettings
 from common.learning.losses import loss_of
 from device.training.objectives.feddyn import DynamicObjective
 from device.training.objectives.fedgen import GeneratedObjective
