@@ -21,8 +21,7 @@ from common.experiment.topology import CLOUD
 from common.experiment.training import ACCURACY
 from common.host.offload import offload
 from common.methods.rule import Aggregated, Rule
-from common.methods.selection.client_selection import ClientSelection
-from common.methods.selection.situation import Choose
+from common.methods.selection import Choose, ClientSelection
 from common.methods.statistics import tensor_distances
 from common.metrics import Metrics, NodeLabels
 from common.model.layout import ModelLayout, Row

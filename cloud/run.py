@@ -15,7 +15,7 @@ from common.experiment import lint
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.methods import aggregator
-from common.methods.selection.situation import Choose
+from common.methods.selection import Choose
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
 from common.model.refinement import Refiner

@@ -12,8 +12,8 @@ import torch
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
+from common.experiment.methods import RULES
 from common.experiment.reading import parse
-from common.experiment.rules import RULES
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.readers.made import read_digits

@@ -10,8 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import InvalidExperiment
-from common.experiment.rules import RULES
-from common.experiment.selection import SELECTIONS
+from common.experiment.methods import RULES, SELECTORS
 from common.experiment.tables import FORMS, proposal, stands_for
 from common.experiment.training import OBJECTIVES
 
@@ -19,7 +18,7 @@ from common.experiment.training import OBJECTIVES
 SELECTED: Final = {
     "aggregation": ("rule", RULES),
     "objective": ("objective", OBJECTIVES),
-    "selection": ("selector", SELECTIONS),
+    "selection": ("selector", SELECTORS),
 }
 NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")
 # By pydantic's type of error. {gt} and the like are the bound; `string_pattern_mismatch` and `literal_error` are below.

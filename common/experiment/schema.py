@@ -37,8 +37,8 @@ from common.experiment.links import (
     check_trace,
     with_profiles,
 )
+from common.experiment.methods import RuleSettings
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
-from common.experiment.rules import RuleSettings
 from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal, with_tables
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_alone, check_tiers, layers_of
 from common.experiment.topology import CLOUD, Topology, check_topology

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from common.experiment.rules import NormBound, RuleSettings
+from common.experiment.methods import NormBound, RuleSettings
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
 from common.methods.norm_bound import NormBoundedRule

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.rules import RuleSettings, Weights
+from common.experiment.methods import RuleSettings, Weights
 from common.experiment.tables import Count, Positive
 from common.lazy import np
 from common.methods import mixing

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.rules import Rounds, RuleSettings, RuleUse, Weights
+from common.experiment.methods import Rounds, RuleSettings, RuleUse, Weights
 from common.experiment.tables import Count
 from common.lazy import np
 from common.methods import mixing

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from common.experiment.rules import NormBound
+from common.experiment.methods import NormBound
 from common.lazy import np
 from common.methods.blocks import cut, over
 from common.methods.mixing import Floats

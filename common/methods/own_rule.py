@@ -10,8 +10,8 @@ from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment import own
+from common.experiment.methods import RuleSettings, Weights
 from common.experiment.own import OwnName, OwnSettings
-from common.experiment.rules import RuleSettings, Weights
 from common.experiment.tables import form
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.experiment.rules import Rounds, RuleSettings, Weights
+from common.experiment.methods import Rounds, RuleSettings, Weights
 from common.experiment.tables import Count, Positive
 from common.lazy import np
 from common.methods import mixing

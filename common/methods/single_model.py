@@ -8,7 +8,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from common.experiment.rules import RuleSettings, Weights
+from common.experiment.methods import RuleSettings, Weights
 from common.lazy import np
 from common.methods import mixing
 from common.methods.blocks import cut, over

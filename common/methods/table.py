@@ -1,6 +1,6 @@
 """The methods by name, each with its class, which is imported when it is needed, as a user's own `package.module:Name`.
 
-A file of this folder and a line here make a rule one of fedstrata's.
+A class in a file of this folder and a line here make a rule or a selector one of fedstrata's.
 """
 
 from __future__ import annotations
@@ -36,3 +36,11 @@ RULES: Final[Mapping[str, str]] = {
     "krum": "common.methods.robust:Krum",
 }
 OWN_RULE: Final = "common.methods.own_rule:OwnRule"
+SELECTORS: Final[Mapping[str, str]] = {
+    "fraction": "common.methods.selectors:FractionSelection",
+    "round_robin": "common.methods.selectors:RoundRobin",
+    "fedcluster": "common.methods.selectors:FedCluster",
+    "power_of_choice": "common.methods.selectors:PowerOfChoice",
+    "oort": "common.methods.selectors:Oort",
+}
+OWN_SELECTOR: Final = "common.methods.selection:OwnSelection"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from common.errors import InvalidBelow, NoProgress, RunFailed
 from common.experiment.rounds import Closing
 from common.methods.rule import Uploads
-from common.methods.selection.situation import ResultFacts
+from common.methods.selection import ResultFacts
 from common.model.layout import Row
 from common.protocol.messages import Failure, Result
 from common.protocol.round_state import Closed, Stalled

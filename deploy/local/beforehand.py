@@ -13,8 +13,8 @@ from typing import Final
 from common.errors import InvalidExperiment, StorageFailed
 from common.experiment import own
 from common.experiment.data import check_fits
+from common.experiment.methods import RuleSettings
 from common.experiment.own import OwnSettings, is_own
-from common.experiment.rules import RuleSettings
 from common.experiment.schema import Experiment
 from common.experiment.tables import SettingsTable
 from common.experiment.tiers import Tier

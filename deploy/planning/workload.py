@@ -29,7 +29,7 @@ from common.learning import datasets, splits
 from common.learning.datasets import Dataset
 from common.learning.evaluation import ModelTester
 from common.methods.rule import link_layouts
-from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection import ClientSelection
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes
