@@ -22,7 +22,7 @@ from common.experiment.reading import load, parse, to_toml
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
 from common.methods.fedcross import FedCross
-from common.methods.own_rule import OwnRule
+from common.methods.single_model import OwnRule
 from deploy.console.login import Login
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 

@@ -127,9 +127,11 @@ class ClientSelection:
         self._tier = tier
         self._seed = seed
         self._node = node
-        self._other = choose is not None
-        self._selector = tier.selection.build() if choose is None else None
-        self._choose = choose or self._selector.select
+        self._selector: Selector | None = None
+        if choose is None:
+            self._selector = tier.selection.build()
+            choose = self._selector.select
+        self._choose = choose
         self._history: dict[str, Participation] = {}
         self._in_flight: dict[str, int] = {}  # the round of each child's task that goes on
 
@@ -150,7 +152,7 @@ class ClientSelection:
         """
         count = participants(len(children), self._tier.participation) - len(self._in_flight)
         children = [child for child in children if child not in self._in_flight]
-        if count == len(children) and not self._other:
+        if count == len(children) and self._selector is not None:
             return list(children)
         now = Situation(children, count, samples, self._history, self._seed, self._node, r)
         chosen = set(self._choose(now))
@@ -203,7 +205,7 @@ class ClientSelection:
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone determine it."""
-        is_recorded = self._other or self._tier.selection.remembers or self._tier.aggregation.buffers
+        is_recorded = self._selector is None or self._tier.selection.remembers or self._tier.aggregation.buffers
         return {"taking_part": list(selected)} if is_recorded else {}
 
     def save(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ RULES: Final[Mapping[str, str]] = {
     "fedavgm": "common.methods.optimisers:FedAvgM",
     "fedadagrad": "common.methods.optimisers:FedAdagrad",
     "fedadam": "common.methods.optimisers:FedAdam",
-    "fedyogi": "common.methods.optimisers:FedYogi",
+    "fedyogi": "common.methods.optimisers:FedAdam",
     "fedexp": "common.methods.optimisers:FedExP",
     "fednova": "common.methods.fednova:FedNova",
     "scaffold": "common.methods.scaffold:Scaffold",
@@ -35,7 +35,7 @@ RULES: Final[Mapping[str, str]] = {
     "trimmed_mean": "common.methods.robust:TrimmedMean",
     "krum": "common.methods.robust:Krum",
 }
-OWN_RULE: Final = "common.methods.own_rule:OwnRule"
+OWN_RULE: Final = "common.methods.single_model:OwnRule"
 SELECTORS: Final[Mapping[str, str]] = {
     "fraction": "common.methods.selectors:FractionSelection",
     "round_robin": "common.methods.selectors:RoundRobin",

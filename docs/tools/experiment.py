@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 from common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
 from common.experiment.schema import Experiment
 from common.experiment.training import OBJECTIVES, ObjectiveTable, OwnObjective
-from common.methods.own_rule import OwnRule
 from common.methods.selection import OwnSelection
+from common.methods.single_model import OwnRule
 
 INTRO: Final = """\
 # The experiment
