@@ -1,6 +1,6 @@
 """The data and the model of an experiment.
 
-The formulas and their sources are in `common/learning/`: `datasets.py`, `partitions.py`, `models.py`.
+The formulas and their sources are in `common/learning/`: `datasets.py`, `splits.py`, `models.py`.
 """
 
 from __future__ import annotations

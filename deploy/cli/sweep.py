@@ -179,7 +179,7 @@ def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[st
 
     Raises InvalidExperiment if none remains.
     """
-    from common.learning.readers.files import check_files
+    from common.learning.readers.builtin import check_files
 
     there: list[MissingRun] = []
     lacking: dict[str, list[MissingRun]] = {}

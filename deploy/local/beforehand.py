@@ -127,7 +127,7 @@ def _check_name(key: str, name: str, settings: SettingsTable | None = None) -> N
 
 
 def _check_data(experiment: Experiment, nodes: Iterable[str]) -> None:
-    from common.learning.readers.files import check_files
+    from common.learning.readers.builtin import check_files
 
     for node in nodes:
         check_files(experiment.data, node=node)
