@@ -21,14 +21,13 @@ from cloud.records import GlobalRoundRecord, tier_bytes
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import lint
-from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
+from common.experiment.training import ACCURACY
 from common.host.files import until_written
 from common.host.offload import offload
 from common.methods import aggregator
 from common.methods.rule import Aggregated
-from common.methods.selection.client_selection import ClientSelection
-from common.methods.selection.situation import Choose
+from common.methods.selection import Choose, ClientSelection
 from common.methods.statistics import tensor_distances
 from common.metrics import Metrics, NodeLabels
 from common.model.layout import Row

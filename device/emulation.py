@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Final
 
-from common.experiment.hardware import Pace
+from common.experiment.devices import Pace
 from common.protocol.messages import Phase
 from common.runtime.round import Report, WorkResult
 

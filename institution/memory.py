@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from common.errors import StateLost
 from common.methods.rule import Rule
-from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection import ClientSelection
 from common.storage.spool import Spool
 from common.storage.task_states import TaskStates
 

@@ -16,8 +16,7 @@ from common.host.files import until_written
 from common.host.offload import offload
 from common.methods import aggregator
 from common.methods.rule import Aggregated
-from common.methods.selection.client_selection import ClientSelection
-from common.methods.selection.situation import Choose
+from common.methods.selection import Choose, ClientSelection
 from common.metrics import Metrics, NodeLabels
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from common.experiment.lint import warnings
+from common.experiment.methods import RULES
 from common.experiment.reading import load, parse
-from common.experiment.rules import RULES
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from common.experiment.methods import RULES
 from common.experiment.reading import parse
-from common.experiment.rules import RULES
 from common.methods import fedcross, fedmr
 from common.methods.aggregator import build
 from common.methods.fedadp import gompertz

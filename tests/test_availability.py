@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment.availability import OnlineTimes
+from common.experiment.devices import OnlineTimes
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics

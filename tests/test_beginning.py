@@ -14,8 +14,8 @@ from common.experiment.data import SHAPES, Data, Model, check_fits
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.learning import datasets
-from common.learning.readers import cifar, idx, leaf
-from common.learning.readers.files import check_files
+from common.learning.readers import builtin
+from common.learning.readers.builtin import check_files
 from deploy.cli.chosen import kept_once_begun
 from deploy.console.login import Login
 from deploy.local import beforehand
@@ -113,11 +113,15 @@ def test_a_target_in_percent_is_refused(target: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140"])
 def test_missing_files_have_the_readers_own_error(name: str, tmp_path: Path) -> None:
-    readers = {"cifar10": cifar.read_cifar10, "femnist": leaf.read_femnist, "shakespeare": leaf.read_shakespeare}
+    readers = {
+        "cifar10": builtin.read_cifar10,
+        "femnist": builtin.read_femnist,
+        "shakespeare": builtin.read_shakespeare,
+    }
     with pytest.raises(InvalidExperiment, match="To fetch them: ") as found:
         check_files(Data(dataset=name, root=str(tmp_path)))
     if name == "mnist":
-        readers[name] = lambda root: idx.read_mnist_like(root, "MNIST")
+        readers[name] = lambda root: builtin.read_mnist_like(root, "MNIST")
     if name in readers:
         with pytest.raises(InvalidExperiment) as wanted:
             readers[name](tmp_path)

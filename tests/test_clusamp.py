@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
+from common.experiment.methods import RULES
 from common.experiment.reading import parse
-from common.experiment.rules import RULES
 from common.experiment.tiers import Tier
 from common.methods import aggregator
 from common.methods.clusamp import Merges, clusters_below, distances, distributions, draw, linked
 from common.methods.rule import Rule, Uploads
-from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection import ClientSelection
 from common.model.layout import ModelLayout, Section
 from tests.helpers.examples import examples
 from tests.test_aggregators import Report

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.experiment.codecs import DOWN, UP
+from common.experiment.links import DOWN, UP
 from common.experiment.reading import parse
 from common.model.codecs import CODECS, PIECE_COLUMNS, SCALE_COLUMNS, Codec, codec_of
 from common.model.layout import ModelLayout, Row, Section

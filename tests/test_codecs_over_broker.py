@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import RunFailed
-from common.experiment.codecs import Codecs
+from common.experiment.links import Codecs
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.model.codecs import codec_of

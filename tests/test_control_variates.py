@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment.codecs import UP
+from common.experiment.links import UP
+from common.experiment.methods import RULES
 from common.experiment.reading import parse
-from common.experiment.rules import RULES
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.methods.aggregator import build

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.experiment.reading import load
-from common.learning import datasets, partitions
+from common.learning import datasets, splits
 from deploy.results.maps import partition
 from tests.helpers.commands import invoke
 
@@ -83,13 +83,13 @@ def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None
     assert done.exit_code == 0, done.stderr
     experiment = load(file, ["seed=4"])
     labels = datasets.load(experiment.data).train_labels.numpy()
-    wanted = partitions.split(labels, data=experiment.data, tree=experiment.tree, seed=4)
+    wanted = splits.partition(labels, data=experiment.data, tree=experiment.tree, seed=4)
     facts = json.loads((out / "partition.json").read_text())
     assert facts == json.loads(done.stdout) and facts["seed"] == 4
     with np.load(out / "partition.npz") as arrays:
         parts = [arrays[name] for name in experiment.tree.devices]
         assert len(arrays) == 6
-    assert facts["digest"] == partitions.digest(parts, labels=labels) == partitions.digest(wanted, labels=labels)
+    assert facts["digest"] == splits.digest_of(parts, labels=labels) == splits.digest_of(wanted, labels=labels)
     for name, part in zip(experiment.tree.devices, parts, strict=True):
         device = facts["devices"][name]
         assert device["samples"] == len(part) and device["by_class"] == np.bincount(labels[part], minlength=10).tolist()

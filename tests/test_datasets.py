@@ -18,7 +18,7 @@ import torch
 
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
-from common.learning import datasets, normalisation
+from common.learning import datasets
 from common.learning.inputs import Inputs
 
 
@@ -140,9 +140,9 @@ def test_each_channel_has_its_own_constants() -> None:
 
 def test_a_feature_that_never_changes_has_the_deviation_1() -> None:
     rows = torch.tensor([[1.0, 7.0], [3.0, 7.0]])
-    assert normalisation.own_constants(rows, scale=1.0) == ((2.0, 7.0), (1.0, 1.0))
+    assert datasets.own_constants(rows, scale=1.0) == ((2.0, 7.0), (1.0, 1.0))
     whites = torch.full((2, 1, 4, 4), 255, dtype=torch.uint8)
-    assert normalisation.own_constants(whites, scale=1 / 255) == ((1.0,), (1.0,))
+    assert datasets.own_constants(whites, scale=1 / 255) == ((1.0,), (1.0,))
 
 
 @pytest.mark.parametrize("value", [0.1, 0.3, 1e6 / 7, -5.5, 0.0])
@@ -151,17 +151,17 @@ def test_rounding_errors_are_no_deviation(value: float, shape: tuple[int, ...]) 
     rows = torch.full(shape, value)
     rows[::3, 0] = torch.nextafter(rows[::3, 0], torch.tensor(0.0))
     rows[:, 1] = torch.linspace(-1, 1, 1777).reshape(-1, *(1 for _ in shape[2:]))
-    mean, deviation = normalisation.own_constants(rows, scale=1.0)
+    mean, deviation = datasets.own_constants(rows, scale=1.0)
     assert deviation[0] == 1.0 and mean[0] == pytest.approx(value, rel=1e-3)
     assert abs(mean[1]) < 1e-9 and deviation[1] == pytest.approx(3**-0.5, rel=2e-3)
 
 
 def test_a_mean_beside_a_small_deviation_has_the_digits_that_it_needs() -> None:
     rows = torch.tensor([[1234.567], [1234.569]]) + torch.tensor([0.0])
-    (mean,), (deviation,) = normalisation.own_constants(rows, scale=1.0)
+    (mean,), (deviation,) = datasets.own_constants(rows, scale=1.0)
     assert ((rows.double() - mean) / deviation).flatten().tolist() == pytest.approx([-1, 1], abs=1e-3)
     shifted = torch.arange(256.0).reshape(-1, 1) + 2**22
-    (mean,), (deviation,) = normalisation.own_constants(shifted, scale=1.0)
+    (mean,), (deviation,) = datasets.own_constants(shifted, scale=1.0)
     assert ((shifted.double() - mean) / deviation).mean().abs() < 1e-3
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment.codecs import Codecs
+from common.experiment.links import Codecs
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
 from common.model.layout import LinkLayouts, ModelLayout, Section

@@ -13,10 +13,9 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from common.learning import models
-from common.learning.bayesian_ensemble import distil_ensemble, moments, sharpened
-from common.learning.distillation import distil
+from common.learning.distillation import distil, distil_ensemble, moments, sharpened
 from common.learning.learned_weights import learn_weights
-from common.learning.node_samples import NodeSamples
+from common.learning.refiner import NodeSamples
 from common.methods.refined import FedBE, FedDF, FedLAW
 from common.model.layout import Row, Section
 from common.model.refinement import RoundModels

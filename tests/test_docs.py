@@ -15,11 +15,10 @@ from pydantic import BaseModel
 
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord
 from common.experiment.data import TEXTS
-from common.experiment.objectives import OBJECTIVES
+from common.experiment.methods import RULES, SELECTORS
 from common.experiment.reading import parse
 from common.experiment.rounds import EpochControl
-from common.experiment.rules import RULES
-from common.experiment.selection import SELECTIONS
+from common.experiment.training import OBJECTIVES
 from common.host.examination import Finding
 from common.learning import datasets
 from common.protocol import messages
@@ -46,7 +45,7 @@ LAB: Final = {"topology": {"institutions": 4, "devices": 24}}  # of snippets tha
 OF_OBJECTIVES: Final = {f"objective.{name}" if name == "fedgen" else name: table for name, table in OBJECTIVES.items()}
 SELECTED: Final[Mapping[str, type[BaseModel]]] = {  # selected by their names, those without parameters left out
     name: table
-    for tables in (RULES, OF_OBJECTIVES, SELECTIONS)
+    for tables in (RULES, OF_OBJECTIVES, SELECTORS)
     for name, table in tables.items()
     if len(table.model_fields) > 1
 }

@@ -22,7 +22,7 @@ from common.experiment.reading import parse, to_toml
 from common.learning import datasets
 from common.learning.inputs import Inputs
 from common.methods.column_rule import Columns
-from common.methods.own_rule import GuardedRule, OwnRule
+from common.methods.single_model import GuardedRule, OwnRule
 from deploy.local.direct import run_in_process
 from deploy.simulation.outcome import model_digest
 from device.training.objectives.table import objective_of

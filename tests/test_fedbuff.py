@@ -17,14 +17,13 @@ from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
+from common.experiment.methods import RULES
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
-from common.experiment.rules import RULES
 from common.experiment.tiers import Tier
 from common.methods import aggregator
 from common.methods.rule import Rule, Uploads
-from common.methods.selection.client_selection import ClientSelection
-from common.methods.selection.situation import ResultFacts
+from common.methods.selection import ClientSelection, ResultFacts
 from common.model.layout import ModelLayout, Section
 from common.protocol.coordinator import Coordinator
 from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task

@@ -23,10 +23,9 @@ from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.learning import datasets, models
 from common.learning.generator import diversity, learn_generator
-from common.learning.head import classifier_of, head_places
 from common.learning.inputs import Inputs
-from common.learning.node_samples import NodeDraws
-from common.learning.refiner import NodeRefiner
+from common.learning.models import classifier_of, head_places
+from common.learning.refiner import NodeDraws, NodeRefiner
 from common.methods.aggregator import build
 from common.methods.fedgen import FEATURES, HIDDEN, LABEL_COUNTS, FedGen, GeneratorLayout, head_of
 from common.methods.rule import Rule, Uploads, link_layouts

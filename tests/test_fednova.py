@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from common.errors import InvalidExperiment
-from common.experiment.objectives import FedProx
 from common.experiment.reading import parse
-from common.experiment.training import TrainingSettings
+from common.experiment.training import FedProx, TrainingSettings
 from common.methods.aggregator import build
 from common.methods.fednova import gradient_weights
 from common.methods.rule import Aggregated, Uploads

@@ -19,7 +19,7 @@ from torch import nn
 from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.learning.evaluation import evaluate
-from common.learning.nets.layers import Dropout
+from common.learning.nets import Dropout
 from common.model.layout import Row
 from device.jobs import LocalResult
 from device.training.trainer import Trainer

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
-from common.experiment import hardware
-from common.experiment.hardware import Machine, Pace, shipped
+from common.experiment import devices
+from common.experiment.devices import Machine, Pace, shipped
 from common.experiment.reading import load, parse, to_toml
 from common.protocol.messages import Phase
 from common.runtime.round import WorkResult
@@ -65,7 +65,7 @@ def test_the_profiles_that_ship_are_paces() -> None:
 
 def test_a_machine_keeps_its_numbers_when_a_later_release_changes_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = parse({"hardware": {"default": "raspberry-pi-4"}})
-    monkeypatch.setattr(hardware, "shipped", lambda: {"raspberry-pi-4": {"slowdown": 2.0}})
+    monkeypatch.setattr(devices, "shipped", lambda: {"raspberry-pi-4": {"slowdown": 2.0}})
     assert parse(experiment.to_json()) == experiment != parse({"hardware": {"default": "raspberry-pi-4"}})
 
 

@@ -14,9 +14,9 @@ import torch
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.learning import datasets, partitions, splits
+from common.learning import datasets, splits
 from common.learning.inputs import Inputs
-from common.learning.node_samples import NodeSamples
+from common.learning.refiner import NodeSamples
 from tests.helpers.commands import invoke
 
 
@@ -52,9 +52,9 @@ def test_no_device_has_a_sample_that_is_held_out(data: dict[str, Any]) -> None:
 def test_without_any_the_split_is_what_it_was(data: dict[str, Any]) -> None:
     experiment = lab(0, **data)
     split = splits.split_of(experiment)
-    wanted = partitions.split(split.labels, data=experiment.data, tree=experiment.tree, seed=experiment.seed)
+    wanted = splits.partition(split.labels, data=experiment.data, tree=experiment.tree, seed=experiment.seed)
     assert all(np.array_equal(one, other) for one, other in zip(split.partitions, wanted, strict=True))
-    assert split.digest == partitions.digest(wanted, labels=split.labels) and len(split.held_out) == 0
+    assert split.digest == splits.digest_of(wanted, labels=split.labels) and len(split.held_out) == 0
 
 
 def test_each_node_has_the_held_out_samples_and_no_other() -> None:
@@ -71,7 +71,7 @@ def test_each_node_has_the_held_out_samples_and_no_other() -> None:
 
 def test_they_are_drawn_uniformly() -> None:
     data = lab(20).data
-    counts = sum(np.bincount(partitions.hold_out(100, data=data, seed=seed), minlength=100) for seed in range(500))
+    counts = sum(np.bincount(splits.hold_out(100, data=data, seed=seed), minlength=100) for seed in range(500))
     assert abs(np.asarray(counts) - 100).max() < 45  # standard deviation 9
 
 
@@ -86,7 +86,7 @@ def test_a_user_without_a_sample_left_is_refused(monkeypatch: pytest.MonkeyPatch
     data = {"dataset": "femnist", "partition": "natural", "node_samples": 38}
     for seed in range(3):
         tree = {"seed": seed, "topology": {"devices": 2}, "data": data}
-        held_out = partitions.hold_out(40, data=parse(tree).data, seed=seed)
+        held_out = splits.hold_out(40, data=parse(tree).data, seed=seed)
         assert 0 in held_out
         with pytest.raises(InvalidExperiment, match=r"data\.node_samples = 38: no sample remains for device-0"):
             splits.split_of(parse(tree))
@@ -127,7 +127,7 @@ def test_impossible_numbers_are_refused(data: dict[str, Any], problem: str) -> N
 
 def test_a_data_set_of_ones_own_may_turn_out_too_small() -> None:
     with pytest.raises(InvalidExperiment, match=r"data\.node_samples = 20: the data set has 20 training samples"):
-        partitions.hold_out(20, data=lab(20).data, seed=1)
+        splits.hold_out(20, data=lab(20).data, seed=1)
 
 
 @pytest.mark.parametrize("tier", ["cloud", "institution"])

@@ -26,7 +26,7 @@ from common.experiment.data import Data, root_below, samples_most
 from common.experiment.links import LinkSettings
 from common.experiment.reading import announced, parse
 from common.experiment.schema import Experiment
-from common.learning import datasets, partitions, splits
+from common.learning import datasets, splits
 from common.metrics import Metrics
 from common.model.layout import ROW_BYTES_MOST, ModelLayout
 from common.net.address import BrokerAddress
@@ -176,7 +176,7 @@ def test_no_device_can_have_more_samples_than_the_limit(data: dict[str, Any]) ->
     assert max(map(len, split.partitions)) <= most
     if data.get("partition") in ("iid", "shards", "dirichlet_overlap"):
         assert most <= max(map(len, split.partitions)) + 3
-    assert len(partitions.split(split.labels, data=experiment.data, tree=experiment.tree, seed=1)) == 7
+    assert len(splits.partition(split.labels, data=experiment.data, tree=experiment.tree, seed=1)) == 7
 
 
 def test_a_child_that_reports_more_samples_than_its_data_has_is_not_ready() -> None:

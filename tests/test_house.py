@@ -80,7 +80,7 @@ def test_the_product_imports_no_tests() -> None:
 def test_an_experiment_is_read_without_numpy() -> None:
     code = (
         "import sys; from common.experiment.lint import warnings; from common.experiment.reading import parse;"
-        "from common.experiment.rules import RULES;"
+        "from common.experiment.methods import RULES;"
         "warnings(parse({})); [RULES[name] for name in RULES]; sys.exit('numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -15,7 +15,7 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.learning import datasets
 from common.learning.inputs import Inputs
-from common.learning.readers import leaf
+from common.learning.readers import builtin
 
 Users = dict[str, tuple[list[Any], list[Any]]]
 
@@ -107,15 +107,15 @@ def test_shakespeare_is_rows_of_characters(tmp_path: Path) -> None:
     shakespeare(tmp_path)
     data = load("shakespeare", tmp_path)
     assert data.inputs == Inputs((80,), 80, tokens=80) and data.train_images.dtype == torch.int64
-    assert "".join(leaf.ALPHABET[i] for i in data.train_images[1].tolist()) == SONNET[1:81]
-    assert [leaf.ALPHABET[i] for i in data.train_labels.tolist()] == list(SONNET[80:83])
+    assert "".join(builtin.ALPHABET[i] for i in data.train_images[1].tolist()) == SONNET[1:81]
+    assert [builtin.ALPHABET[i] for i in data.train_labels.tolist()] == list(SONNET[80:83])
     assert torch.equal(data.normaliser()(data.train_images), data.train_images)
     assert len(data.test_labels) == 1, "the file's num_samples lies: 79"
 
 
 def test_the_alphabet_has_its_order() -> None:
-    assert len(leaf.ALPHABET) == len(set(leaf.ALPHABET)) == 80
-    assert [leaf.ALPHABET.index(character) for character in '\n !.09:?AZ[]az}'] == [
+    assert len(builtin.ALPHABET) == len(set(builtin.ALPHABET)) == 80
+    assert [builtin.ALPHABET.index(character) for character in '\n !.09:?AZ[]az}'] == [
         0, 1, 2, 10, 11, 20, 21, 24, 25, 50, 51, 52, 53, 78, 79,
     ]  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_a_character_outside_the_alphabet_is_a_space(tmp_path: Path, stranger: s
     shakespeare(tmp_path / "plain", SONNET[:80] + " " + SONNET[81:])
     data, plain = load("shakespeare", tmp_path), load("shakespeare", tmp_path / "plain")
     assert torch.equal(data.train_images, plain.train_images) and torch.equal(data.train_labels, plain.train_labels)
-    assert data.train_labels[0] == leaf.ALPHABET.index(" ") == 1
+    assert data.train_labels[0] == builtin.ALPHABET.index(" ") == 1
 
 
 def test_sent140_is_rows_of_words(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import torch
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
+from common.experiment.methods import RULES
 from common.experiment.reading import parse
-from common.experiment.rules import RULES
 from common.learning import models
 from common.learning.inputs import Inputs
-from common.learning.readers.made import read_digits
+from common.learning.readers.builtin import read_digits
 from common.methods import fedma
 from common.methods.aggregator import build
 from common.methods.rule import Rule, Uploads

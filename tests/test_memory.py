@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.errors import RunFailed, StorageFailed
 from common.experiment.tiers import Tier
 from common.methods.rule import Rule
-from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection import ClientSelection
 from common.storage.spool import Spool
 from common.storage.task_states import TaskStates
 from institution.memory import Memory

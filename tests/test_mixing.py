@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.methods import blocks, mixing
-from common.methods.blocks import COLUMNS
-from common.methods.mixing import MixedColumns, Mixture, whole
+from common.methods import mixing
+from common.methods.mixing import COLUMNS, MixedColumns, Mixture, whole
 from common.methods.statistics import Statistics, gram, tensor_distances
 from common.model.layout import ModelLayout, Section
 from tests.helpers.examples import examples
@@ -273,11 +272,11 @@ def test_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) ->
         products = gram(list(layout.floats(rows_K)), layout.floats(rows_K)[1])
         return [out.tobytes(), products.offsets_KK.tobytes(), products.along_K.tobytes()]
 
-    monkeypatch.setattr(blocks, "_threads", lambda: 1)
+    monkeypatch.setattr(mixing, "_threads", lambda: 1)
     alone = results()
     with ThreadPoolExecutor(threads) as pool:
-        monkeypatch.setattr(blocks, "_threads", lambda: threads)
-        monkeypatch.setattr(blocks, "_pool", lambda: pool)
+        monkeypatch.setattr(mixing, "_threads", lambda: threads)
+        monkeypatch.setattr(mixing, "_pool", lambda: pool)
         assert results() == alone
 
 

@@ -15,8 +15,7 @@ from common.errors import InvalidExperiment
 from common.experiment.data import MODELS
 from common.learning import models
 from common.learning.inputs import Inputs
-from common.learning.nets import layers
-from common.learning.nets.vgg import draw_vgg16
+from common.learning.nets import ARCHITECTURES, Dropout, draw_vgg16, own_dropout, reseed
 from common.model.layout import ModelLayout, Row, Section
 
 DIGITS, GREY, COLOUR = Inputs((1, 8, 8), 10), Inputs((1, 28, 28), 10), Inputs((3, 32, 32), 10)
@@ -79,14 +78,14 @@ SIZES = [
 @pytest.mark.parametrize(("name", "inputs", "parameters", "entries", "row_bytes"), SIZES)
 def test_size(name: str, inputs: Inputs, parameters: int, entries: int, row_bytes: int | None) -> None:
     with torch.device("meta"):
-        module = models._KINDS[name].construct(inputs)
+        module = ARCHITECTURES[name](inputs)
     layout = models.layout_of(module)
     assert (layout.parameters, len(layout.entries)) == (parameters, entries)
     assert layout.row_bytes == (row_bytes or 4 * layout.columns + 8 * layout.counters)
 
 
 def test_every_name_of_the_experiment_is_a_model() -> None:
-    assert set(models._KINDS) == set(MODELS) == {name for name, *_ in SIZES}
+    assert set(ARCHITECTURES) == set(MODELS) == {name for name, *_ in SIZES}
 
 
 @pytest.mark.parametrize(("name", "inputs"), {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items())
@@ -129,7 +128,7 @@ def test_vgg16_has_the_entries_of_torchvision() -> None:
     from torchvision.models import vgg16
 
     with torch.device("meta"):
-        ours, theirs = models._KINDS["vgg16"].construct(Inputs((3, 224, 224), 1000)), vgg16()
+        ours, theirs = ARCHITECTURES["vgg16"](Inputs((3, 224, 224), 1000)), vgg16()
     shapes = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
     assert {name: tensor.shape for name, tensor in ours.state_dict().items()} == shapes
 
@@ -173,12 +172,12 @@ def test_recurrent_nets_read_the_last_step_of_both_layers() -> None:
 
 def test_dropout_draws_from_its_own_generator() -> None:
     module = nn.Sequential(nn.Dropout(0.25), nn.Linear(1000, 1))
-    layers.own_dropout(module)
+    own_dropout(module)
     x = torch.ones(4, 1000)
     before = torch.get_rng_state()
     outs = []
     for seed in (1, 1, 2):
-        layers.reseed(module, seed, torch.device("cpu"))
+        reseed(module, seed, torch.device("cpu"))
         outs.append(module[0](x))
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
     assert outs[0].unique().tolist() == pytest.approx([0.0, 4 / 3])
@@ -189,11 +188,11 @@ def test_dropout_draws_from_its_own_generator() -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_dropout_does_not_depend_on_the_memory_format(whole: bool) -> None:
-    drop = layers.Dropout(whole=whole)
+    drop = Dropout(whole=whole)
     rows = torch.ones(2, 3, 4, 5)
     outs = []
     for x in (rows, rows.to(memory_format=torch.channels_last)):
-        layers.reseed(drop, 1, torch.device("cpu"))
+        reseed(drop, 1, torch.device("cpu"))
         outs.append(drop(x))
     assert torch.equal(*outs) and outs[1].is_contiguous(memory_format=torch.channels_last)
 

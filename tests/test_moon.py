@@ -16,8 +16,8 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.training import TrainingSettings
 from common.learning import models
-from common.learning.head import classifier_of, with_features
 from common.learning.inputs import Inputs
+from common.learning.models import classifier_of, with_features
 from deploy.local.direct import run_in_process
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of

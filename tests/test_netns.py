@@ -24,10 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
+from common.experiment.links import RateTrace
 from common.experiment.reading import load, parse
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
-from common.experiment.traces import RateTrace
 from deploy.links.kernel import FRAME_BYTES, shaping
 from deploy.links.replay import Replay, TracedInterface
 from deploy.local.beforehand import check_replayed

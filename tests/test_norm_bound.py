@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
+from common.experiment.methods import RULES, NormBound
 from common.experiment.reading import parse
-from common.experiment.rules import RULES, NormBound
 from common.methods.aggregator import build
 from common.methods.rule import Aggregated, Rule, Uploads
 from common.model.layout import ModelLayout, Section

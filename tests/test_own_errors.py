@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from common.methods.column_rule import ColumnRule
-from common.methods.selection.own_selector import Selector
+from common.methods.selection import Selector
 from device.training.objectives.objective import Objective
 
 

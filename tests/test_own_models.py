@@ -13,7 +13,7 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.learning import models
 from common.learning.inputs import Inputs
-from common.learning.nets.layers import Dropout
+from common.learning.nets import Dropout
 
 GREY = Inputs((1, 8, 8), 10)
 TEXT = Inputs((5,), 3, tokens=7)

@@ -15,7 +15,7 @@ from common.errors import InvalidExperiment
 from common.experiment import reading, schema, topology
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
-from common.learning import partitions
+from common.learning import splits
 
 Indices = npt.NDArray[np.int64]
 
@@ -28,7 +28,7 @@ def split(
     labels: Indices, partition: str, *, devices: int = 4, institutions: int = 1, seed: int = 1, **data: Any
 ) -> list[Indices]:
     tree = reading.parse({"topology": {"devices": devices, "institutions": institutions}}).tree
-    return partitions.split(labels, data=schema.Data(partition=partition, **data), tree=tree, seed=seed)
+    return splits.partition(labels, data=schema.Data(partition=partition, **data), tree=tree, seed=seed)
 
 
 def check_disjoint_cover(parts: list[Indices], samples: int) -> None:
@@ -128,14 +128,14 @@ def test_natural_gives_each_device_its_user(owners: list[int], seed: int) -> Non
     whose = np.array([*range(6), *owners])
     experiment = reading.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 4}})
     labels = labels_of(len(whose))
-    parts = partitions.split(labels, data=experiment.data, tree=experiment.tree, seed=seed, owners=whose)
+    parts = splits.partition(labels, data=experiment.data, tree=experiment.tree, seed=seed, owners=whose)
     assert [part.tolist() for part in parts] == [[i for i, user in enumerate(whose) if user == d] for d in range(4)]
 
 
 def test_natural_has_as_many_devices_as_users_at_most() -> None:
     experiment = reading.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 3}})
     with pytest.raises(InvalidExperiment, match=r"topology\.devices = 3.*2 users.*at most 2"):
-        partitions.split(
+        splits.partition(
             labels_of(4), data=experiment.data, tree=experiment.tree, seed=1, owners=np.array([0, 1, 1, 0])
         )
 
@@ -196,7 +196,7 @@ def test_two_hundred_devices_at_a_tenth_need_many_draws_and_get_them() -> None:
     labels = np.repeat(np.arange(10), 5000)  # as CIFAR-10
     parts = split(labels, "dirichlet", devices=200, concentration=0.1, min_samples=10)
     check_disjoint_cover(parts, 50_000)
-    assert min(map(len, parts)) >= 10 and partitions.ATTEMPTS >= 10_000
+    assert min(map(len, parts)) >= 10 and splits.ATTEMPTS >= 10_000
 
 
 KNOWN = {
@@ -211,7 +211,7 @@ KNOWN = {
 def test_a_release_splits_as_the_one_before(partition: str) -> None:
     given_ = {"partition_size": 50, "concentration": 0.5}
     parts = split(labels_of(2000), partition, devices=7, institutions=2, seed=5, **given_)
-    assert partitions.digest(parts, labels=labels_of(2000)) == KNOWN[partition]
+    assert splits.digest_of(parts, labels=labels_of(2000)) == KNOWN[partition]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_release_splits_as_the_one_before(partition: str) -> None:
 def test_only_the_seed_decides(partition: str) -> None:
     def digest(seed: int) -> str:
         parts = split(labels_of(2000), partition, institutions=2, seed=seed, partition_size=50)
-        return partitions.digest(parts, labels=labels_of(2000))
+        return splits.digest_of(parts, labels=labels_of(2000))
 
     assert digest(1) == digest(1) != digest(2)
 
@@ -261,7 +261,7 @@ def test_institution_membership_is_followed() -> None:
     }
     experiment = reading.parse(tree)
     labels = labels_of(3000)
-    a, b, c = partitions.split(labels, data=experiment.data, tree=experiment.tree, seed=3)
+    a, b, c = splits.partition(labels, data=experiment.data, tree=experiment.tree, seed=3)
     assert np.abs(class_shares(labels, a) - class_shares(labels, c)).max() < 0.08
     assert np.abs(class_shares(labels, a) - class_shares(labels, b)).max() > 0.08
     assert abs(len(a) - len(c)) <= 1
@@ -296,9 +296,9 @@ def test_overlap_weighs_each_class_as_sequential_draws_would() -> None:
 def test_a_device_may_be_renamed() -> None:
     labels = labels_of(500)
     data = schema.Data(partition="dirichlet_overlap", partition_size=20)
-    numbered = partitions.split(labels, data=data, tree=Tree([{CLOUD: ["device-0", "device-1"]}]), seed=1)
-    named = partitions.split(labels, data=data, tree=Tree([{CLOUD: ["left", "right"]}]), seed=1)
-    assert partitions.digest(numbered, labels=labels) == partitions.digest(named, labels=labels)
+    numbered = splits.partition(labels, data=data, tree=Tree([{CLOUD: ["device-0", "device-1"]}]), seed=1)
+    named = splits.partition(labels, data=data, tree=Tree([{CLOUD: ["left", "right"]}]), seed=1)
+    assert splits.digest_of(numbered, labels=labels) == splits.digest_of(named, labels=labels)
 
 
 def test_too_many_devices() -> None:
@@ -309,7 +309,7 @@ def test_too_many_devices() -> None:
 @pytest.mark.parametrize(("least", "problem"), [(30, "100 samples cannot give"), (25, "none of 10000 draws")])
 def test_impossible_min_samples_names_what_to_change(monkeypatch: pytest.MonkeyPatch, least: int, problem: str) -> None:
     if least == 25:
-        monkeypatch.setattr(partitions, "ATTEMPTS", 20)
+        monkeypatch.setattr(splits, "ATTEMPTS", 20)
         problem = "none of 20 draws"
     with pytest.raises(InvalidExperiment, match=rf"data\.min_samples = {least}.*{problem}.*Lower data\.min_samples"):
         split(labels_of(100), "dirichlet", devices=4, min_samples=least, concentration=0.1)
@@ -323,7 +323,7 @@ def test_partition_larger_than_the_data() -> None:
 def test_digest_sees_order_and_borders() -> None:
     a, b, labels = np.array([1, 2]), np.array([3]), np.array([0, 1, 0, 1])
     lists = ([a, b], [b, a], [np.array([1, 2, 3])], [a, b, a[:0]])
-    digests = {partitions.digest(parts, labels=labels) for parts in lists}
+    digests = {splits.digest_of(parts, labels=labels) for parts in lists}
     # Other files may give the same places, and their labels tell.
-    digests |= {partitions.digest([a, b], labels=other) for other in (1 - labels, labels[:3], labels[:0])}
+    digests |= {splits.digest_of([a, b], labels=other) for other in (1 - labels, labels[:3], labels[:0])}
     assert len(digests) == 7

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.experiment.links import LinkDirection
+from common.experiment.methods import RULES, RuleSettings
 from common.experiment.reading import parse, to_toml
-from common.experiment.rules import RULES, RuleSettings
 from common.experiment.schema import Experiment, TransferSettings
 from common.experiment.training import TrainingSettings
 from common.host.load import LoadMeter, MachineLoad

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DuplicateName, InvalidExperiment, LeftOut
-from common.experiment.present import PresentNode, topology_of
 from common.experiment.reading import parse
 from common.experiment.tiers import check_parent
-from common.experiment.topology import CLOUD
+from common.experiment.topology import CLOUD, PresentNode, topology_of
 
 
 def institution(name: str, parent: str = CLOUD) -> PresentNode:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
+from common.experiment.methods import RULES, NormBound
 from common.experiment.reading import parse
 from common.experiment.rounds import share_of
-from common.experiment.rules import RULES, NormBound
 from common.methods.aggregator import build
 from common.methods.rule import Aggregated, Uploads
 from common.model.layout import ModelLayout, Section

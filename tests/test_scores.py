@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
+from common.experiment.data import NUMBERS
 from common.experiment.reading import parse
-from common.experiment.score import LOSSES, NUMBERS, Score
+from common.experiment.training import LOSSES, Score
 from common.learning import models
-from common.learning.evaluation import evaluate
+from common.learning.evaluation import evaluate, score_of
 from common.learning.inputs import Inputs
 from common.learning.losses import loss_of, try_loss
-from common.learning.scores import score_of
 from common.model.layout import LinkLayouts
 from device.training.batches import batches, load_local_dataset
 from device.training.objectives.objective import Minibatch

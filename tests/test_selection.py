@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from cloud import checkpoint
 from cloud.checkpoint import RunState
 from common.errors import InvalidExperiment
+from common.experiment.methods import SELECTORS
 from common.experiment.reading import parse
-from common.experiment.selection import SELECTIONS, Oort, OwnSelection
 from common.experiment.tiers import Tier
 from common.methods import aggregator
 from common.methods.fedavg import FedAvg
-from common.methods.selection.client_selection import SELECTORS, ClientSelection
-from common.methods.selection.oort import scores
-from common.methods.selection.situation import Participation, ResultFacts, Situation
+from common.methods.selection import ClientSelection, Participation, ResultFacts, Situation
+from common.methods.selectors import Oort, scores
 from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
 from tests.helpers.examples import examples
@@ -65,11 +64,7 @@ def play(
     return found
 
 
-def test_each_selector_has_settings() -> None:
-    assert set(SELECTORS) == {*SELECTIONS.values(), OwnSelection}
-
-
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("name", SELECTORS)
 @given(share=st.floats(0.05, 1.0), rounds=st.integers(1, 12), quorum=st.booleans())
 @examples(40)
 def test_it_selects_k_different_children_in_their_order(name: str, share: float, rounds: int, quorum: bool) -> None:
@@ -78,7 +73,7 @@ def test_it_selects_k_different_children_in_their_order(name: str, share: float,
         assert len(chosen) == count and chosen == [child for child in NAMES if child in chosen]
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("quorum", [False, True])
 def test_a_restored_one_goes_on_as_the_other(name: str, quorum: bool) -> None:
     whole = play(selection(name), range(12), quorum=quorum)
@@ -88,10 +83,10 @@ def test_a_restored_one_goes_on_as_the_other(name: str, quorum: bool) -> None:
     assert play(resumed, range(6, 12), quorum=quorum) == whole[6:]
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("name", SELECTORS)
 def test_a_plan_records_what_seed_and_round_do_not_determine(name: str) -> None:
     one = selection(name)
-    recorded = {"taking_part": NAMES[:4]} if SELECTIONS[name]().remembers else {}
+    recorded = {"taking_part": NAMES[:4]} if SELECTORS[name]().remembers else {}
     assert one.facts(NAMES[:4]) == recorded and (name in ("fraction", "round_robin", "fedcluster")) == (recorded == {})
 
 
@@ -113,7 +108,7 @@ def test_a_task_follows_the_last_one_whose_result_was_used() -> None:
     assert resumed.follows(NAMES, 2) == one.follows(NAMES, 2)
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("name", SELECTORS)
 def test_a_cloud_that_loads_its_checkpoint_goes_on_as_the_other(name: str, tmp_path: Path) -> None:
     whole = play(selection(name), range(12), quorum=True)
     killed, resumed = selection(name), selection(name)
@@ -127,7 +122,7 @@ def test_a_cloud_that_loads_its_checkpoint_goes_on_as_the_other(name: str, tmp_p
     assert play(resumed, range(6, 12), quorum=True) == whole[6:]
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("name", SELECTORS)
 @given(pace_s=st.lists(st.floats(0.0, 1e6), min_size=10, max_size=10), quorum=st.booleans())
 @examples(20)
 def test_only_oort_depends_on_durations(name: str, pace_s: list[float], quorum: bool) -> None:
@@ -256,7 +251,7 @@ def test_what_cannot_be_is_refused(table: Mapping[str, object], problem: str) ->
 
 
 OWN: Final = """
-from common.methods.selection.own_selector import Selector
+from common.methods.selection import Selector
 
 class Latest(Selector):
     def __init__(self, *, start=0):

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from cloud import checkpoint
 from cloud.results import RunFolder
 from common.experiment.reading import load, parse
-from common.methods.selection.situation import ResultFacts
+from common.methods.selection import ResultFacts
 from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome

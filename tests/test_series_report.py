@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.experiment.score import Score
+from common.experiment.training import Score
 from deploy.results import charts
 from deploy.results.page import Page, compose
 from deploy.results.run import Run

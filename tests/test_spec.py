@@ -17,12 +17,12 @@ from pydantic import BaseModel
 from common.errors import MESSAGE_MOST, InvalidExperiment, bounded
 from common.experiment import links
 from common.experiment.links import LinkDirection, LinkSettings, Profile, shipped
+from common.experiment.methods import RULES
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.rounds import participants
-from common.experiment.rules import RULES
 from common.experiment.schema import Experiment
 from common.methods.fedcross import FedCross
-from common.methods.own_rule import OwnRule
+from common.methods.single_model import OwnRule
 from deploy.console.login import Login
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 

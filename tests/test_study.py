@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.experiment.objectives import CrossEntropy
+from common.experiment.training import CrossEntropy
 from deploy.console.shipped import shipped_sweeps
 from deploy.sweeps.grid import load
 

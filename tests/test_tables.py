@@ -22,9 +22,8 @@ from common.experiment.reading import parse
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
 from common.learning.inputs import Inputs
-from common.learning.readers.arrays import rows_to_test
-from common.learning.readers.parts import Parts
-from common.learning.readers.table import read_csv
+from common.learning.readers.parts import Parts, rows_to_test
+from common.learning.readers.tables import read_csv
 from tests.helpers.commands import invoke
 from tests.helpers.examples import examples
 

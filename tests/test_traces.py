@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
-from common.experiment.links import LinkDirection
+from common.experiment.links import LinkDirection, RateTrace
 from common.experiment.reading import load, parse, to_toml
-from common.experiment.traces import RateTrace
 from common.protocol.outbox import Shaper
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab

@@ -27,11 +27,11 @@ from common.experiment import reading, schema
 from common.experiment.training import TrainingSettings
 from common.host import accelerators
 from common.host.accelerators import is_lost, out_of_memory
-from common.learning import computing, datasets, models, partitions
+from common.learning import computing, datasets, models, splits
 from common.learning.computing import resolve_accelerator
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
-from common.learning.nets.layers import Dropout
+from common.learning.nets import Dropout
 from common.model.layout import Row
 from common.randomness import Purpose, generator
 from device.jobs import Cancelled, LocalResult
@@ -88,7 +88,7 @@ class _Order(torch.utils.data.Sampler[int]):
 def plain_loop(lab: schema.Experiment, *, epochs: int, local_round: int) -> tuple[nn.Module, float]:
     """Train device-0 as a textbook does."""
     data = datasets.load(lab.data)
-    parts = partitions.split(data.train_labels.numpy(), data=lab.data, tree=lab.tree, seed=lab.seed)
+    parts = splits.partition(data.train_labels.numpy(), data=lab.data, tree=lab.tree, seed=lab.seed)
     part = torch.from_numpy(parts[0])
     images = (data.train_images[part].float() * data.scale - data.mean[0]) / data.std[0]
     order = _Order(generator(lab.seed, Purpose.BATCHES, "device-0", local_round), len(part))
@@ -179,7 +179,7 @@ def test_the_loss_is_the_last_epochs() -> None:
     lab = experiment(learning_rate=1e-9)  # nothing is learnt: the mean over an epoch is the model's loss
     _, result = run(make(lab), initial(lab), epochs=3)
     data = datasets.load(lab.data)
-    parts = partitions.split(data.train_labels.numpy(), data=lab.data, tree=lab.tree, seed=lab.seed)
+    parts = splits.partition(data.train_labels.numpy(), data=lab.data, tree=lab.tree, seed=lab.seed)
     whole = evaluate(
         models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs),
         data.train_images[parts[0]],

@@ -19,7 +19,7 @@ from common.experiment.training import TrainingSettings
 from common.learning import models
 from common.learning.computing import set_up
 from common.learning.inputs import Inputs
-from common.learning.nets.layers import Dropout, reseed
+from common.learning.nets import Dropout, reseed
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.batches import Changes, change_images, draw_changes

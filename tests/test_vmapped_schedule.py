@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.experiment import reading
-from common.learning import partitions
+from common.learning import splits
 from device.vmapped.schedule import Load, VmappedSchedule, plan
 
 Visit = tuple[int, int]
@@ -111,7 +111,7 @@ def split(samples: int, devices: int, institutions: int) -> list[Load]:
     }
     lab = reading.parse(tree)
     labels = np.random.default_rng(1).integers(0, 10, samples)
-    parts: Sequence[partitions.Indices] = partitions.split(labels, data=lab.data, tree=lab.tree, seed=1)
+    parts: Sequence[splits.Indices] = splits.partition(labels, data=lab.data, tree=lab.tree, seed=1)
     epochs = np.random.default_rng(2).permutation(np.linspace(3, 12, institutions).astype(int))
     return [Load(len(part), int(epochs[k * institutions // devices])) for k, part in enumerate(parts)]
 

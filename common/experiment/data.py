@@ -1,6 +1,6 @@
 """The data and the model of an experiment.
 
-The formulas and their sources are in `common/learning/`: `datasets.py`, `partitions.py`, `models.py`.
+The formulas and their sources are in `common/learning/`: `datasets.py`, `splits.py`, `models.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.own import is_own
-from common.experiment.score import CLASSES, NUMBERS
 from common.experiment.tables import Count, Positive, SettingsTable, form, proposal
 from common.host.examination import Finding
 
@@ -60,6 +59,8 @@ OWN_MOST: Final = 1_000_000_000  # of `folder`, tables and own data, of which on
 TABLE: Final = r"^[^./\\][^/\\]*\.(csv|npz)$"
 TableName = Annotated[str, form(TABLE, "NAME.csv or NAME.npz, without slashes")]
 Column = Annotated[str, Field(min_length=1)]
+CLASSES: Final = "classes"  # the values of `data.targets`
+NUMBERS: Final = "numbers"
 SKEWED: Final = ("dirichlet", "dirichlet_overlap", "shards", "institution_dirichlet", "institution_shards")
 FolderName = Annotated[str, form(r"^[^./\\][^/\\]*$", "the name of a folder, without a dot first and without slashes")]
 
@@ -306,7 +307,7 @@ def _samples(data: Data) -> int:
     return data.samples if data.dataset == "synthetic" else SAMPLES.get(data.dataset, OWN_MOST)
 
 
-def check(data: Data, model: Model) -> None:
+def check_data(data: Data, model: Model) -> None:
     """Check the values that types alone cannot check. Raises InvalidExperiment."""
     _check_named("model.name", model.name, MODELS, what="model")
     if not is_table(data.dataset):

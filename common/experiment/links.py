@@ -1,23 +1,110 @@
-"""The links of an experiment: a table for a tier or a node, or the name of a profile.
+"""The links of an experiment: a table for a tier or a node, or the name of a profile; and the codecs of their models.
 
 `profiles.toml` beside this file has the profiles that ship; an experiment may add or replace some in `[profiles.NAME]`.
 A link that names a profile has its numbers as soon as the experiment is read, so what travels to the nodes and what a
-run leaves behind does not depend on the profiles of the release that reads it.
+run leaves behind does not depend on the profiles of the release that reads it. So does one whose rates and delays are
+those of a trace, a CSV file.
 """
 
 from __future__ import annotations
 
+import difflib
 import tomllib
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
+from itertools import pairwise
+from math import inf, nextafter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from common.experiment.tables import Name, Positive, SettingsTable, named
-from common.experiment.traces import LinkTrace, RateTrace, read_trace
+from common.errors import InvalidExperiment
+from common.experiment.csv_table import CsvTable
+from common.experiment.tables import Name, Positive, SettingsTable, named, proposal
+
+COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")
+ROWS_MOST: Final = 5000
+
+# A codec is the form in which a model is transferred, [delta+]FORM[+zstd]; `common.model.codecs` implements it. Two
+# combinations are not codecs: `delta+fp32` without zstd is as large as fp32, and deltas are not used downward.
+FORMS: Final = ("fp32", "fp16", "bf16", "int8")
+DELTA: Final = "delta"
+ZSTD: Final = "zstd"
+
+# From a parent to its children. A delta is against a model that both ends hold. Upward that is the model of the task
+# that is being answered. Downward it would be the last model that this one child fetched: one child drawn anew or
+# restarted would need another blob than the others, which ends the broadcast, and under a lossy form it would train
+# from another model than had it not restarted, which ends reproducibility.
+DOWN: Final = tuple(form + end for form in FORMS for end in ("", f"+{ZSTD}"))
+# From a child to its parent.
+UP: Final = (*DOWN, *(f"{DELTA}+{name}" for name in DOWN if name != "fp32"))
+
+Column = list[Annotated[float, Field(ge=0)]]
+
+
+@dataclass(frozen=True, slots=True)
+class RateTrace:
+    """The rates (bytes per second) and delays (seconds) of one direction, each from its start until the next one.
+
+    After `repeat_s` seconds the trace begins anew; None: the last rate and delay hold.
+    """
+
+    starts: tuple[float, ...]
+    rates: tuple[float, ...]
+    delays: tuple[float, ...]
+    repeat_s: float | None = None
+
+    def delay_at(self, t: float) -> float:
+        """Return the delay at t seconds."""
+        return self.delays[self._place(t if self.repeat_s is None else t % self.repeat_s)]
+
+    def rate_at(self, t: float) -> float:
+        """Return the rate at t seconds."""
+        return self.rates[self._place(t if self.repeat_s is None else t % self.repeat_s)]
+
+    def next_change(self, t: float) -> float:
+        """Return the first start of a rate, or of a period, after t seconds; inf: none."""
+        begin, offset = (0.0, t) if self.repeat_s is None else (t - t % self.repeat_s, t % self.repeat_s)
+        place = bisect_right(self.starts, offset)
+        end = inf if self.repeat_s is None else self.repeat_s
+        return max(begin + (self.starts[place] if place < len(self.starts) else end), nextafter(t, inf))
+
+    def finish(self, begin: float, nbytes: float) -> float:
+        """Return when the last of so many bytes has passed that begin to leave at `begin`, seconds."""
+        if self.repeat_s is None:
+            return self._finish(begin, nbytes)
+        periods, offset = divmod(begin, self.repeat_s)
+        each, nbytes = self._carried(self.repeat_s), nbytes + self._carried(offset)  # as if it began with the period
+        whole = max(0, -(-nbytes // each) - 1)
+        return (periods + whole) * self.repeat_s + self._finish(0.0, nbytes - whole * each)
+
+    def mean(self) -> float:
+        """Return the mean rate of a period, or until the last change."""
+        end = self.starts[-1] if self.repeat_s is None else self.repeat_s
+        return self._carried(end) / end if end else self.rates[0]
+
+    def _place(self, t: float) -> int:
+        return max(0, bisect_right(self.starts, t) - 1)
+
+    def _carried(self, until: float) -> float:
+        """Return the bytes that pass from the beginning until then, within a period."""
+        ends = (*self.starts[1:], until)
+        pieces = zip(self.starts, ends, self.rates, strict=True)
+        return sum(max(0.0, min(end, until) - start) * rate for start, end, rate in pieces)
+
+    def _finish(self, begin: float, nbytes: float) -> float:
+        t, left = begin, nbytes
+        place = self._place(t)
+        for end in self.starts[place + 1 :]:
+            carried = (end - t) * self.rates[place]
+            if carried >= left and self.rates[place]:
+                break
+            t, left, place = end, left - carried, place + 1
+        return t + left / self.rates[place] if self.rates[place] else t  # then `left` is a rounding error
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +126,32 @@ class LinkSet:
     to: Mapping[str, LinkDirection]
     from_: Mapping[str, LinkDirection]
     shaped: bool
+
+
+class LinkTrace(SettingsTable):
+    """Rates and delays that change with time. The name of a CSV file stands for a table that has only `file`.
+
+    The file has the columns seconds, up_mbit, down_mbit and delay_ms (which may be left out), and gives these keys. A
+    rate of 0 is an outage. Time begins with the first task of the run.
+    """
+
+    file: str = ""  # relative to the experiment's folder
+    # Seconds after which the trace begins anew; omitted: its last values hold.
+    repeat_s: Positive | None = None
+    seconds: Column = Field(default_factory=list, max_length=ROWS_MOST)  # when each row begins, from 0 on
+    up_mbit: Column = Field(default_factory=list)  # Mbit/s towards the cloud
+    down_mbit: Column = Field(default_factory=list)  # Mbit/s towards the devices
+    delay_ms: Column = Field(default_factory=list)  # milliseconds, one way
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the trace without its rows; the digest, 16 hexadecimal digits, identifies them."""
+        digest = blake2b(self.model_dump_json(exclude={"file"}).encode(), digest_size=8).hexdigest()
+        return {"file": self.file, "repeat_s": self.repeat_s, "rows": len(self.seconds), "digest": digest}
+
+    def direction(self, mbit: list[float]) -> RateTrace:
+        """Return the trace of one direction."""
+        rates, delays = (tuple(each * scale for each in of) for of, scale in ((mbit, 1e6 / 8), (self.delay_ms, 1e-3)))
+        return RateTrace(tuple(self.seconds), rates, delays or (0.0,) * len(rates), self.repeat_s)
 
 
 class Profile(SettingsTable):
@@ -107,13 +220,23 @@ class Links(SettingsTable):
     of: dict[Name, LinkSettings] = Field(default_factory=dict)
 
 
+class Codecs(SettingsTable):
+    """The codecs of a tier's models. `fp32` is bit for bit."""
+
+    up: str = "fp32"  # towards the cloud: `[delta+]FORM[+zstd]`, FORM is `fp32`, `fp16`, `bf16` or `int8`
+    down: str = "fp32"  # towards the devices: `FORM[+zstd]`
+
+
+PLAIN: Final = Codecs()
+
+
 @cache
 def shipped() -> Mapping[str, Mapping[str, Any]]:
     """Return the built-in profiles by name."""
     return tomllib.loads(Path(__file__).with_name("profiles.toml").read_text(encoding="utf-8"))
 
 
-def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
+def with_profiles(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return an experiment's tree whose links have the numbers of the profiles that they name.
 
     A link's own keys go before those of its profile. Values of a wrong type are left for the tables' own check.
@@ -157,3 +280,91 @@ def _with_links(tree: Mapping[str, Any], change: Callable[[str, Any], Any]) -> d
 
 def _bytes_s(mbit: float | None) -> float | None:
     return None if mbit is None else mbit * 1e6 / 8
+
+
+def check_trace(key: str, trace: LinkTrace) -> None:
+    """Raise InvalidExperiment if a trace cannot be replayed."""
+    times, count = trace.seconds, len(trace.seconds)
+    file = trace.file or "the table"
+    if (
+        not count
+        or len(trace.up_mbit) != count
+        or len(trace.down_mbit) != count
+        or len(trace.delay_ms) not in (0, count)
+    ):
+        remedy = f"Give a number in each row and column of {file}."
+        raise InvalidExperiment(key, count, "seconds, up_mbit, down_mbit and delay_ms have not as many rows", remedy)
+    if times[0] != 0:
+        raise InvalidExperiment(f"{key}.seconds", times[0], "does not grow from 0 on", f"Begin {file} at 0.")
+    for row, (before, after) in enumerate(pairwise(times), 2):
+        if after <= before:
+            problem = f"row {row} does not grow, after {before:g}"
+            raise InvalidExperiment(f"{key}.seconds", after, problem, f"Sort the rows of {file}.")
+    if trace.repeat_s is not None and trace.repeat_s <= times[-1]:
+        remedy = f"Repeat after more than {times[-1]:g} s."
+        raise InvalidExperiment(f"{key}.repeat_s", trace.repeat_s, "the trace is longer", remedy)
+    for name, mbit in (("up_mbit", trace.up_mbit), ("down_mbit", trace.down_mbit)):
+        if not (any(mbit) if trace.repeat_s else mbit[-1]):
+            remedy = f"End {file} with a rate above 0, or set repeat_s."
+            raise InvalidExperiment(f"{key}.{name}", 0, "the link would be out for ever", remedy)
+
+
+def with_file(
+    key: str,
+    trace: Any,
+    folder: Path,
+    *,
+    numbers: str,
+    columns: Sequence[str],
+    optional: Sequence[str] = (),
+    convert: Callable[[CsvTable], dict[str, Any]],
+) -> Any:
+    """Return a trace's table with the numbers of the file that it names, or the file's name that stands for it.
+
+    `numbers`: the key that shows that it has them already. `columns`, `optional`: those of the file. `convert` returns
+    the keys of its rows. Values of a wrong type are left for the tables' own checks. Raises InvalidExperiment.
+    """
+    if isinstance(trace, str):
+        trace = {"file": trace}
+    if not isinstance(trace, Mapping) or numbers in trace or not isinstance(trace.get("file"), str):
+        return trace
+    path = folder / trace["file"]
+    try:
+        with CsvTable.open(key, path) as table:
+            table.places(columns)
+            for name in table.header:
+                if name not in (known := [*columns, *optional]):
+                    raise table.wrong(f"has an unknown column {name!r}", proposal(name, known, what="There are"))
+            return {**trace, **convert(table)}
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        problem = getattr(error, "strerror", None) or str(error)
+        raise InvalidExperiment(key, str(path), problem, "Name a CSV file.") from None
+
+
+def _numbers(table: CsvTable) -> dict[str, Any]:
+    found: dict[str, list[float]] = {name: [] for name in table.header}
+    for row in table:
+        for place, column in enumerate(found.values()):
+            column.append(table.number(row, place))
+    return found
+
+
+def check_codec(key: str, name: str, known: tuple[str, ...]) -> None:
+    """Check that a codec's name is one of those known in this place. Raises InvalidExperiment."""
+    if name in known:
+        return
+    if name in UP:
+        remedy = "Children may hold different models. Use a delta for `up`, and here one of " + ", ".join(known) + "."
+        raise InvalidExperiment(key, name, "deltas are not used downward", remedy)
+    if name == f"{DELTA}+fp32":
+        raise InvalidExperiment(key, name, "saves nothing", "Use fp32, or delta+fp32+zstd.")
+    close = difflib.get_close_matches(name, known, 1)
+    remedy = f"Did you mean {close[0]!r}? " if close else ""
+    raise InvalidExperiment(key, name, "no such codec", f"{remedy}Known here: {', '.join(known)}.")
+
+
+def read_trace(key: str, trace: Any, folder: Path) -> Any:
+    """Return a link's trace with the numbers of its file, see `with_file`. Raises InvalidExperiment."""
+    return with_file(
+        key, trace, folder, numbers="seconds", columns=COLUMNS[:-1], optional=COLUMNS[-1:], convert=_numbers
+    )

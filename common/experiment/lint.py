@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from common.experiment.data import Data
+from common.experiment.methods import RuleUse
 from common.experiment.rounds import participants
-from common.experiment.rules import RuleUse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import Tier
 from common.experiment.training import Schedule

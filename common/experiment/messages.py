@@ -1,25 +1,46 @@
-"""Validation errors as messages with the key, the value and the remedy."""
+"""Validation errors as messages with the key, the value, what is wrong with it, and the remedy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from common.errors import InvalidExperiment
-from common.experiment.objectives import OBJECTIVES
-from common.experiment.problems import NOT_A_TABLE, problem_of
-from common.experiment.rules import RULES
-from common.experiment.selection import SELECTIONS
-from common.experiment.tables import proposal, stands_for
+from common.experiment.methods import RULES, SELECTORS
+from common.experiment.tables import FORMS, proposal, stands_for
+from common.experiment.training import OBJECTIVES
 
 # Keys of tables that are selected by `name`: what the name is of, and the tables.
 SELECTED: Final = {
     "aggregation": ("rule", RULES),
     "objective": ("objective", OBJECTIVES),
-    "selection": ("selector", SELECTIONS),
+    "selection": ("selector", SELECTORS),
 }
+NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")
+# By pydantic's type of error. {gt} and the like are the bound; `string_pattern_mismatch` and `literal_error` are below.
+_KINDS: Final[Mapping[str, tuple[str, str]]] = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), ("not a whole number", "Write for instance 5.")),
+    **dict.fromkeys(("float_type", "float_parsing"), ("not a number", "Write for instance 0.5.")),
+    "finite_number": ("not a finite number", "Write for instance 0.5."),
+    "bool_type": ("neither true nor false", "Write true or false, without quotes."),
+    "string_type": ("not a text", "Write it in quotes."),
+    "list_type": ("not a list", 'Write for instance ["a", "b"].'),
+    **dict.fromkeys(NOT_A_TABLE, ("not a table", "Write {{ key = value }}, or the keys below [table].")),
+    "missing": ("missing", "Add this key."),
+    "union_tag_not_found": ("has no name", 'Add name = "...".'),
+    "none_required": ("not for this", "Omit it."),
+    "greater_than": ("too small", "Write a number above {gt}."),
+    "greater_than_equal": ("too small", "Write {ge} or more."),
+    "less_than": ("too large", "Write a number below {lt}."),
+    "less_than_equal": ("too large", "Write {le} or less."),
+    "too_short": ("too short", "Give at least {min_length}."),
+    "too_long": ("too long", "Give at most {max_length}."),
+}
+
 _FORMS: Final = frozenset({"int", "float", "constrained-int", "[key]"})  # pydantic's, not keys
 _FORM_STARTS: Final = ("list[", "literal[")
 
@@ -49,15 +70,18 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
     return InvalidExperiment(key, value, problem, remedy)
 
 
-def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]) -> InvalidExperiment:
-    *parents, last = map(str, loc)
-    _, tables = SELECTED.get(".".join(parents[-2:-1]), ("", {}))
-    owners = [name for name, table in tables.items() if last in table.model_fields]
-    if owners:
-        remedy = f"It belongs to {' and '.join(owners)}; this is {parents[-1]}."
-    else:
-        remedy = proposal(last, _known_keys(parents, root), what="Known keys", elsewhere=places(last, root))
-    return InvalidExperiment(key, value, "unknown key", remedy)
+def problem_of(error: ErrorDetails) -> tuple[str, str]:
+    """Return what is wrong with the value of one of pydantic's errors, and the remedy."""
+    kind, bound, value = error["type"], error.get("ctx", {}), error["input"]
+    if kind == "string_pattern_mismatch":
+        return "not of the form that is needed", f"Write {FORMS[bound['pattern']]}."
+    if kind == "literal_error":
+        return "not one of its values", proposal(str(value), _expected(bound["expected"]), what="There are")
+    if kind in _KINDS:
+        problem, remedy = _KINDS[kind]
+        whole = {name: int(each) for name, each in bound.items() if isinstance(each, float) and each.is_integer()}
+        return problem, remedy.format_map(bound | whole)
+    return error["msg"][:1].lower() + error["msg"][1:], "Correct the value."
 
 
 def places(key: str, root: type[BaseModel]) -> list[str]:
@@ -75,6 +99,17 @@ def places(key: str, root: type[BaseModel]) -> list[str]:
                     below.append((f"{path}{name}.", kind))
         level = below
     return found
+
+
+def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]) -> InvalidExperiment:
+    *parents, last = map(str, loc)
+    _, tables = SELECTED.get(".".join(parents[-2:-1]), ("", {}))
+    owners = [name for name, table in tables.items() if last in table.model_fields]
+    if owners:
+        remedy = f"It belongs to {' and '.join(owners)}; this is {parents[-1]}."
+    else:
+        remedy = proposal(last, _known_keys(parents, root), what="Known keys", elsewhere=places(last, root))
+    return InvalidExperiment(key, value, "unknown key", remedy)
 
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
@@ -115,3 +150,8 @@ def _below(table: Any, part: str) -> Any:
         if part in tables and issubclass(tables[part], table):
             return tables[part]
     return table.model_fields[part].annotation if part in table.model_fields else None
+
+
+def _expected(text: str) -> list[str]:
+    """Return the values of pydantic's list, `'a', 'b' or 'c'`."""
+    return [part.strip("'") for part in text.replace(" or ", ", ").split(", ")]

@@ -12,12 +12,12 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from common.errors import InvalidExperiment
-from common.experiment.availability import with_availability
+from common.experiment.devices import with_availability
 from common.experiment.links import with_traces
 from common.experiment.messages import explain
-from common.experiment.present import LAB
 from common.experiment.schema import Experiment
 from common.experiment.tables import read_toml, stands_for, write
+from common.experiment.topology import LAB
 
 PARENTS_MOST: Final = 20  # of a key, in keywords of own code
 ANNOUNCED_MOST: Final = 4096  # characters of a text in an announced experiment: a path may have as many

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.rules import Aggregation, NormBound, fedavg
-from common.experiment.selection import FractionSelection, Selection
+from common.experiment.methods import Aggregation, NormBound, Selection, fedavg, fraction
 from common.experiment.tables import AcceleratorName, Count, Positive, SettingsTable
 
 Share = Annotated[float, Field(le=1)]
@@ -46,7 +45,7 @@ class Cloud(SettingsTable):
     """The cloud's global rounds over the institutions selected."""
 
     participation: Share = 1.0  # share of the institutions in a global round, above 0: max(1, floor(share * number))
-    selection: Selection = FractionSelection()
+    selection: Selection = Field(default_factory=fraction)
     aggregation: Aggregation = Field(default_factory=fedavg)
     norm_bound: NormBound = NormBound()
     closing: Closing = Closing()
@@ -68,7 +67,7 @@ class Institution(SettingsTable):
 
     rounds: Count = 1  # local rounds in each global round (tau_i)
     participation: Share = 1.0  # share of the institution's devices in a local round, above 0
-    selection: Selection = FractionSelection()
+    selection: Selection = Field(default_factory=fraction)
     aggregation: Aggregation = Field(default_factory=fedavg)
     norm_bound: NormBound = NormBound()
     closing: Closing = Closing()

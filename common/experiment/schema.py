@@ -17,22 +17,39 @@ from typing import Annotated, Any, Final, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from common.errors import InvalidExperiment
-from common.experiment import availability, codecs, hardware, links, score
-from common.experiment.availability import Availability, OnlineTimes
-from common.experiment.codecs import Codecs
-from common.experiment.data import Data, Model
-from common.experiment.data import check as check_data
-from common.experiment.hardware import HardwareSettings, Machine
-from common.experiment.links import Links, LinkSettings, Profile
+from common.experiment.data import NUMBERS, Data, Model, check_data
+from common.experiment.devices import (
+    Availability,
+    HardwareSettings,
+    Machine,
+    OnlineTimes,
+    check_availability,
+    with_machines,
+)
+from common.experiment.links import (
+    DOWN,
+    UP,
+    Codecs,
+    Links,
+    LinkSettings,
+    Profile,
+    check_codec,
+    check_trace,
+    with_profiles,
+)
+from common.experiment.methods import RuleSettings
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
-from common.experiment.rules import RuleSettings
-from common.experiment.score import NUMBERS, Score
 from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal, with_tables
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_alone, check_tiers, layers_of
 from common.experiment.topology import CLOUD, Topology, check_topology
-from common.experiment.traces import check_trace
-from common.experiment.training import TrainingSettings, learning_rate
-from common.experiment.training import check as check_training
+from common.experiment.training import (
+    Score,
+    TrainingSettings,
+    check_score,
+    check_training,
+    learning_rate,
+    with_loss_and_score,
+)
 
 
 class TransferSettings(SettingsTable):
@@ -96,7 +113,9 @@ class Experiment(SettingsTable):
     @model_validator(mode="before")
     @classmethod
     def _with_profiles(cls, tree: Any) -> Any:
-        return score.resolve(hardware.resolve(links.resolve(with_tables(tree)))) if isinstance(tree, dict) else tree
+        if not isinstance(tree, dict):
+            return tree
+        return with_loss_and_score(with_machines(with_profiles(with_tables(tree))))
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -110,7 +129,7 @@ class Experiment(SettingsTable):
         self._check_form()
         check_data(self.data, self.model)
         check_training(self.training, self.data)
-        score.check(self.data.targets, self.training.loss, self.score, target_accuracy=self.target_accuracy)
+        check_score(self.data.targets, self.training.loss, self.score, target_accuracy=self.target_accuracy)
         for (key, tier), sizes in zip(self.keyed_tiers(), self.sizes(), strict=True):
             if tier.participation <= 0:
                 remedy = "Give a fraction above 0 and at most 1."
@@ -133,12 +152,12 @@ class Experiment(SettingsTable):
             self._check_node("links.of", child)
         for device in self.hardware.of:
             self._check_device("hardware.of", device)
-        availability.check(self.availability, self._check_device)
+        check_availability(self.availability, self._check_device)
         self._check_traces()
         for key, tier in self.keyed_tiers():
             at = f"{key}.transfer" if self.tiers else f"transfer.{tier.name}"
-            codecs.check_name(f"{at}.up", tier.transfer.up, codecs.UP)
-            codecs.check_name(f"{at}.down", tier.transfer.down, codecs.DOWN)
+            check_codec(f"{at}.up", tier.transfer.up, UP)
+            check_codec(f"{at}.down", tier.transfer.down, DOWN)
         return self
 
     def link(self, child: str) -> LinkSettings:

@@ -15,11 +15,9 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from common.errors import InvalidExperiment, LeftOut
-from common.experiment.codecs import Codecs
-from common.experiment.links import LinkSettings
+from common.experiment.links import Codecs, LinkSettings
+from common.experiment.methods import Aggregation, NormBound, Selection, fedavg, fraction
 from common.experiment.rounds import Closing, Share
-from common.experiment.rules import Aggregation, NormBound, fedavg
-from common.experiment.selection import FractionSelection, Selection
 from common.experiment.tables import NAME_FORM, Count, Name, SettingsTable, form, proposal
 from common.experiment.topology import CLOUD, RESERVED
 
@@ -42,7 +40,7 @@ class Tier(SettingsTable):
     members: dict[Name, list[Name]] = Field(default_factory=dict)
     rounds: Count = 1  # of a parent, for each round of the tier above; the first tier's are the experiment's `rounds`
     participation: Share = 1.0  # share of a parent's children in a round, above 0: max(1, floor(share * number))
-    selection: Selection = FractionSelection()
+    selection: Selection = Field(default_factory=fraction)
     aggregation: Aggregation = Field(default_factory=fedavg)
     norm_bound: NormBound = NormBound()
     closing: Closing = Closing()

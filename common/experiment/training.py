@@ -1,19 +1,149 @@
-"""The training of a local round, and the learning rate of each global round."""
+"""What devices train by, and what the cloud scores: loss, objective, learning rate of each global round, and score.
+
+The formulas and their sources are in `common/learning/losses.py` and `evaluation.py`, and in
+`device/training/objectives/`, one file per objective.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from math import cos, pi
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.errors import InvalidExperiment
-from common.experiment.data import TEXTS, Data, is_csv
-from common.experiment.objectives import CrossEntropy, ObjectiveSettings
-from common.experiment.score import CROSS_ENTROPY, NUMBERS, LossName
-from common.experiment.tables import Count, Fraction, Positive, SettingsTable
+from common.experiment import own
+from common.experiment.data import CLASSES, NUMBERS, OWN_FORM, TEXTS, Data, is_csv
+from common.experiment.own import OwnName, OwnSettings, is_own
+from common.experiment.tables import Count, Fraction, Positive, Selected, SettingsTable, proposal
 
 Share = Annotated[float, Field(ge=0, le=1)]
+ACCURACY: Final = "accuracy"
+CROSS_ENTROPY: Final = "cross_entropy"
+BINARY: Final = "binary_cross_entropy"
+LOSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(  # by what the targets are, the default first
+    {CLASSES: (CROSS_ENTROPY,), NUMBERS: ("mean_squared_error", "mean_absolute_error", "huber", BINARY)}
+)
+SCORES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {CLASSES: (ACCURACY,), NUMBERS: ("r2", "mean_squared_error", "mean_absolute_error", "binary_accuracy")}
+)
+HIGHER: Final = (ACCURACY, "r2", "binary_accuracy")
+SHARES: Final = (ACCURACY, "binary_accuracy")  # 0 to 1, for people in percent
+LossName = Annotated[str, Field(json_schema_extra={"enum": [name for names in LOSSES.values() for name in names]})]
+ScoreName = Annotated[str, Field(json_schema_extra={"enum": [name for names in SCORES.values() for name in names]})]
+
+
+class ObjectiveTable(SettingsTable):
+    """The settings of an objective. `keeps`: the vectors, float32 [D] each, that a device keeps from task to task.
+
+    `rule`: that of the devices' tier which it needs.
+    """
+
+    keeps: ClassVar[Sequence[str]] = ()
+    rule: ClassVar[str | None] = None
+
+    name: str  # the objective
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a device has state that persists between its tasks."""
+        return bool(self.keeps)
+
+    @property
+    def proximal(self) -> float:
+        """The weight of a proximal term, 0 without."""
+        return 0.0
+
+
+class CrossEntropy(ObjectiveTable):
+    """The mean loss of a batch, and nothing else. The name is that of the default loss; omit it for another."""
+
+    name: Literal["cross_entropy"] = "cross_entropy"  # the objective
+
+
+class FedProx(ObjectiveTable):
+    """The loss and a proximal term: mu / 2 times the squared distance to the parameters received."""
+
+    name: Literal["fedprox"] = "fedprox"  # the objective
+    mu: Annotated[float, Field(ge=0)] = 0.01  # weight of the term; 0 is the loss alone
+
+    @property
+    def proximal(self) -> float:
+        """The weight of the term."""
+        return self.mu
+
+
+class FedSAM(ObjectiveTable):
+    """The loss with sharpness-aware minimisation: each gradient is taken at parameters moved up the slope."""
+
+    name: Literal["fedsam"] = "fedsam"  # the objective
+    rho: Annotated[float, Field(ge=0)] = 0.1  # L2 norm of that move, over all parameters; 0 is the loss alone
+
+
+class ScaffoldCorrection(ObjectiveTable):
+    """The loss, each gradient corrected by the difference of the devices' control variate and one's own."""
+
+    keeps = ("own_control",)
+    rule = "scaffold"
+
+    name: Literal["scaffold"] = "scaffold"  # the objective
+
+
+class DynamicRegulariser(ObjectiveTable):
+    """The loss with a dynamic regulariser, by which the devices' optima become those of the whole."""
+
+    keeps = ("own_gradient",)
+    rule = "feddyn"
+
+    name: Literal["feddyn"] = "feddyn"  # the objective
+    alpha: Annotated[float, Field(ge=0)] = 0.01  # weight of the regulariser; 0 is the loss alone
+
+
+class ModelContrast(ObjectiveTable):
+    """The loss and a contrast of features: near the received model's, far from the device's previous ones."""
+
+    keeps = ("previous",)
+
+    name: Literal["moon"] = "moon"  # the objective
+    mu: Annotated[float, Field(ge=0)] = 1.0  # weight of the term; 0 is the loss alone
+    temperature: Positive = 0.5  # by which the differences of cosines are divided
+
+
+class GeneratedFeatures(ObjectiveTable):
+    """The loss of classes, and two terms for features that the parent's generator made of labels."""
+
+    rule = "fedgen"
+
+    name: Literal["fedgen"] = "fedgen"  # the objective
+    alpha: Annotated[float, Field(ge=0)] = 0.2  # weight of the cross-entropy of generated features of random labels
+    beta: Annotated[float, Field(ge=0)] = 0.2  # weight of the divergence from the prediction for generated features
+
+
+class OwnObjective(ObjectiveTable, OwnSettings):
+    """An objective of the user's own; the other keys are its keywords."""
+
+    name: OwnName  # the class, `package.module:Name`
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a device has state that persists: always, it may have some."""
+        return True
+
+
+OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
+    {
+        table.model_fields["name"].default: table
+        for table in (
+            *(CrossEntropy, FedProx, FedSAM, ScaffoldCorrection, DynamicRegulariser),
+            *(ModelContrast, GeneratedFeatures),
+        )
+    }
+)
+
+ObjectiveSettings = Annotated[ObjectiveTable, Selected(OBJECTIVES, "common.experiment.training:OwnObjective")]
 
 
 class Schedule(SettingsTable):
@@ -88,6 +218,42 @@ class TrainingSettings(SettingsTable):
         return isinstance(self.objective, CrossEntropy)
 
 
+class Score(SettingsTable):
+    """What the cloud evaluates on the test set, beside the loss.
+
+    `accuracy`: share of the samples whose largest output is their class. `r2`: 1 minus the ratio of the squared errors
+    to those of the targets' mean, the mean of several targets. `binary_accuracy`: share of the targets, 0 or 1, on the
+    side of the output's sign. The default is accuracy for classes, and for numbers R2, with binary cross-entropy
+    binary accuracy.
+    """
+
+    name: ScoreName = ACCURACY  # a score, or a function of one's own, `package.module:function`
+    better: Literal["higher", "lower"] | None = None  # of one's own: which of two scores is the better one
+    # The run ends once the score has reached it; for accuracy: `target_accuracy`.
+    target: float | None = None
+
+    @property
+    def higher(self) -> bool:
+        """Whether the higher of two scores is the better one."""
+        return self.name in HIGHER if self.better is None else self.better == "higher"
+
+    @property
+    def share(self) -> bool:
+        """Whether people read it in percent."""
+        return self.name in SHARES
+
+    @property
+    def label(self) -> str:
+        """The score's name for people: of one's own, its function's."""
+        return self.name.rpartition(":")[2].replace("_", " ")
+
+    def reached(self, score: float | None, target: float | None) -> bool:
+        """Return whether a score is as good as a target; without either it is not."""
+        if score is None or target is None:
+            return False
+        return score >= target if self.higher else score <= target
+
+
 def learning_rate(training: TrainingSettings, *, global_round: int, global_rounds: int) -> float:
     """Return the learning rate of a global round (0-based) of so many, see `Schedule`."""
     schedule = training.schedule
@@ -104,7 +270,34 @@ def learning_rate(training: TrainingSettings, *, global_round: int, global_round
     return training.learning_rate * share
 
 
-def check(training: TrainingSettings, data: Data) -> None:
+def with_loss_and_score(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an experiment's keys with the loss and the score that its targets have by default."""
+    data, training, score = (tree.get(key, {}) for key in ("data", "training", "score"))
+    if not all(isinstance(each, Mapping) for each in (data, training, score)) or data.get("targets") != NUMBERS:
+        return tree
+    training = {"loss": LOSSES[NUMBERS][0], **training}
+    score = {"name": "binary_accuracy" if training["loss"] == BINARY else SCORES[NUMBERS][0], **score}
+    return {**tree, "training": training, "score": score}
+
+
+def check_score(targets: str, loss: str, score: Score, *, target_accuracy: float | None) -> None:
+    """Check the names against the targets, and the score's other keys. Raises InvalidExperiment."""
+    _check_name("training.loss", loss, LOSSES, targets)
+    _check_name("score.name", score.name, SCORES, targets)
+    if is_own(score.name) and score.better is None:
+        remedy = "Set it to 'higher' or 'lower'."
+        raise InvalidExperiment("score.better", None, f"not known of {score.name}", remedy)
+    if score.better is not None and score.higher != (score.name in HIGHER) and not is_own(score.name):
+        problem = f"{score.name} is better when {'higher' if score.name in HIGHER else 'lower'}"
+        raise InvalidExperiment("score.better", score.better, problem, "Omit it.")
+    if score.name == ACCURACY and score.target is not None:
+        raise InvalidExperiment("score.target", score.target, "the score is accuracy", "Use target_accuracy.")
+    if score.name != ACCURACY and target_accuracy is not None:
+        problem = f"the score is {score.name}, not accuracy"
+        raise InvalidExperiment("target_accuracy", target_accuracy, problem, "Use score.target.")
+
+
+def check_training(training: TrainingSettings, data: Data) -> None:
     """Check the keys against each other and against the data. Raises InvalidExperiment."""
     if training.nesterov and not training.momentum:
         raise InvalidExperiment(
@@ -131,3 +324,18 @@ def check(training: TrainingSettings, data: Data) -> None:
     if data.targets == NUMBERS and training.objective.name == "fedgen":
         problem = "it needs labels, and data.targets are numbers"
         raise InvalidExperiment("training.objective.name", "fedgen", problem, "Use another objective and rule.")
+
+
+def _check_name(key: str, name: str, known: Mapping[str, tuple[str, ...]], targets: str) -> None:
+    if is_own(name):
+        if not re.fullmatch(own.FORM, name):
+            raise InvalidExperiment(key, name, f"not of the form {OWN_FORM}", "Write for instance mine:function.")
+        return
+    if name in known[targets]:
+        return
+    everything = [each for names in known.values() for each in names]
+    if name not in everything:
+        remedy = proposal(name, [*known[targets], OWN_FORM], what="There are")
+        raise InvalidExperiment(key, name, f"no such {'loss' if known is LOSSES else 'score'}", remedy)
+    problem, remedy = f"data.targets are {targets}", f"Use {' or '.join([*known[targets], OWN_FORM])}."
+    raise InvalidExperiment(key, name, problem, remedy)

@@ -1,13 +1,17 @@
-"""This machine's accelerators according to torch, and the settings of a process that computes on one."""
+"""This machine's accelerators according to torch, and the settings and seeds of a process that computes on one."""
 
 from __future__ import annotations
 
 import os
+import random
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from common.errors import AcceleratorLost, InvalidExperiment
@@ -15,6 +19,8 @@ from common.experiment import own
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.host.accelerators import OPTION, choose, is_lost
+
+CPU: Final = torch.device("cpu")
 
 
 class OfExperiment(Protocol):
@@ -94,6 +100,30 @@ def set_up_evaluation(accelerator: torch.device) -> None:
     if accelerator.type == "cuda":
         torch.cuda.set_device(accelerator)
         _set_up_gpu(tf32=False, deterministic=False)
+
+
+_SEEDING = threading.RLock()  # all threads share these generators
+
+
+@contextmanager
+def seeded(seed: int, accelerator: torch.device = CPU) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python that own code may use, for one block of a process at a time.
+
+    Those of the CPU are restored.
+    """
+    with _SEEDING:
+        before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        torch.default_generator.manual_seed(seed)
+        if accelerator.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        np.random.seed(seed % (1 << 32))
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before[0])
+            np.random.set_state(before[1])
+            random.setstate(before[2])
 
 
 def _set_up_gpu(*, tf32: bool, deterministic: bool) -> None:

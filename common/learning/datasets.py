@@ -2,10 +2,14 @@
 
 fedstrata never downloads data: the files are expected below `data.root`, where torchvision or LEAF put them (`readers/`
 has each layout). The processes of a host share larger data sets (`stored.py`).
+
+Normalised pixels are (pixel * scale - mean) / deviation, with constants for each channel, or feature. One that never
+changes has the deviation 1: that of its rounding errors would make any other value enormous.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,28 +18,28 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import InvalidExperiment
-from common.experiment.data import FOLDERS, Data, is_csv, is_table
+from common.experiment.data import FOLDERS, NONE, NUMBERS, OWN, PUBLISHED, Data, is_csv, is_table
 from common.experiment.own import is_own
-from common.experiment.score import NUMBERS
 from common.experiment.topology import CLOUD
 from common.learning import readers, stored
 from common.learning.inputs import Inputs
-from common.learning.normalisation import constants_of
-from common.learning.readers import cifar, folder, idx, leaf, made
-from common.learning.readers.npz import read_npz
-from common.learning.readers.own_data import read_own
-from common.learning.readers.parts import Labels, Parts, Samples, Targets, some
-from common.learning.readers.table import read_csv
+from common.learning.readers import builtin, folder
+from common.learning.readers.parts import Labels, Parts, Samples, Targets, read_own, some
+from common.learning.readers.tables import read_csv, read_npz
 from common.randomness import Purpose, generator
 
+Constants: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 Normalise = Callable[[Tensor], Tensor]
+BLOCK_SAMPLES: Final = 1_000  # converted to float64 at once
+DIGITS: Final = 4  # significant ones, as published constants have: sums differ in the last bits between machines
+ROUNDING: Final = 2.0**-23  # the deviation, as a part of the mean, up to which it is float32's rounding alone
 
 # Keys that determine the split, or how samples are normalised, not the samples.
 _NOT_OF_SAMPLES: Final = {
@@ -193,6 +197,54 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
     )
 
 
+def constants_of(data: Data, samples: Tensor, *, scale: float, published: Constants) -> Constants:
+    """Return mean and deviation by `data.normalise`; `samples` [N, C, ...] are those for training, if there are any.
+
+    Raises InvalidExperiment.
+    """
+    if data.normalise == PUBLISHED:
+        return published
+    if data.normalise == NONE:
+        return (0.0,), (1.0,)
+    if data.normalise == OWN:
+        return own_constants(samples, scale=scale)
+    mean, deviation = (tuple(map(float, each)) for each in data.normalise)
+    channels = samples.shape[1]
+    if len(mean) not in (1, channels):
+        problem = f"the samples have {channels} channels or features"
+        raise InvalidExperiment("data.normalise", data.normalise, problem, f"List one number, or {channels}.")
+    return mean, deviation
+
+
+def own_constants(train: Tensor, *, scale: float) -> Constants:
+    """Return mean and deviation over all samples and places, of each channel [C], to DIGITS digits.
+
+    A mean that is large beside its deviation has as many more digits as it needs.
+    """
+    count = train[:, 0].numel()
+    total, square = torch.zeros(2, train.shape[1], dtype=torch.float64)
+    for block in _blocks(train):
+        total += block.sum((0, 2))
+    mean = total / count
+    for block in _blocks(train):
+        square += block.sub_(mean[:, None]).square_().sum((0, 2))
+    deviation = (square / count).sqrt()
+    deviation[deviation <= ROUNDING * mean.abs()] = 1 / scale
+    pairs = zip((mean * scale).tolist(), (deviation * scale).tolist(), strict=True)
+    means, deviations = zip(*(_rounded(*pair) for pair in pairs), strict=True)
+    return means, deviations
+
+
+def _rounded(mean: float, deviation: float) -> tuple[float, float]:
+    more = max(0, math.floor(math.log10(abs(mean) / deviation))) if mean else 0
+    return float(f"{mean:.{DIGITS + more}g}"), float(f"{deviation:.{DIGITS}g}")
+
+
+def _blocks(train: Tensor) -> Iterator[Tensor]:
+    """Yield blocks of the samples, float64 [n, C, places]."""
+    return (block.double().reshape(len(block), block.shape[1], -1) for block in torch.split(train, BLOCK_SAMPLES))
+
+
 def _source(data: Data) -> _Source:
     if is_table(data.dataset):
         return _CSV if is_csv(data.dataset) else _NPZ
@@ -249,7 +301,7 @@ def _unchanged(rows: Tensor) -> Tensor:
 
 
 def _make(data: Data, _: Path, __: str) -> Parts:
-    return made.make_synthetic(data, classes=data.classes if isinstance(data.classes, int) else 0)
+    return builtin.make_synthetic(data, classes=data.classes if isinstance(data.classes, int) else 0)
 
 
 def _own_images(data: Data, root: Path, reader: str) -> Parts:
@@ -281,22 +333,22 @@ _NPZ = _Source(lambda data, root, reader: read_npz(data, root, test=reader == CL
 _AS_IT_IS = _Source(_OWN.read, 1.0, (0.0,), (1.0,))
 _SOURCES = MappingProxyType(
     {
-        "digits": _Source(lambda *_: made.read_digits(), 1 / 16, (0.305,), (0.376,)),
-        "mnist": _Source(lambda _, root, __: idx.read_mnist_like(root, "MNIST"), 1 / 255, (0.1307,), (0.3081,)),
+        "digits": _Source(lambda *_: builtin.read_digits(), 1 / 16, (0.305,), (0.376,)),
+        "mnist": _Source(lambda _, root, __: builtin.read_mnist_like(root, "MNIST"), 1 / 255, (0.1307,), (0.3081,)),
         "fashionmnist": _Source(
-            lambda _, root, __: idx.read_mnist_like(root, "FashionMNIST"), 1 / 255, (0.1307,), (0.3081,)
+            lambda _, root, __: builtin.read_mnist_like(root, "FashionMNIST"), 1 / 255, (0.1307,), (0.3081,)
         ),
-        "cifar10": _Source(lambda _, root, __: cifar.read_cifar10(root), 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+        "cifar10": _Source(lambda _, root, __: builtin.read_cifar10(root), 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
         "cifar100": _Source(
-            lambda data, root, _: cifar.read_cifar100(root, labels=data.labels),
+            lambda data, root, _: builtin.read_cifar100(root, labels=data.labels),
             1 / 255,
             (0.4914, 0.4822, 0.4465),
             (0.2023, 0.1994, 0.2010),
         ),
         # (0.5 - x) / 0.5 as in FedCross's code: ink is 1, paper -1.
-        "femnist": _Source(lambda _, root, __: leaf.read_femnist(root), 1 / 255, (0.5,), (-0.5,)),
-        "shakespeare": _Source(lambda _, root, __: leaf.read_shakespeare(root)),
-        "sent140": _Source(lambda _, root, __: leaf.read_sent140(root)),
+        "femnist": _Source(lambda _, root, __: builtin.read_femnist(root), 1 / 255, (0.5,), (-0.5,)),
+        "shakespeare": _Source(lambda _, root, __: builtin.read_shakespeare(root)),
+        "sent140": _Source(lambda _, root, __: builtin.read_sent140(root)),
         "folder": _Source(_own_images),
         "synthetic": _Source(_make),
     }

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.learning.adam import Adam
-from common.learning.node_samples import NodeDraws
+from common.learning.refiner import Adam, NodeDraws
 from common.methods.fedgen import BATCH_NORM_EPSILON, LABEL_COUNTS, FedGen
 from common.model.refinement import RoundModels
 from common.randomness import Purpose

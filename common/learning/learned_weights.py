@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.learning.node_samples import NodeSamples
+from common.learning.refiner import NodeSamples
 from common.methods.refined import FedLAW
 from common.model.refinement import Doubles, RoundModels
 

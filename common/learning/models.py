@@ -1,60 +1,44 @@
-"""The models by name, and the conversion of a module's state to a flat model and back.
+"""An experiment's model: built by its name, converted to a flat model and back, and its head.
 
 Every model returns logits, float32 [B, classes]. No layer uses torch's process-global random generator, which
-concurrent trainings would share: dropout has its own generator (`nets/layers.py`).
+concurrent trainings would share: dropout has its own generator (`nets.py`). A head is the last linear layer, whose
+inputs are the features.
+
+A custom model is a function named in the experiment, `model.name = "package.module:function"`. It is called with those
+of the keywords `shape`, `classes` and `tokens` that it accepts, or `outputs` in place of `classes` if `data.targets`
+are numbers (see `Inputs`), and returns an `nn.Module` of float32 that computes logits [B, classes], or predictions
+[B, outputs]:
+
+    def build(*, shape: tuple[int, int, int], classes: int) -> nn.Module: ...
+
+So the module's own class is such a function, if it needs no other keyword. It is called anew for each training and each
+evaluation, so what a module keeps beside its `state_dict` begins each time as the function makes it. torch's, numpy's
+and Python's own generators are seeded by the experiment during construction, training and evaluation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.data import check_accepted
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
-from common.learning.head import project
+from common.learning.computing import seeded
 from common.learning.inputs import Inputs
-from common.learning.nets import lstm, resnet, small, vgg
-from common.learning.nets.layers import draw_default
-from common.learning.own import KEY, build_own, try_own
+from common.learning.nets import ARCHITECTURES, DRAWS, draw_default, own_dropout
+from common.methods.fedgen import head_of
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, torch_seed
 
-Draw = Callable[[nn.Module, torch.Generator], None]
-
-
-class _Architecture(NamedTuple):
-    """The constructor of a model, and how its initial weights are drawn."""
-
-    construct: Callable[[Inputs], nn.Module]
-    draw: Draw = draw_default
-
-
-_KINDS = MappingProxyType(
-    {
-        "mlp_digits": _Architecture(small.mlp_digits),
-        "cnn_digits": _Architecture(small.cnn_digits),
-        "lenet5": _Architecture(small.lenet5),
-        "lenet_cifar": _Architecture(small.lenet_cifar),
-        "cnn_femnist": _Architecture(small.cnn_femnist),
-        "cnn_fedavg": _Architecture(small.cnn_fedavg),
-        "cnn_fedavg_padded": _Architecture(small.cnn_fedavg_padded),
-        "resnet20": _Architecture(resnet.resnet20),
-        "resnet20_b": _Architecture(resnet.resnet20_b),
-        "resnet20_preact": _Architecture(resnet.resnet20_preact, resnet.draw_preact),
-        "resnet18_cifar": _Architecture(resnet.resnet18_cifar),
-        "vgg16_bn": _Architecture(vgg.vgg16_bn),
-        "vgg16": _Architecture(vgg.vgg16, vgg.draw_vgg16),
-        "vgg_femnist": _Architecture(vgg.vgg_femnist),
-        "char_lstm": _Architecture(lstm.char_lstm),
-        "sent_lstm": _Architecture(lstm.sent_lstm),
-    }
-)
+KEY: Final = "model.name"
+Tensors = dict[str, Tensor]
 
 
 def of(experiment: Experiment, *, inputs: Inputs) -> nn.Module:
@@ -73,7 +57,7 @@ def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Mo
     `projection`: features of a head before the classifier, 0 = none.
 
     The module is created without storage and then filled from its own generator, so that neither the process-global
-    generator nor another thread has an influence. A name with a colon is a custom function (`own.py`), which is tried.
+    generator nor another thread has an influence. A name with a colon is a custom function, which is tried.
     Raises InvalidExperiment, also if the model does not accept such inputs.
     """
     if is_own(name):
@@ -83,17 +67,69 @@ def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Mo
         layout_of(module, name=name)
         return module
     check_accepted(name, inputs.shape, text=inputs.tokens > 0, what=str(inputs))
-    kind = _KINDS[name]
     with torch.device("meta"):
-        module = kind.construct(inputs)
+        module = ARCHITECTURES[name](inputs)
         if projection:
             project(module, projection)
     # As `to_empty(device="cpu")`, which imports sympy: half a second of each process that builds a model.
     storage = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in module.state_dict().items()}
     module.load_state_dict(storage, assign=True)
     with torch.no_grad():
-        kind.draw(module, torch.Generator().manual_seed(torch_seed(seed, Purpose.INIT)))
+        DRAWS.get(name, draw_default)(module, torch.Generator().manual_seed(torch_seed(seed, Purpose.INIT)))
     return module
+
+
+def build_own(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
+    """Return the module that the function creates. Raises InvalidExperiment."""
+    found = own.load(KEY, name)
+    keywords: dict[str, Any] = {"shape": inputs.shape, "outputs" if inputs.numbers else "classes": inputs.classes}
+    if inputs.tokens:
+        keywords["tokens"] = inputs.tokens
+    with seeded(seed):
+        module = own.call(KEY, name, found, own.accepted(found, keywords))
+        if not isinstance(module, nn.Module):
+            own.refuse(KEY, name, f"returns {type(module).__name__}, not nn.Module", "Return the module itself.")
+        module = module.to("cpu").train()
+        own_dropout(module)
+        if any(isinstance(weight, nn.UninitializedParameter) for weight in module.parameters()):
+            _logits(name, module, inputs)  # makes them
+    return module
+
+
+def try_own(name: str, seed: int, *, inputs: Inputs) -> None:
+    """Build the function's module twice, and try a pass of one of them on two samples. Raises InvalidExperiment."""
+    module, other = (build_own(name, seed, inputs=inputs) for _ in range(2))
+    if set(module.modules()) & set(other.modules()):
+        problem = "returns the same module, or a part of it, again: devices of a process would share what it keeps"
+        own.refuse(KEY, name, problem, "Make a new one in each call.")
+    with seeded(seed):
+        logits = _logits(name, module, inputs)
+    if not isinstance(logits, torch.Tensor) or logits.shape != (2, inputs.classes):
+        shape = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        wanted = "predictions" if inputs.numbers else "logits"
+        problem = f"returns {shape} for two samples, not {wanted} of [2, {inputs.classes}]"
+        own.refuse(KEY, name, problem, f"Return {wanted}.")
+
+
+def random_samples(inputs: Inputs, count: int) -> torch.Tensor:
+    """Return samples [count, ...] of which code may be tried, the same ones each time."""
+    draw, shape = torch.Generator().manual_seed(count), (count, *inputs.shape)
+    return torch.randint(inputs.tokens, shape, generator=draw) if inputs.tokens else torch.randn(shape, generator=draw)
+
+
+@torch.no_grad()
+def _logits(name: str, module: nn.Module, inputs: Inputs) -> Any:
+    """Return what a module returns for two random samples, in eval mode; it is in training mode before and after."""
+    draw, shape = torch.Generator().manual_seed(0), (2, *inputs.shape)
+    samples = (
+        torch.randint(inputs.tokens, shape, generator=draw) if inputs.tokens else torch.rand(shape, generator=draw)
+    )
+    remedy = "Fix the model, or use another data.dataset."
+    try:
+        with own.guarded({KEY: name}, problem=f"fails with {{}} on {inputs}", remedy=remedy):
+            return module.eval()(samples)
+    finally:
+        module.train()
 
 
 def layout_of(module: nn.Module, *, name: str = "") -> ModelLayout:
@@ -155,3 +191,56 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in module.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
+
+
+def classifier_of(module: nn.Module) -> tuple[str, nn.Linear]:
+    """Return the last linear layer of a model and its name. Raises InvalidExperiment if there is none."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    if not layers:
+        problem, remedy = "it has no torch.nn.Linear, whose inputs are the features", "End it with one."
+        raise InvalidExperiment("model.name", type(module).__name__, problem, remedy)
+    return layers[-1]
+
+
+def head_places(module: nn.Module, layout: ModelLayout) -> tuple[int, ...]:
+    """Return the places of the head's weight and bias, if it has one, among the parameters. Raises InvalidExperiment.
+
+    Nodes without torch find it in the layout; both must agree.
+    """
+    name, classifier = classifier_of(module)
+    found = [f"{name}.{own}" for own, _ in classifier.named_parameters()]
+    if found != [entry.name for entry in head_of(layout) if entry is not None]:
+        problem = f"its last torch.nn.Linear is {name}, and a later parameter is a matrix, too"
+        raise InvalidExperiment("model.name", type(module).__name__, problem, "Define the linear layer last.")
+    names = [each for each, _ in module.named_parameters()]
+    return tuple(names.index(each) for each in found)
+
+
+def with_features(
+    module: nn.Module, inputs: Tensor, parameters: Tensors | Sequence[Tensors] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the logits [B, classes] and the features [B, F] of a batch.
+
+    `parameters`: by name, in place of the module's own; a second mapping has the buffers.
+    """
+    seen: list[Tensor] = []
+
+    def keep(_: nn.Module, given: tuple[Any, ...]) -> None:
+        seen.append(given[0])
+
+    _, classifier = classifier_of(module)
+    hook = classifier.register_forward_pre_hook(keep)
+    try:
+        logits: Tensor = module(inputs) if parameters is None else functional_call(module, parameters, (inputs,))
+    finally:
+        hook.remove()
+    return logits, seen[-1].flatten(1)
+
+
+def project(module: nn.Module, width: int) -> None:
+    """Put two layers before the classifier, F to F and, behind a ReLU, F to `width` features (Li et al. 2021)."""
+    name, classifier = classifier_of(module)
+    parent, _, own = name.rpartition(".")
+    inputs, classes = classifier.in_features, classifier.out_features
+    layers = nn.Linear(inputs, inputs), nn.ReLU(), nn.Linear(inputs, width), nn.Linear(width, classes)
+    setattr(module.get_submodule(parent), own, nn.Sequential(*layers))

@@ -1,20 +1,36 @@
-"""A node's refiner in this process."""
+"""A node's refiner in this process, and what methods refine with: held-out samples and a module, draws, an optimiser.
+
+The module computes on the CPU, in one thread, in eval mode.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import sqrt
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 from common.experiment.data import check_alike
+from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.experiment.tables import named_in_module
-from common.learning.computing import calls_own_code
-from common.learning.node_samples import NodeDraws, NodeSamples, one_thread
-from common.learning.own import seeded
+from common.learning import datasets, models, splits
+from common.learning.computing import calls_own_code, seeded
+from common.model.layout import Row
 from common.model.refinement import RoundModels
-from common.randomness import Purpose, torch_seed
+from common.randomness import Purpose, generator, torch_seed
 
+BATCH: Final = 500  # samples of an evaluation at once
+BETA_1: Final = 0.9
+BETA_2: Final = 0.999
+EPSILON: Final = 1e-8  # these three as in torch.optim.Adam
 Refine = Callable[[Any, Any, RoundModels], Mapping[str, Any]]
 
 
@@ -64,3 +80,110 @@ class NodeRefiner:
     def _moved(self) -> None:
         self._moves += 1
         self._watch()
+
+
+class NodeDraws:
+    """The random numbers of a node. `moved` is called after each batch."""
+
+    def __init__(self, experiment: Experiment, node: str, *, moved: Callable[[], None] = lambda: None) -> None:
+        self.moved = moved
+        self._node = node
+        self._seed = experiment.seed
+
+    def draw(self, purpose: Purpose, *, r: int) -> np.random.Generator:
+        """Return the node's random generator of a round and a purpose."""
+        return generator(self._seed, purpose, self._node, r)
+
+
+class NodeSamples(NodeDraws):
+    """The N held-out samples of an experiment at a node, and its module. Raises InvalidExperiment.
+
+    The module is in eval mode: its buffers never change.
+    """
+
+    def __init__(self, experiment: Experiment, node: str, *, moved: Callable[[], None] = lambda: None) -> None:
+        super().__init__(experiment, node, moved=moved)
+        dataset, split = datasets.load(experiment.data, node=node), splits.split_of(experiment, node=node)
+        places = torch.from_numpy(split.held_out)
+        self.partition = split.digest
+        self._anew = partial(models.anew, experiment, inputs=dataset.inputs) if is_own(experiment.model.name) else None
+        self.module = models.of(experiment, inputs=dataset.inputs).eval()
+        self.layout = models.layout_of(self.module)
+        self.weights = list(self.module.parameters())
+        self.labels = dataset.train_labels.index_select(0, places)
+        self._samples = dataset.train_images.index_select(0, places)
+        self._normalise = dataset.normaliser()
+
+    def load(self, row: Row) -> None:
+        """Copy a flat model, uint8 [row_bytes], into the module, anew if it is the user's own (see `models.py`)."""
+        if self._anew is not None:
+            self.module = self._anew().eval()
+            self.weights = list(self.module.parameters())
+        models.read_row(self.module, self.layout, row)
+
+    def store(self, row: Row) -> None:
+        """Copy the module into a flat model."""
+        models.write_row(self.module, self.layout, row)
+
+    def logits(self, places: Tensor) -> Tensor:
+        """Return the module's logits, float32 [n, classes], for samples with these indices, int64 [n]."""
+        logits: Tensor = self.module(self._normalise(self._samples.index_select(0, places)))
+        self.moved()
+        return logits
+
+    @torch.no_grad()
+    def all_logits(self) -> Tensor:
+        """Return the module's logits for all samples, float32 [N, classes], without gradients."""
+        return torch.cat([self.logits(places) for places in torch.split(torch.arange(len(self.labels)), BATCH)])
+
+    def divergence(self, target: Tensor) -> float:
+        """Return the mean over the samples of KL(target || softmax(logits)), in nats; `target` [N, classes]."""
+        logs = functional.log_softmax(self.all_logits().double(), dim=1)
+        return float(functional.kl_div(logs, target.double(), reduction="batchmean"))
+
+    def loss(self) -> float:
+        """Return the mean cross-entropy over the samples, in nats."""
+        return float(functional.cross_entropy(self.all_logits().double(), self.labels))
+
+    def passes(self, size: int, *, r: int) -> Iterator[list[Tensor]]:
+        """Yield one pass over the samples after another, in a new order: batches of indices, the last one smaller.
+
+        The orders depend on seed, node and round alone.
+        """
+        order = self.draw(Purpose.DISTILLATION, r=r)
+        while True:
+            yield list(torch.split(torch.from_numpy(order.permutation(len(self.labels))), size))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute in one thread inside the `with` block: sums must not depend on the number of cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Adam:
+    """Adam (Kingma & Ba 2015) on weights with gradients, which it removes; torch's would import its compiler."""
+
+    def __init__(self, weights: Sequence[Tensor], *, weight_decay: float = 0.0) -> None:
+        self._weights = weights
+        self._decay = weight_decay
+        self._first, self._second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+        self._steps = 0
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Take one step."""
+        self._steps += 1
+        size, root = learning_rate / (1 - BETA_1**self._steps), sqrt(1 - BETA_2**self._steps)
+        for weight, first, second in zip(self._weights, self._first, self._second, strict=True):
+            if weight.grad is not None:  # a layer that is never called has none
+                gradient = weight.grad.add(weight, alpha=self._decay) if self._decay else weight.grad
+                first.lerp_(gradient, 1 - BETA_1)
+                second.mul_(BETA_2).addcmul_(gradient, gradient, value=1 - BETA_2)
+                weight.addcdiv_(first, (second.sqrt() / root).add_(EPSILON), value=-size)
+                weight.grad = None

@@ -1,25 +1,36 @@
-"""The split of a run's data: computed by every node from its files, compared by digest, saved in the run's folder."""
+"""The split of a run's data: computed by every node from its files, compared by digest, saved in the run's folder.
+
+A device's position in `tree.devices` is the number of its partition. All random numbers come from (seed, PARTITION).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import zipfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
+from common.experiment.data import Data
+from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
 from common.host.files import replacing, writing
-from common.learning import datasets, partitions
-from common.learning.partitions import Indices
+from common.learning import datasets
+from common.randomness import Purpose, generator
 from common.text import json_text
 
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+ATTEMPTS: Final = 10_000  # of a Dirichlet partition
 ARRAYS: Final = "partition.npz"
 FACTS: Final = "partition.json"
 HELD_OUT: Final = "held out"  # no device can have a name with a space
@@ -117,22 +128,228 @@ def _split(experiment_json: str, node: str) -> Split:
     if dataset.inputs.numbers:
         kind = "bin"
         classes, identity = data.bins or 1, labels.view(np.int32).astype(np.int64).ravel()
-        labels = partitions.quantiles(labels, bins=classes) if data.bins else np.zeros(len(labels), np.int64)
+        labels = quantiles(labels, bins=classes) if data.bins else np.zeros(len(labels), np.int64)
     if not data.node_samples:
-        parts = partitions.split(labels, data=data, tree=tree, seed=seed, owners=dataset.owners)
-        digest = partitions.digest(parts, labels=identity)
+        parts = partition(labels, data=data, tree=tree, seed=seed, owners=dataset.owners)
+        digest = digest_of(parts, labels=identity)
         return Split(labels, classes, parts, np.empty(0, np.int64), digest, kind)
-    held_out = partitions.hold_out(len(labels), data=data, seed=seed)
+    held_out = hold_out(len(labels), data=data, seed=seed)
     rest = np.delete(np.arange(len(labels)), held_out)
     owners = None if dataset.owners is None else dataset.owners[rest]
-    parts = [rest[part] for part in partitions.split(labels[rest], data=data, tree=tree, seed=seed, owners=owners)]
+    parts = [rest[part] for part in partition(labels[rest], data=data, tree=tree, seed=seed, owners=owners)]
     if not all(map(len, parts)):
         problem = f"no sample remains for {tree.devices[min(i for i, part in enumerate(parts) if not len(part))]}"
         raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Hold out fewer samples.")
-    digest = partitions.digest([*parts, held_out], labels=identity)
+    digest = digest_of([*parts, held_out], labels=identity)
     return Split(labels, classes, parts, held_out, digest, kind)
 
 
 def _described(split: Split, part: Indices) -> dict[str, Any]:
     counts = np.bincount(split.labels[part], minlength=split.classes)
     return {"samples": len(part), f"by_{split.kind}": counts.tolist()}
+
+
+def partition(labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Indices | None = None) -> list[Indices]:
+    """Return the sample indices of each device, ascending int64, in the order of `tree.devices`.
+
+    `labels` and `owners` are int64 [N]; with `natural` the i-th device gets the samples of owner i. Every partition
+    has at least one sample, with the Dirichlet splits at least `data.min_samples`. Raises InvalidExperiment if such a
+    split is impossible.
+    """
+    devices = len(tree.devices)
+    parts: Iterable[Indices]
+    draw = generator(seed, Purpose.PARTITION)
+    if data.partition == "dirichlet_overlap":
+        # One at a time, below: each keeps the indices of all samples alive until it is copied.
+        parts = (_overlapping(labels, data=data, seed=seed, place=place) for place in range(devices))
+    elif data.partition == "natural":
+        parts = _natural(owners if owners is not None else np.empty(0, np.int64), devices)
+    elif data.partition == "dirichlet":
+        least = np.full(devices, max(1, data.min_samples))
+        parts = _dirichlet(labels, draw, data=data, concentration=data.concentration, least=least)
+    elif data.partition == "quantity":
+        least = np.full(devices, max(1, data.min_samples))
+        alike = np.zeros(len(labels), np.int64)
+        parts = _dirichlet(alike, draw, data=data, concentration=data.concentration, least=least)
+    elif data.partition == "shards":
+        parts = _shards(labels, draw, parts=devices, each=data.shards)
+    elif data.partition == "iid":
+        parts = _equal(np.arange(len(labels)), draw, devices)
+    else:
+        parts = _by_institution(labels, draw, data=data, tree=tree)
+    return [np.sort(part) for part in parts]
+
+
+def quantiles(numbers: npt.NDArray[np.float32], *, bins: int) -> Indices:
+    """Return each number's bin, int64 [N] below `bins`, of as many numbers each, within 1; `numbers` [N, 1].
+
+    Equal numbers may be in different bins. Raises InvalidExperiment if there are several to predict.
+    """
+    if numbers.shape[1] != 1:
+        problem, remedy = (
+            f"each sample has {numbers.shape[1]} numbers to predict",
+            "Omit it, and use another partition.",
+        )
+        raise InvalidExperiment("data.bins", bins, problem, remedy)
+    found = np.empty(len(numbers), np.int64)
+    found[np.argsort(numbers[:, 0], kind="stable")] = np.arange(len(numbers)) * bins // max(1, len(numbers))
+    return found
+
+
+def hold_out(count: int, *, data: Data, seed: int) -> Indices:
+    """Return the indices of the samples that no device has, ascending int64 [`data.node_samples`], of `count` samples.
+
+    Uniform without replacement, from (seed, HELD_OUT). Raises InvalidExperiment if none would remain.
+    """
+    if data.node_samples >= count:
+        problem = f"the data set has {count} training samples"
+        raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Leave some to the devices.")
+    return np.sort(generator(seed, Purpose.HELD_OUT).choice(count, data.node_samples, replace=False))
+
+
+def digest_of(parts: Sequence[Indices], *, labels: Indices) -> str:
+    """Return 16 hexadecimal digits over the labels, int64 [N], or numbers' bits, and the partitions, in order."""
+    total = hashlib.blake2b(digest_size=8)
+    for places in (labels, *parts):
+        total.update(len(places).to_bytes(8, "little"))
+        total.update(np.ascontiguousarray(places, "<i8").tobytes())
+    return total.hexdigest()
+
+
+def _equal(samples: Indices, draw: np.random.Generator, parts: int) -> list[Indices]:
+    """Shuffle once and cut into parts whose sizes differ by at most 1."""
+    if parts > len(samples):
+        raise InvalidExperiment(
+            "topology.devices",
+            parts,
+            f"there are only {len(samples)} samples to distribute",
+            "Use fewer devices, or another data.dataset.",
+        )
+    return np.array_split(draw.permutation(samples), parts)
+
+
+def _natural(owners: Indices, devices: int) -> list[Indices]:
+    """Give each device one user's samples; users beyond the number of devices are not used."""
+    users = int(owners.max(initial=-1)) + 1
+    if devices > users:
+        raise InvalidExperiment(
+            "topology.devices",
+            devices,
+            f"the data set has {users} users, one for each device",
+            f"Use at most {users} devices, or another data.partition.",
+        )
+    return [np.flatnonzero(owners == user) for user in range(devices)]
+
+
+def _shards(labels: Indices, draw: np.random.Generator, *, parts: int, each: int) -> list[Indices]:
+    """Sort by label, cut into parts * each pieces of equal size within 1, and give `each` pieces to every part.
+
+    FedCDA's split (section 5 of its paper), before that McMahan et al. (2017).
+    """
+    if parts * each > len(labels):
+        raise InvalidExperiment(
+            "data.shards",
+            each,
+            f"{parts} parts with {each} shards each need more than the {len(labels)} samples",
+            "Lower data.shards or use fewer devices.",
+        )
+    shards = np.array_split(np.argsort(labels, kind="stable"), parts * each)
+    dealt = draw.permutation(parts * each).reshape(parts, each)
+    return [np.concatenate([shards[shard] for shard in mine]) for mine in dealt]
+
+
+def _dirichlet(
+    labels: Indices, draw: np.random.Generator, *, data: Data, concentration: float, least: Indices
+) -> list[Indices]:
+    """Split disjointly by class, each part having at least `least` [parts] samples.
+
+    The split of FedCross and FedMR (their public code): per class, shares q ~ Dir(concentration), where a part that
+    already has its equal share of all samples gets none. Counts are drawn until they suffice, indices once.
+    """
+    sizes = np.bincount(labels)
+    counts = _dirichlet_counts(sizes, draw, data=data, concentration=concentration, least=least)
+    parts: list[list[Indices]] = [[] for _ in least]
+    for label, counts_of_class in enumerate(counts):
+        shuffled = draw.permutation(np.flatnonzero(labels == label))
+        for part, piece in zip(parts, np.split(shuffled, np.cumsum(counts_of_class)[:-1]), strict=True):
+            part.append(piece)
+    return [np.concatenate(part) for part in parts]
+
+
+def _dirichlet_counts(
+    sizes: Indices, draw: np.random.Generator, *, data: Data, concentration: float, least: Indices
+) -> Indices:
+    """Return the number of samples of each class in each part, int64 [classes, parts]."""
+    parts, total = len(least), int(sizes.sum())
+    if int(least.sum()) <= total:
+        alpha = np.full(parts, concentration)
+        for _ in range(ATTEMPTS):
+            counts = np.zeros((len(sizes), parts), np.int64)
+            held = np.zeros(parts, np.int64)
+            for label, size in enumerate(sizes):
+                shares = draw.dirichlet(alpha) * (held * parts < total)
+                mass = shares.sum()
+                if not mass > 0:  # with a tiny concentration all mass is on parts that are full
+                    break
+                ends = (np.cumsum(shares / mass) * size).astype(np.int64)
+                ends[-1] = size
+                counts[label] = np.diff(ends, prepend=0)
+                held += counts[label]
+            else:
+                if (held >= least).all():
+                    return counts
+    tried = f"none of {ATTEMPTS} draws gave" if int(least.sum()) <= total else f"{total} samples cannot give"
+    raise InvalidExperiment(
+        "data.min_samples",
+        data.min_samples,
+        f"{tried} each of {parts} parts its minimum number of samples at concentration {concentration}",
+        "Lower data.min_samples, raise the concentration, or use fewer devices.",
+    )
+
+
+def _by_institution(labels: Indices, draw: np.random.Generator, *, data: Data, tree: Tree) -> list[Indices]:
+    """Split over the institutions by Dirichlet or shards, then within each over its devices following `data.within`."""
+    homes = [tree.children[parent] for parent in tree.layers[-2]]
+    least = np.array([len(devices) * max(1, data.min_samples) for devices in homes])
+    if data.partition == "institution_shards":
+        shares = _shards(labels, draw, parts=len(homes), each=data.shards)
+    else:
+        shares = _dirichlet(labels, draw, data=data, concentration=data.concentration, least=least)
+    parts: dict[str, Indices] = {}
+    for devices, samples in zip(homes, shares, strict=True):
+        parts.update(zip(devices, _within(labels, samples, draw, data=data, devices=len(devices)), strict=True))
+    return [parts[device] for device in tree.devices]
+
+
+def _within(labels: Indices, samples: Indices, draw: np.random.Generator, *, data: Data, devices: int) -> list[Indices]:
+    if data.within == "iid":
+        return _equal(samples, draw, devices)
+    own = labels[samples]
+    if data.within == "shards":
+        places = _shards(own, draw, parts=devices, each=data.shards)
+    else:
+        least = np.full(devices, max(1, data.min_samples))
+        places = _dirichlet(own, draw, data=data, concentration=data.within_concentration, least=least)
+    return [samples[part] for part in places]
+
+
+def _overlapping(labels: Indices, *, data: Data, seed: int, place: int) -> Indices:
+    """Sample one device's partition from all samples without replacement, weighted by its own class shares.
+
+    Tempo's sampling. The `partition_size` largest values of log(weight) + Gumbel noise are a sample without
+    replacement (Yellott 1977; Efraimidis and Spirakis 2006), in one pass even for very skewed weights.
+    """
+    draw = generator(seed, Purpose.PARTITION, round_number=place + 1)
+    shares = draw.dirichlet(np.full(int(labels.max()) + 1, data.concentration))
+    with np.errstate(divide="ignore"):
+        keys = np.log(shares)[labels] + draw.gumbel(size=len(labels))
+    possible = int(np.isfinite(keys).sum())
+    if possible < data.partition_size:
+        raise InvalidExperiment(
+            "data.partition_size",
+            data.partition_size,
+            f"device {place} of the topology has only {possible} samples to choose from (concentration "
+            f"{data.concentration}, {len(labels)} samples in total)",
+            "Lower data.partition_size or raise data.concentration.",
+        )
+    return np.argpartition(keys, len(keys) - data.partition_size)[len(keys) - data.partition_size :]

@@ -1,19 +1,40 @@
-"""Building a node's rule."""
+"""Building a node's rule, behind a bound for the length of a child's step: c times the median of the round's lengths.
+
+    ||v_k - z_k|| <= c median of ||v_i - z_i||          over trainable columns, z_k: the model that child k received
+    ||e_k||       <= c median of ||e_i||                for each vector behind the model (SCAFFOLD's `control_change`)
+
+What is longer is clipped to the bound (Sun et al. 2019, with a bound that follows the round), or the upload is left out
+as if it had not come. c is at least 1, so half of the steps always stay as they are, and half of each of the vectors.
+At most half of the uploads are left out, those that are farthest beyond a bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Final
 
-from common.experiment.rules import NormBound, RuleSettings
+from common.experiment.methods import NormBound, RuleSettings
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
-from common.methods.norm_bound import NormBoundedRule
-from common.methods.rule import NO_TRAINING, Rule, RuleContext, link_layouts
-from common.model.layout import ModelLayout
+from common.methods.mixing import Floats, cut, over
+from common.methods.rule import (
+    NO_TRAINING,
+    Aggregated,
+    Dispatched,
+    Rule,
+    RuleContext,
+    Uploads,
+    WrappedRule,
+    link_layouts,
+)
+from common.methods.statistics import Doubles
+from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.model.refinement import Refiner
 
+STEP = "step"
 NO_BOUND: Final = NormBound()
 
 
@@ -40,3 +61,114 @@ def build(
     if bound.action == "off":
         return rule
     return NormBoundedRule(rule, bound, link_layouts(settings, layout))
+
+
+class NormBoundedRule(WrappedRule):
+    """A rule whose uploads are bounded first. `links`: what the children's links carry."""
+
+    def __init__(self, rule: Rule, settings: NormBound, links: LinkLayouts) -> None:
+        super().__init__(rule)
+        self._settings = settings
+        self._links = links
+        self._received: Mapping[str, Row] = {}
+
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the rule's models."""
+        found = self._rule.dispatch(r, children)
+        self._received = {child: row for row, those in found for child in those}
+        return found
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Bound the uploads in their rows, then aggregate them. Facts: all lengths, and whose was too long."""
+        found = [(vectors, self._lengths(vectors, uploads)) for vectors in self._vectors(uploads)]
+        medians = [float(np.median(list(lengths.values()))) for _, lengths in found]
+        facts: dict[str, object] = {f"{vectors.name}_lengths": lengths for vectors, lengths in found}
+        reasons: dict[str, str] = {}
+        if self._settings.action == "clip":
+            facts["clipped"] = self._clipped(found, medians, uploads)
+        else:
+            reasons = self._left_out(found, medians)
+            facts["left_out"] = list(reasons)
+        reports = zip(uploads.children, uploads.reports, strict=True)
+        kept = tuple(None if name in reasons else report for name, report in reports)
+        done = self._rule.aggregate(r, replace(uploads, reports=kept))
+        return replace(done, facts={**done.facts, **facts}, left_out={**done.left_out, **reasons})
+
+    def _vectors(self, uploads: Uploads) -> list[_Vectors]:
+        """Return the uploads' trainable columns, then each of their extras."""
+        model, size = self._links.model, self._links.model.parameters
+        steps_K = model.floats(uploads.rows_K)[:, :size]
+        found = [_Vectors(STEP, steps_K, lambda child: model.floats(self._received[child])[:size])]
+        for name, values_K in self._links.up.extras_of(uploads.rows_K).items():
+            found.append(_Vectors(name, values_K, lambda child: None))
+        return found
+
+    def _lengths(self, vectors: _Vectors, uploads: Uploads) -> dict[str, float]:
+        """Return the lengths of the uploads that came, by child."""
+        pairs = [(k, vectors.origin(uploads.children[k])) for k in uploads.answered]
+
+        def block(columns: slice) -> Doubles:
+            squares = []
+            for k, origin in pairs:
+                step = vectors.floats_K[k, columns].astype(np.float64)
+                if origin is not None:
+                    step -= origin[columns]
+                squares.append(step @ step)
+            return np.array(squares)
+
+        squares = over(list(cut(0, vectors.floats_K.shape[1])), block, release=uploads.release)
+        lengths_K = np.sqrt(np.sum(squares, axis=0))
+        return {uploads.children[k]: float(length) for (k, _), length in zip(pairs, lengths_K, strict=True)}
+
+    def _clipped(self, found: Sequence[Measured], medians: Sequence[float], uploads: Uploads) -> list[str]:
+        """Shorten what is beyond its bound; return the children."""
+        clipped = set()
+        for (vectors, lengths), median in zip(found, medians, strict=True):
+            most = self._settings.factor * median
+            for k in uploads.answered:
+                name = uploads.children[k]
+                if lengths[name] > most:
+                    clipped.add(name)
+                    _shorten(vectors.floats_K[k], vectors.origin(name), most / lengths[name], uploads.release)
+        return [name for name in uploads.children if name in clipped]
+
+    def _left_out(self, found: Sequence[Measured], medians: Sequence[float]) -> dict[str, str]:
+        """Return the reasons of the children to be left out: of those beyond a bound the farthest, at most half."""
+        beyond = []
+        for (vectors, lengths), median in zip(found, medians, strict=True):
+            for name, length in lengths.items():
+                if length > self._settings.factor * median:
+                    beyond.append((length / median if median else inf, name, vectors.name))
+        worst: dict[str, str] = {}
+        for times, name, vector in sorted(beyond, key=lambda each: (-each[0], each[1])):
+            if name not in worst and len(worst) < len(found[0][1]) // 2:
+                worst[name] = _reason(vector, times)
+        return worst
+
+
+@dataclass(frozen=True, slots=True)
+class _Vectors:
+    """One vector of each upload, float32 [K, D], and from where its length is measured: None is zero."""
+
+    name: str
+    floats_K: Floats
+    origin: Callable[[str], Floats | None]
+
+
+Measured = tuple[_Vectors, Mapping[str, float]]  # with the lengths of the uploads that came, by child
+
+
+def _shorten(own: Floats, origin: Floats | None, share: float, release: Callable[[], None]) -> None:
+    """Replace a vector v by z + share (v - z)."""
+
+    def block(columns: slice) -> None:
+        start = np.float64(0) if origin is None else origin[columns].astype(np.float64)
+        own[columns] = start + share * (own[columns] - start)
+
+    over(list(cut(0, len(own))), block, release=release)
+
+
+def _reason(vector: str, times: float) -> str:
+    if times == inf:
+        return f"the median {vector} is zero"
+    return f"its {vector} is {times:.4g} times as long as the median"

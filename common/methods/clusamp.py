@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from common.errors import InvalidExperiment
-from common.experiment.rules import RuleSettings
+from common.experiment.methods import RuleSettings
 from common.lazy import np
-from common.methods.blocks import COLUMNS, cut, over
 from common.methods.column_rule import MeanRule
-from common.methods.mixing import Floats
+from common.methods.mixing import COLUMNS, Floats, cut, over
 from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads, WrappedRule
-from common.methods.selection.situation import Choose, Situation
+from common.methods.selection import Choose, Situation
 from common.methods.single_model import SingleModelRule
 from common.methods.statistics import Doubles
 from common.model.layout import Row

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.experiment import own
-from common.experiment.rules import Weights
+from common.experiment.methods import Weights
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
 from common.methods.mixing import Floats

@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.experiment.rules import RuleSettings, RuleUse
+from common.experiment.methods import RuleSettings, RuleUse
 from common.lazy import np
 from common.methods.column_rule import MeanRule, RoundFacts
 from common.methods.rule import Rule, RuleContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from common.experiment.rules import RuleSettings, Weights
+from common.experiment.methods import RuleSettings, Weights
 from common.methods.column_rule import MeanRule
 from common.methods.rule import Rule, RuleContext
 from common.methods.single_model import single_model

@@ -17,12 +17,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.rules import RuleSettings, Weights
+from common.experiment.methods import RuleSettings, Weights
 from common.experiment.tables import Count, Positive
 from common.lazy import np
 from common.methods import mixing
-from common.methods.blocks import cut, over
-from common.methods.mixing import Mixture, whole
+from common.methods.mixing import Mixture, cut, over, whole
 from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads
 from common.methods.single_model import OneModel
 from common.methods.statistics import Doubles, shares

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.experiment.rules import Rounds, RuleUse
+from common.experiment.methods import Rounds, RuleUse
 from common.experiment.tables import Count, Fraction
 from common.lazy import np, npt
 from common.methods.mixing import MixedColumns, Mixture, Mixtures, whole

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from common.experiment.objectives import DynamicRegulariser
-from common.experiment.rules import RuleSettings
+from common.experiment.methods import RuleSettings
+from common.experiment.training import DynamicRegulariser
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from common.methods.rule import Rule, RuleContext

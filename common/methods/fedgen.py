@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.rules import Rounds, RuleSettings, Weights
+from common.experiment.methods import Rounds, RuleSettings, Weights
 from common.experiment.tables import Count, Positive
 from common.lazy import np
 from common.methods.column_rule import MeanRule

@@ -26,8 +26,8 @@ from typing import Final, Literal
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Model
+from common.experiment.methods import Rounds, RuleSettings, Weights
 from common.experiment.own import is_own
-from common.experiment.rules import Rounds, RuleSettings, Weights
 from common.experiment.training import TrainingSettings
 from common.lazy import np
 from common.methods.column_rule import MeanRule

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import Literal
 
-from common.experiment.rules import Rounds, RuleUse
+from common.experiment.methods import Rounds, RuleUse
 from common.experiment.tables import Fraction
 from common.methods.mixing import MixedColumns, Mixture
 from common.methods.multi_model import MultiModelRule, MultiModelSettings, first_stage_advice

@@ -16,7 +16,7 @@ from typing import Literal
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Model
-from common.experiment.rules import RuleSettings, Weights
+from common.experiment.methods import RuleSettings, Weights
 from common.experiment.training import TrainingSettings
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts

@@ -1,23 +1,32 @@
-"""The mixing kernel: out = W @ X, one block of columns after another.
+"""The mixing kernel: out = W @ X, one block of columns after another, by a few threads.
 
 W is stored as (index, weight) lists, one `Mixture` per output row. Zero weights are skipped and never multiplied
 (0 * NaN = NaN: one diverged model must not affect the others). A plan is one W for all columns, or one for each
 `MixedColumns`.
+
+numpy releases the interpreter's lock. The blocks depend only on the columns, and results are returned in their order.
+So no number depends on the number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from functools import cache
+from typing import Final, TypeAlias, TypeVar
 
 from common.lazy import np, npt
-from common.methods.blocks import cut, over
 from common.model.layout import Entry, ModelLayout, Row, Section
 
 Floats: TypeAlias = "npt.NDArray[np.float32]"
+Result = TypeVar("Result")
 
 FLOAT32_TERMS: Final = 3
+THREADS_MOST: Final = 4  # more threads are limited by the memory bus
+COLUMNS: Final = 32_768  # per block: the pieces of three rows in float64 fit into a core's second-level cache
+RELEASE_BLOCKS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +160,36 @@ def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None
     for row, model in zip(rows, models, strict=True):
         model[parameters:] = target[parameters:]
         layout.integers(row)[:] = layout.integers(received)
+
+
+def cut(start: int, stop: int, width: int = COLUMNS) -> Iterator[slice]:
+    """Return the columns start .. stop as blocks of `width`, the last one shorter."""
+    return (slice(at, min(at + width, stop)) for at in range(start, stop, width))
+
+
+def over(
+    blocks: Sequence[slice], work: Callable[[slice], Result], *, release: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """Return the results of `work` for each block, in order; call `release` every few blocks."""
+    if len(blocks) < 2 or _threads() < 2:
+        return list(_released(map(work, blocks), release))
+    return list(_released(_pool().map(work, blocks), release))
+
+
+def _released(results: Iterator[Result], release: Callable[[], None]) -> Iterator[Result]:
+    for place, result in enumerate(results):
+        if place % RELEASE_BLOCKS == RELEASE_BLOCKS - 1:
+            release()
+        yield result
+    release()
+
+
+@cache
+def _threads() -> int:
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(THREADS_MOST, available)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_threads(), "mixing")

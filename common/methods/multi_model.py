@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from common.experiment.rules import RuleSettings, RuleUse, Weights
+from common.experiment.methods import RuleSettings, RuleUse, Weights
 from common.lazy import np, npt
 from common.methods import mixing
 from common.methods.mixing import MixedColumns, Mixture, whole

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.rules import RuleSettings, Weights
+from common.experiment.methods import RuleSettings, Weights
 from common.experiment.tables import Positive
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts
@@ -84,23 +84,14 @@ class FedAdagrad(AdaptiveSettings):
 
 
 class FedAdam(AdaptiveSettings):
-    """One model: the server moves it by Adam, without bias correction."""
+    """One model: the server moves it by Adam, without bias correction, or by Yogi, whose second moments fall slowly."""
 
-    name: Literal["fedadam"] = "fedadam"  # the rule
+    name: Literal["fedadam", "fedyogi"]  # the rule
     beta_2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # decay of the second moments
 
     def build(self, context: RuleContext) -> Rule:
-        return single_model(self, context, AdamMoments(**self.keywords), weights=self.weights)
-
-
-class FedYogi(AdaptiveSettings):
-    """One model: the server moves it by Yogi, whose second moments fall slowly."""
-
-    name: Literal["fedyogi"] = "fedyogi"  # the rule
-    beta_2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # decay of the second moments
-
-    def build(self, context: RuleContext) -> Rule:
-        return single_model(self, context, YogiMoments(**self.keywords), weights=self.weights)
+        moments = AdamMoments if self.name == "fedadam" else YogiMoments
+        return single_model(self, context, moments(**self.keywords), weights=self.weights)
 
 
 class FedExP(RuleSettings):

@@ -4,7 +4,7 @@
     FedBE  (Chen & Chao 2021)      as well, with more teachers: models sampled around the uploads
     FedLAW (Li et al. 2023)        w = gamma sum of lambda_k v_k, gamma and lambda learned
 
-The computation is in `common/learning/` (`distillation.py`, `bayesian_ensemble.py`, `learned_weights.py`). Buffers and
+The computation is in `common/learning/` (`distillation.py`, `learned_weights.py`). Buffers and
 counters are those of the mean; FedLAW's are mixed by lambda, without gamma: a variance must not be scaled.
 """
 
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.experiment.rules import Rounds, RuleSettings, Weights
+from common.experiment.methods import Rounds, RuleSettings, Weights
 from common.experiment.tables import Count, Positive
 from common.lazy import np
 from common.methods import mixing
@@ -70,7 +70,7 @@ class FedBE(RuleSettings):
     @property
     def refiner(self) -> str | None:
         """Its computation, unless there is no epoch."""
-        return "common.learning.bayesian_ensemble:distil_ensemble" if self.epochs else None
+        return "common.learning.distillation:distil_ensemble" if self.epochs else None
 
     def build(self, context: RuleContext) -> Rule:
         return DistilledRule(self, context)

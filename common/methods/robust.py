@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
+from common.experiment.methods import RuleSettings
 from common.experiment.rounds import share_of
-from common.experiment.rules import RuleSettings
 from common.experiment.tables import Count
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts

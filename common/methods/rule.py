@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from common.experiment.rules import RuleSettings
+from common.experiment.methods import RuleSettings
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
 from common.methods.mixing import Floats, MixedColumns
-from common.methods.selection.situation import Choose
+from common.methods.selection import Choose
 from common.methods.statistics import Gram, Statistics, Trained
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.model.refinement import Refiner

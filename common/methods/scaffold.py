@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from common.experiment.rules import RuleSettings
+from common.experiment.methods import RuleSettings
 from common.experiment.tables import Positive
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts

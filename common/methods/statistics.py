@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
-from common.experiment.rules import Weights
+from common.experiment.methods import Weights
 from common.lazy import np, npt
-from common.methods.blocks import cut, over
+from common.methods.mixing import cut, over
 from common.model.layout import Entry, ModelLayout, Row, Section
 
 Numbers: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.int64]"

@@ -1,6 +1,6 @@
 """The methods by name, each with its class, which is imported when it is needed, as a user's own `package.module:Name`.
 
-A file of this folder and a line here make a rule one of fedstrata's.
+A class in a file of this folder and a line here make a rule or a selector one of fedstrata's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RULES: Final[Mapping[str, str]] = {
     "fedavgm": "common.methods.optimisers:FedAvgM",
     "fedadagrad": "common.methods.optimisers:FedAdagrad",
     "fedadam": "common.methods.optimisers:FedAdam",
-    "fedyogi": "common.methods.optimisers:FedYogi",
+    "fedyogi": "common.methods.optimisers:FedAdam",
     "fedexp": "common.methods.optimisers:FedExP",
     "fednova": "common.methods.fednova:FedNova",
     "scaffold": "common.methods.scaffold:Scaffold",
@@ -35,4 +35,12 @@ RULES: Final[Mapping[str, str]] = {
     "trimmed_mean": "common.methods.robust:TrimmedMean",
     "krum": "common.methods.robust:Krum",
 }
-OWN_RULE: Final = "common.methods.own_rule:OwnRule"
+OWN_RULE: Final = "common.methods.single_model:OwnRule"
+SELECTORS: Final[Mapping[str, str]] = {
+    "fraction": "common.methods.selectors:FractionSelection",
+    "round_robin": "common.methods.selectors:RoundRobin",
+    "fedcluster": "common.methods.selectors:FedCluster",
+    "power_of_choice": "common.methods.selectors:PowerOfChoice",
+    "oort": "common.methods.selectors:Oort",
+}
+OWN_SELECTOR: Final = "common.methods.selection:OwnSelection"

@@ -3,7 +3,7 @@
     blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ] [ float32 extras ]
 
 With zstd all before the extras is one frame. Buffers and extras are always transferred exactly. Buffers are few, and a
-variance of a normalisation layer that rounding made zero or negative would ruin the model. `common.experiment.codecs`
+variance of a normalisation layer that rounding made zero or negative would ruin the model. `common.experiment.links`
 lists the codecs.
 
 A form converts float32 columns to fewer bytes, in pieces. A piece is small enough that it, its packed form and the
@@ -29,7 +29,7 @@ import numpy.typing as npt
 import zstandard
 
 from common.errors import RefusedModel, WireError
-from common.experiment.codecs import DELTA, UP, ZSTD
+from common.experiment.links import DELTA, UP, ZSTD
 from common.model.layout import ModelLayout, Row, Section
 
 PIECE_COLUMNS: Final = 65_536

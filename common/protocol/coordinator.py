@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final, Generic, TypeVar
 
-from common.experiment.availability import Online
+from common.experiment.devices import Online
 from common.experiment.rounds import Closing
 from common.protocol.messages import LIVING, Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.round_state import (

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from common.accounting.child_report import ChildReport
 from common.errors import RefusedModel, WireError
-from common.experiment.availability import OnlineTimes
 from common.experiment.data import samples_most
+from common.experiment.devices import OnlineTimes
 from common.experiment.schema import Experiment
 from common.experiment.tiers import TIERS_MOST
 from common.model.layout import ROW_BYTES_MOST

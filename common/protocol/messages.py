@@ -207,7 +207,7 @@ class Result:
     decisions of the child's own aggregation, and of those below it, in each of their rounds: a JSON object of lists of
     objects, by node. `children`: reports on all nodes below it. `train_s`: training;
     `wait_s`: waiting for a slot before it; `pause_s`: after it, if the child emulates slower hardware
-    (`common/experiment/hardware.py`). For an institution these are sums over its rounds of its children's maximum.
+    (`common/experiment/devices.py`). For an institution these are sums over its rounds of its children's maximum.
     `traffic` and `below` as in Progress, at the time of the announcement. `path`: a device's training path.
     """
 

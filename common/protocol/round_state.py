@@ -16,7 +16,7 @@ from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
-from common.experiment.availability import OnlineTimes
+from common.experiment.devices import OnlineTimes
 from common.experiment.rounds import Closing
 from common.protocol.messages import LIVING, Failure, Key, Manifest, NodeState, Phase, Progress, Result
 from common.text import by_cause

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
 from common.errors import NoProgress, RefusedModel, RunFailed
-from common.experiment.codecs import PLAIN, Codecs
-from common.experiment.links import LinkSettings
+from common.experiment.links import PLAIN, Codecs, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.host.offload import offload
 from common.model.layout import LinkLayouts, ModelLayout, Row

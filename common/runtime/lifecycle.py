@@ -22,7 +22,7 @@ from common.errors import (
     as_known,
     first_error,
 )
-from common.experiment.availability import OnlineTimes
+from common.experiment.devices import OnlineTimes
 from common.protocol import serialization, topics
 from common.protocol.messages import LIVING, Failure, NodeState, Presence
 from common.protocol.presence import TimeZero

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from common.accounting.ledger import Ledger
 from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
-from common.experiment.codecs import PLAIN, Codecs
-from common.experiment.links import LinkDirection, Links, LinkSettings
+from common.experiment.links import PLAIN, Codecs, LinkDirection, Links, LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.offload import offload

@@ -12,7 +12,7 @@ from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.ledger import Ledger
 from common.experiment.rounds import Closing
 from common.methods.rule import Uploads
-from common.methods.selection.situation import ResultFacts
+from common.methods.selection import ResultFacts
 from common.model.layout import Row
 from common.protocol.messages import Manifest, Phase, Result, Task
 from common.protocol.round_state import Timeline

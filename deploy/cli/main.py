@@ -245,7 +245,7 @@ def main() -> None:
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
-    from common.experiment.hardware import HardwareSettings
+    from common.experiment.devices import HardwareSettings
     from common.experiment.links import Links
     from common.host.memory import keep_large_buffers
     from common.learning.computing import resolve_accelerator

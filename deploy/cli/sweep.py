@@ -179,7 +179,7 @@ def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[st
 
     Raises InvalidExperiment if none remains.
     """
-    from common.learning.readers.files import check_files
+    from common.learning.readers.builtin import check_files
 
     there: list[MissingRun] = []
     lacking: dict[str, list[MissingRun]] = {}
@@ -212,7 +212,7 @@ async def _run_slots(missing: Sequence[MissingRun], slots: Sequence[Slot], progr
 
 
 def _warn(grid: Grid) -> None:
-    from common.experiment.hardware import HardwareSettings
+    from common.experiment.devices import HardwareSettings
     from common.experiment.links import Links
 
     experiments = grid.experiments.values()

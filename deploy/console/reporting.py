@@ -227,7 +227,7 @@ def _sentence(text: str) -> str:
 
 def _problem(error: Any, name: str) -> str:
     """Return a value, if it is known, and what is wrong with it."""
-    from common.experiment.problems import problem_of
+    from common.experiment.messages import problem_of
     from common.experiment.tables import proposal
 
     if choices := _CHOICES.search(error.message):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from common.experiment.traces import RateTrace
+from common.experiment.links import RateTrace
 from deploy.links.kernel import bucket
 
 OUTAGE_MBIT: Final = 8e-6  # tbf has no rate of 0; at one byte per second a frame needs minutes

@@ -13,8 +13,8 @@ from typing import Final
 from common.errors import InvalidExperiment, StorageFailed
 from common.experiment import own
 from common.experiment.data import check_fits
+from common.experiment.methods import RuleSettings
 from common.experiment.own import OwnSettings, is_own
-from common.experiment.rules import RuleSettings
 from common.experiment.schema import Experiment
 from common.experiment.tables import SettingsTable
 from common.experiment.tiers import Tier
@@ -127,7 +127,7 @@ def _check_name(key: str, name: str, settings: SettingsTable | None = None) -> N
 
 
 def _check_data(experiment: Experiment, nodes: Iterable[str]) -> None:
-    from common.learning.readers.files import check_files
+    from common.learning.readers.builtin import check_files
 
     for node in nodes:
         check_files(experiment.data, node=node)

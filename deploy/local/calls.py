@@ -19,7 +19,7 @@ from common.accounting.counters import Account
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Traffic
 from common.errors import RefusedModel, RunFailed
-from common.experiment.codecs import Codecs
+from common.experiment.links import Codecs
 from common.methods.rule import Uploads
 from common.model.codecs import Codec, codec_of
 from common.model.layout import LinkLayouts, ModelLayout, Row

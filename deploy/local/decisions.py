@@ -12,7 +12,7 @@ from typing import Final
 
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
-from common.methods.selection.situation import Choose, Situation
+from common.methods.selection import Choose, Situation
 from deploy.results.run import Run
 
 

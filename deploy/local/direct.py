@@ -30,7 +30,7 @@ from common.learning.evaluation import ModelTester, accelerator_of
 from common.learning.inputs import Inputs
 from common.learning.refiner import NodeRefiner
 from common.methods.rule import link_layouts
-from common.methods.selection.situation import Choose
+from common.methods.selection import Choose
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.protocol.limits import limits_below

@@ -18,13 +18,11 @@ from common.experiment.tiers import Tier
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
 from common.methods import aggregator
-from common.methods.blocks import COLUMNS, cut
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts
-from common.methods.own_rule import KEY, GuardedRule, OwnRule
+from common.methods.mixing import COLUMNS, cut
 from common.methods.rule import RuleContext, Uploads, link_layouts
-from common.methods.selection.client_selection import ClientSelection
-from common.methods.selection.own_selector import Selector
-from common.methods.selection.situation import ResultFacts
+from common.methods.selection import ClientSelection, ResultFacts, Selector
+from common.methods.single_model import KEY, GuardedRule, OwnRule
 from common.methods.statistics import Statistics, gram
 from common.model.layout import ModelLayout, Section
 

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from common.errors import InvalidExperiment
-from common.experiment.hardware import Machine
+from common.experiment.devices import Machine
 from common.experiment.links import LinkSettings
 from common.experiment.reading import parse
 from common.experiment.rounds import participants
@@ -29,7 +29,7 @@ from common.learning import datasets, splits
 from common.learning.datasets import Dataset
 from common.learning.evaluation import ModelTester
 from common.methods.rule import link_layouts
-from common.methods.selection.client_selection import ClientSelection
+from common.methods.selection import ClientSelection
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from common.errors import InvalidExperiment
-from common.experiment.score import ACCURACY
+from common.experiment.training import ACCURACY
 from deploy.console.tabular import Column, Spread, Table
 from deploy.results.run import Run, State, columns_of, tiers_of
 from deploy.results.series import Series, by_seed, condition_notes, firsts, paired, unlike

@@ -12,10 +12,10 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from common.experiment.links import LinkTrace, RateTrace
 from common.experiment.schema import Experiment
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
-from common.experiment.traces import LinkTrace, RateTrace
 from deploy.console.tabular import Cell, Column, Table, show
 from deploy.results.charts import stroke, ticks
 from deploy.results.figures import LETTER, Figure, legend, path, rect, text

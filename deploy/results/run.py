@@ -23,8 +23,8 @@ from cloud.results import DIRECT, HELD, check_format, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.experiment.score import Score
 from common.experiment.tiers import Tree
+from common.experiment.training import Score
 from common.host.files import writing
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from cloud.records import BROKER, GlobalRoundRecord, LinkRecord
 from common.accounting.counters import LINK_KINDS
-from common.experiment.score import Score
 from common.experiment.topology import CLOUD
+from common.experiment.training import Score
 from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import Cell, Column, Spread, Table
 from deploy.results import charts, maps

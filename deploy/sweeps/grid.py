@@ -15,8 +15,8 @@ from common.errors import InvalidExperiment
 from common.experiment.messages import explain
 from common.experiment.reading import override, parse, read
 from common.experiment.schema import Experiment
-from common.experiment.score import ACCURACY
 from common.experiment.tables import proposal, with_tables
+from common.experiment.training import ACCURACY
 from deploy.console.shipped import shipped
 from deploy.sweeps.figures import Figures, figures_of
 from deploy.sweeps.merging import merged

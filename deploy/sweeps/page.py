@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from common.experiment.score import Score
+from common.experiment.training import Score
 from deploy.console.tabular import Cell, Column, Table
 from deploy.results.charts import Curve, Point, curves
 from deploy.results.figures import DASHES, SERIES

@@ -18,9 +18,9 @@ from torch.nn import functional
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.learning import models
-from common.learning.head import head_places
 from common.learning.inputs import Inputs
 from common.learning.losses import try_loss
+from common.learning.models import head_places
 from common.model.layout import ModelLayout
 from device.training.captured import CapturedGradients
 from device.training.objectives.table import objective_of

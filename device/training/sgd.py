@@ -15,7 +15,7 @@ from common.errors import InvalidExperiment
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
-from common.learning.head import classifier_of, with_features
+from common.learning.models import classifier_of, with_features
 from device.training.captured import CapturedGradients
 from device.training.objectives.objective import Minibatch, Objective, norms, scale
 from device.training.objectives.table import objective_of

@@ -23,10 +23,10 @@ from common.experiment import own, schema
 from common.experiment.own import is_own
 from common.host.accelerators import is_lost, out_of_memory
 from common.learning import models
-from common.learning.computing import calls_own_code, first_line, own_code, resolve_accelerator, set_up
+from common.learning.computing import calls_own_code, first_line, own_code, resolve_accelerator, seeded, set_up
 from common.learning.inputs import Inputs
-from common.learning.nets.layers import reseed
-from common.learning.own import KEY, random_samples, seeded
+from common.learning.models import KEY, random_samples
+from common.learning.nets import reseed
 from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed

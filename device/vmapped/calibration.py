@@ -22,8 +22,8 @@ from common.host.accelerators import is_lost
 from common.learning import models
 from common.learning.computing import first_line
 from common.learning.datasets import Normalise
-from common.learning.head import head_places
-from common.learning.nets.layers import reseed
+from common.learning.models import head_places
+from common.learning.nets import reseed
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.network import NetworkSource

@@ -30,8 +30,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
-from common.learning.head import head_places, with_features
-from common.learning.nets.layers import Dropout, is_plain
+from common.learning.models import head_places, with_features
+from common.learning.nets import Dropout, is_plain
 from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row, Section
 from device.training import sgd

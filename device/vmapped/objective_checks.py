@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from common.experiment import own
-from common.experiment.objectives import CrossEntropy
-from common.experiment.training import TrainingSettings
+from common.experiment.training import CrossEntropy, TrainingSettings
 from common.learning import models
-from common.learning.head import head_places
 from common.learning.inputs import Inputs
+from common.learning.models import head_places
 from common.model.layout import LinkLayouts, ModelLayout
 from device.training.objectives.objective import LocalUpdate, Minibatch
 from device.training.objectives.table import objective_of

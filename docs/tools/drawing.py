@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloud import tempo
-from common.experiment.rules import RuleSettings
+from common.experiment.methods import RuleSettings
 from common.methods.aggregator import build
 from common.methods.fedadp import FedAdp, gompertz
 from common.methods.fedavg import FedAvg

@@ -14,11 +14,11 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from common.experiment.objectives import OBJECTIVES, ObjectiveTable, OwnObjective
-from common.experiment.rules import RULES, RuleSettings
+from common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
 from common.experiment.schema import Experiment
-from common.experiment.selection import SELECTIONS, OwnSelection, SelectionSettings
-from common.methods.own_rule import OwnRule
+from common.experiment.training import OBJECTIVES, ObjectiveTable, OwnObjective
+from common.methods.selection import OwnSelection
+from common.methods.single_model import OwnRule
 
 INTRO: Final = """\
 # The experiment
@@ -61,7 +61,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
 }
 SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     RuleSettings: {**RULES, "package.module:Name": OwnRule},
-    SelectionSettings: {**SELECTIONS, "package.module:Name": OwnSelection},
+    SelectionSettings: {**SELECTORS, "package.module:Name": OwnSelection},
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
 }
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.experiment.rules import RULES, RuleSettings
+from common.experiment.methods import RULES, RuleSettings
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.methods import fedcross, fedmr, mixing

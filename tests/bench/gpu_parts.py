@@ -28,7 +28,7 @@ from common.experiment.data import MODELS
 from common.learning.computing import set_up
 from common.learning.evaluation import ModelTester
 from common.learning.inputs import Inputs
-from common.learning.nets.layers import reseed
+from common.learning.nets import reseed
 from deploy.results.run import Run, folders
 from device.jobs import VARIABLE
 from device.training.network import source_of

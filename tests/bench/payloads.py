@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
 
-from common.experiment.objectives import OBJECTIVES
-from common.experiment.rules import RULES
+from common.experiment.methods import RULES
+from common.experiment.training import OBJECTIVES
 from tests.helpers.commands import DEMO, run_lab, table
 from tests.helpers.rules import LEAST
 

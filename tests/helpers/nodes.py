@@ -19,8 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.experiment.codecs import PLAIN, Codecs
-from common.experiment.links import LinkSettings
+from common.experiment.links import PLAIN, Codecs, LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section

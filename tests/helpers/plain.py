@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from common.experiment import schema
 from common.learning import datasets, models
-from common.learning.own import seeded
+from common.learning.computing import seeded
 from common.model.layout import Row
 from common.randomness import Purpose, torch_seed
 from device.training import batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from common.experiment.rules import RULES
+from common.experiment.methods import RULES
 
 _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     **{name: {"learning_rate": 0.1} for name in ("fedadagrad", "fedadam", "fedyogi")},

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.experiment.objectives import DynamicRegulariser, FedProx
+from common.experiment.training import DynamicRegulariser, FedProx
 from common.methods.mixing import Floats
 from device.training.objectives.fedprox import ProximalObjective
 from device.training.objectives.objective import LocalUpdate, Minibatch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.experiment.objectives import GeneratedFeatures
+from common.experiment.training import GeneratedFeatures
 from common.methods.fedgen import FEATURES, HIDDEN, LABEL_COUNTS
 from common.methods.mixing import Floats
 from device.training.objectives.objective import LocalUpdate, Minibatch, Objective

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.experiment.objectives import FedProx
+from common.experiment.training import FedProx
 from device.training.objectives.objective import Minibatch, Objective
 
 

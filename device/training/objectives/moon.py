@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.experiment.objectives import ModelContrast
+from common.experiment.training import ModelContrast
 from common.methods.mixing import Floats
 from device.training.objectives.objective import LocalUpdate, Minibatch, Objective, norms
 

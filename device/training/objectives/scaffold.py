@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.experiment.objectives import ScaffoldCorrection
+from common.experiment.training import ScaffoldCorrection
 from common.methods.mixing import Floats
 from device.training.objectives.objective import LocalUpdate, Minibatch, Objective
 

@@ -1,42 +1,33 @@
-"""The objectives by name."""
+"""The objectives by name, each with its class, which is imported when it is needed, as a user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
-from common.experiment.objectives import OwnObjective
 from common.experiment.own import build
-from common.experiment.training import TrainingSettings
+from common.experiment.tables import named_in_module
+from common.experiment.training import OwnObjective, TrainingSettings
 from common.learning.losses import loss_of
-from device.training.objectives.feddyn import DynamicObjective
-from device.training.objectives.fedgen import GeneratedObjective
-from device.training.objectives.fedprox import ProximalObjective
-from device.training.objectives.fedsam import SharpnessAwareObjective
-from device.training.objectives.moon import ContrastiveObjective
 from device.training.objectives.objective import Objective
-from device.training.objectives.scaffold import ControlledObjective
 
-_BUILT: Final[Mapping[str, Callable[[Any], Objective]]] = MappingProxyType(
-    {
-        "cross_entropy": lambda _: Objective(),
-        "fedprox": ProximalObjective,
-        "fedsam": SharpnessAwareObjective,
-        "scaffold": ControlledObjective,
-        "feddyn": DynamicObjective,
-        "moon": ContrastiveObjective,
-        "fedgen": GeneratedObjective,
-    }
-)
+BUILT: Final[Mapping[str, str]] = {
+    "fedprox": "device.training.objectives.fedprox:ProximalObjective",
+    "fedsam": "device.training.objectives.fedsam:SharpnessAwareObjective",
+    "scaffold": "device.training.objectives.scaffold:ControlledObjective",
+    "feddyn": "device.training.objectives.feddyn:DynamicObjective",
+    "moon": "device.training.objectives.moon:ContrastiveObjective",
+    "fedgen": "device.training.objectives.fedgen:GeneratedObjective",
+}
 
 
 def objective_of(training: TrainingSettings) -> Objective:
     """Return the objective that an experiment selects. Raises InvalidExperiment."""
     settings = training.objective
+    made = Objective()
     if isinstance(settings, OwnObjective):
         made = build("training.objective.name", settings, Objective)
-    else:
-        made = _BUILT[settings.name](settings)
+    elif not training.plain:
+        made = named_in_module(BUILT[settings.name])(settings)
     made.sample_loss = loss_of(training.loss)
     return made

@@ -1,13 +1,18 @@
-"""A table in a CSV file, `NAME.csv`: a header, then a row for each sample, numbers but for classes and users.
+"""Tables: a CSV file, `NAME.csv`, or a file of numpy's arrays, `NAME.npz`.
 
-Columns that are no target, no user and not ignored are features, float32. In columns of numbers the words of MISSING
-are missing values; in columns of texts only empty cells are, for a class may be named None.
+A CSV file has a header, then a row for each sample, numbers but for classes and users. Columns that are no target, no
+user and not ignored are features, float32. In columns of numbers the words of MISSING are missing values; in columns of
+texts only empty cells are, for a class may be named None.
+
+A file of arrays has x and y, and if there are x_test and y_test, and user. Nothing is unpickled: arrays of objects are
+refused. Sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import zipfile
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,14 +24,13 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib import format as npy
 
 from common.errors import InvalidExperiment
 from common.experiment.csv_table import FLOAT32_MOST, MISSING, CsvTable, number_in
-from common.experiment.data import Data
-from common.experiment.score import NUMBERS
+from common.experiment.data import NUMBERS, Data
 from common.experiment.tables import proposal
-from common.learning.readers.arrays import parts_of, rows_to_test
-from common.learning.readers.parts import MOST_BYTES, Parts, some
+from common.learning.readers.parts import MOST_BYTES, Parts, check_finite, parts_of, rows_to_test, some
 
 FILE_BYTES: Final = MOST_BYTES // 4  # of the file: a cell of two bytes takes eight in memory
 ENCODE: Final = "Encode it as numbers, or list the column in data.ignored_columns."
@@ -35,6 +39,8 @@ DROP: Final = "drop"
 CLASSES_FEW: Final = 10
 ROUNDING: Final = 1e-12  # of a column's largest value: what lies closer together differs by rounding alone
 _PADDED: Final = re.compile(r"[+-]?0\d")  # 07 is a name, and another one than 7
+KNOWN: Final = ("x", "y", "x_test", "y_test", "user")
+HEADS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
 
@@ -285,3 +291,69 @@ def _class(cell: str) -> str:
     number, text = number_in(cell), cell.strip()
     whole = number is not None and number.is_integer() and abs(number) < 1e15 and not _PADDED.match(text)
     return str(int(number)) if whole and number is not None else text
+
+
+def read_npz(data: Data, root: Path, *, test: bool) -> Parts:
+    """Read a file; of a private one all samples are for training, or `test`. Raises InvalidExperiment."""
+    path = root / data.dataset
+
+    def refuse(problem: str, remedy: str) -> NoReturn:
+        raise InvalidExperiment("data.dataset", str(path), problem, remedy)
+
+    arrays, unread = _npz_arrays(path)
+    for needed in ("x", "y"):
+        if needed not in arrays:
+            held = some(sorted([*arrays, *unread]), most=9) or "none at all"
+            refuse(f"has no array {needed!r} but {held}", "Save x and y, and if you like x_test, y_test and user.")
+    for name, values in arrays.items():
+        check_finite(values, name, refuse)
+    x, y, user = arrays["x"], arrays["y"], arrays.get("user")
+    if data.private:
+        unread += [name for name in arrays if name not in ("x", "y")]
+    notes = [f"{path}: these arrays are not read: {some(unread)}"] if unread else []
+    parts = partial(parts_of, data, refuse=refuse, notes=notes)
+    if data.private:
+        mine, none = (x, y), (None, None)
+        return parts((*(none if test else mine), None), mine if test else none)
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        refuse("has only one of x_test and y_test", "Save both, or none.")
+    if "x_test" in arrays:
+        return parts((x, y, user), (arrays["x_test"], arrays["y_test"]))
+    if x.ndim < 1 or any(each.shape[:1] != x.shape[:1] for each in (y, *([] if user is None else [user]))):
+        refuse(f"has x of {list(x.shape)} and y of {list(y.shape)}", "Give each sample one target, and one user.")
+    picked = rows_to_test(len(x), data.test_share, refuse=refuse)
+    train = (x[~picked], y[~picked], None if user is None else user[~picked])
+    return parts(train, (x[picked], y[picked]))
+
+
+def _npz_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
+    """Return the arrays that count, and the names of the others."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            found: dict[str, npt.NDArray[Any]] = {}
+            total = 0
+            for name in (name for name in KNOWN if name in members):
+                info = members[name]
+                with archive.open(info) as file:
+                    head = HEADS.get(npy.read_magic(file))
+                    if head is None:
+                        raise ValueError(f"{name} has another version of numpy's format")
+                    shape, _, dtype = head(file)
+                    if dtype.hasobject or dtype.kind not in "fbiuUS":
+                        raise ValueError(f"{name} is an array of {dtype}")
+                    count = 1
+                    for length in shape:
+                        count *= length
+                    total += count * dtype.itemsize
+                    if total > MOST_BYTES or count * dtype.itemsize > info.file_size:
+                        raise ValueError(f"{name} of {list(shape)} does not fit into this file")
+                with archive.open(info) as file:
+                    found[name] = npy.read_array(file, allow_pickle=False)
+            return found, sorted(members.keys() - found.keys())
+    except FileNotFoundError:
+        raise InvalidExperiment(
+            "data.root", str(path.parent), f"not found: {path.absolute()}", "Put it there."
+        ) from None
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, KeyError) as error:
+        raise InvalidExperiment("data.dataset", str(path), f"not a sound npz file: {error}", "Save it again.") from None

@@ -1,6 +1,6 @@
-"""The `aggregation` tables of an experiment: one per rule, selected by `name`.
+"""The `aggregation` and `selection` tables of an experiment: one per rule and per selector, selected by `name`.
 
-Each is in the file of its rule, `common/methods/`. Here is what the experiment and the nodes ask of all. Rounds are
+Each is in the file of its method, `common/methods/`. Here is what the experiment and the nodes ask of all. Rounds are
 counted by the node and never reset: global rounds at the cloud, local rounds at an institution.
 
 `weights` applies where a tier takes a plain mean. `data` weights a child by its samples, p_k = n_k / sum of n, and
@@ -24,6 +24,7 @@ from common.methods import table
 
 if TYPE_CHECKING:
     from common.methods.rule import Rule, RuleContext
+    from common.methods.selection import Selector
     from common.model.layout import ModelLayout
 
 Weights = Literal["data", "uniform"]
@@ -161,11 +162,37 @@ class NormBound(SettingsTable):
     factor: Annotated[float, Field(ge=1)] = 3.0  # times the median length
 
 
+class SelectionSettings(SettingsTable):
+    """The settings of a selector, and what they build.
+
+    A tier's `participation` gives the number of children in a round, K; the selector chooses them. `remembers`: whether
+    it reads what earlier rounds reported, so that its state persists.
+    """
+
+    remembers: ClassVar[bool] = True
+
+    name: str  # the selector
+
+    def check(self, key: str, children: int, taking_part: int) -> None:
+        """Check the settings against a parent's children and how many take part. Raises InvalidExperiment."""
+
+    def build(self) -> Selector:
+        """Return a node's selector. Raises InvalidExperiment."""
+        raise NotImplementedError
+
+
 RULES: Final = NamedTables[RuleSettings](table.RULES)
+SELECTORS: Final = NamedTables[SelectionSettings](table.SELECTORS)
 
 Aggregation = Annotated[RuleSettings, Selected(RULES, table.OWN_RULE)]
+Selection = Annotated[SelectionSettings, Selected(SELECTORS, table.OWN_SELECTOR)]
 
 
 def fedavg() -> RuleSettings:
     """Return the rule of a tier that names none."""
     return RULES["fedavg"](name="fedavg")
+
+
+def fraction() -> SelectionSettings:
+    """Return the selector of a tier that names none."""
+    return SELECTORS["fraction"](name="fraction")

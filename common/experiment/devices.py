@@ -1,16 +1,23 @@
-"""When devices are available: traces of the times at which each comes and leaves, as part of the experiment.
+"""The devices of an experiment: the hardware that they emulate, and when they are available.
 
-The file's numbers become part of the experiment when it is read, so they travel to the nodes and stay with the run.
+A lab on one machine emulates devices that are slower than it. A result leaves no sooner than `slowdown` times the
+device's own training seconds plus `overhead_s` after the model had arrived. A wait for a slot of this machine counts
+towards that time, because the emulated device would not have waited. `hardware.toml` beside this file has the built-in
+profiles.
+
+Devices come and leave at the times of a trace. The numbers of its file become part of the experiment when it is read,
+so they travel to the nodes and stay with the run.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from itertools import pairwise
-from math import inf
+from math import exp, inf
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -18,11 +25,72 @@ from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment.csv_table import CsvTable
-from common.experiment.tables import Name, Positive, SettingsTable
-from common.experiment.traces import RateTrace, with_file
+from common.experiment.links import RateTrace, with_file
+from common.experiment.tables import Name, Positive, SettingsTable, named
+from common.randomness import Purpose, generator
 
-COLUMNS: Final = ("device", "begin_s", "end_s")
+COLUMNS: Final = ("device", "begin_s", "end_s")  # of a trace of availability
 CHANGES_MOST: Final = 50_000  # of all devices together: they are part of one message
+
+
+class Pace(SettingsTable):
+    """An emulated machine under a name. It adds to the profiles that ship, or replaces one of them."""
+
+    # Training seconds of the emulated machine for one second of this host.
+    slowdown: Annotated[float, Field(ge=1)] = 1.0
+    overhead_s: Annotated[float, Field(ge=0)] = 0.0  # seconds of overhead for each result
+
+    def emulated_s(self, train_s: float) -> float:
+        """Return the emulated seconds from a model's arrival to the result, given the host's training seconds."""
+        return self.slowdown * train_s + self.overhead_s
+
+
+class Machine(Pace):
+    """The machine that a device emulates. The name of a profile stands for a table that has only `profile`."""
+
+    profile: Name | None = None  # it gives the keys that the table leaves out
+
+
+class HardwareSettings(SettingsTable):
+    """The machines that devices emulate: `default` for all, `hardware.of.DEVICE` for single devices."""
+
+    default: Machine = Machine()
+    # Standard deviation of the logarithm of each device's slowdown, drawn log-normally with the default's slowdown as
+    # median, never below 1. Devices in `of` keep theirs.
+    spread: Annotated[float, Field(ge=0, le=3)] = 0.0
+    of: dict[Name, Machine] = Field(default_factory=dict)
+    profiles: dict[Name, Pace] = Field(default_factory=dict)
+
+    def machine(self, device: str, *, seed: int) -> Machine:
+        """Return the machine that a device emulates in the runs of a seed."""
+        if device in self.of or not self.spread:
+            return self.of.get(device, self.default)
+        z = float(generator(seed, Purpose.HARDWARE, device).standard_normal())
+        return self.default.model_copy(update={"slowdown": max(1.0, self.default.slowdown * exp(self.spread * z))})
+
+
+@cache
+def shipped() -> Mapping[str, Mapping[str, Any]]:
+    """Return the built-in profiles by name."""
+    return tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
+
+
+def with_machines(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an experiment's tree with the numbers of the profiles that its machines name.
+
+    Values of a wrong type are left for the tables' own checks. Raises InvalidExperiment if a profile is unknown.
+    """
+    hardware = tree.get("hardware")
+    if not isinstance(hardware, Mapping):
+        return dict(tree)
+    own, of = hardware.get("profiles"), hardware.get("of")
+    profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
+    resolved = dict(hardware)
+    if "default" in hardware:
+        resolved["default"] = named("hardware.default", hardware["default"], profiles)
+    if isinstance(of, Mapping):
+        resolved["of"] = {device: named(f"hardware.of.{device}", given, profiles) for device, given in of.items()}
+    return {**tree, "hardware": resolved}
 
 
 @dataclass(frozen=True)
@@ -108,7 +176,7 @@ class Availability(SettingsTable):
     trace: AvailabilityTrace | None = None  # or the name of its CSV file
 
 
-def check(availability: Availability, check_device: Callable[[str, str], None]) -> None:
+def check_availability(availability: Availability, check_device: Callable[[str, str], None]) -> None:
     """Raise InvalidExperiment if a trace cannot be replayed, or names something other than devices."""
     trace = availability.trace
     if trace is None:

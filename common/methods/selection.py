@@ -1,42 +1,120 @@
-"""Client selection at one node: the table of selectors, and what it knows of earlier rounds."""
+"""Client selection at one node: what a selector sees, what it is, and what the node knows of earlier rounds.
+
+A selector is one of fedstrata's (`selectors.py`), or the user's own: `selection.name = "package.module:Class"`, a class
+that inherits from `Selector`. Either is named by the tier's settings, which build it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
+from common.experiment import own
+from common.experiment.methods import SelectionSettings
+from common.experiment.own import OwnName, OwnSettings
 from common.experiment.rounds import participants
-from common.experiment.selection import (
-    FedCluster,
-    FractionSelection,
-    Oort,
-    OwnSelection,
-    PowerOfChoice,
-    RoundRobin,
-    SelectionSettings,
-)
 from common.experiment.tiers import Tier
-from common.methods.selection.fedcluster import fedcluster
-from common.methods.selection.fraction import fraction
-from common.methods.selection.oort import oort
-from common.methods.selection.own_selector import OwnSelector
-from common.methods.selection.power_of_choice import power_of_choice
-from common.methods.selection.round_robin import round_robin
-from common.methods.selection.situation import Choose, Participation, ResultFacts, Situation
+from common.lazy import np
+from common.randomness import Purpose, generator
 
-SELECTORS: Final[Mapping[type[SelectionSettings], Callable[[Any], Choose]]] = MappingProxyType(
-    {
-        FractionSelection: fraction,
-        RoundRobin: round_robin,
-        FedCluster: fedcluster,
-        PowerOfChoice: power_of_choice,
-        Oort: oort,
-        OwnSelection: OwnSelector,
-    }
-)
+KEY: Final = "selection.name"
 NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+class ResultFacts(NamedTuple):
+    """One result: its samples and mean training loss, its seconds, its bytes.
+
+    `seconds`: from the round's opening to the announcement of the result, by the parent's monotonic clock. `bytes`: of
+    the two encoded models, sent and returned, each counted once; so they are the same wherever the roles run.
+    """
+
+    samples: int
+    loss: float
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Participation:
+    """A child's earlier rounds. `rounds`: in how many it was selected; `missed`: those without its result.
+
+    `last_round`: the last one in which it was selected; `used_round`: the last one whose aggregation used its result.
+    Both are -1 if there is none. `result`: its last result; None if there is none yet.
+    """
+
+    rounds: int = 0
+    missed: int = 0
+    last_round: int = -1
+    used_round: int = -1
+    result: ResultFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A node before its round r, in which `count` of its children are to take part.
+
+    `samples`: of each child that has reported them. `history`: of each child that was selected before.
+    """
+
+    children: Sequence[str]
+    count: int
+    samples: Mapping[str, int]
+    history: Mapping[str, Participation]
+    seed: int
+    node: str
+    r: int
+
+    def chance(self) -> np.random.Generator:
+        """Return a generator for this node and round."""
+        return generator(self.seed, Purpose.SELECTION, self.node, self.r)
+
+    def last_result(self, child: str) -> ResultFacts | None:
+        """Return a child's last result, or None."""
+        past = self.history.get(child)
+        return None if past is None else past.result
+
+
+Choose: TypeAlias = Callable[[Situation], Sequence[str]]
+"""Returns `count` different children, in any order; a rule's own may return fewer."""
+
+
+class Selector(own.Kept):
+    """A selector. Its keywords are the experiment's keys."""
+
+    def select(self, now: Situation) -> Sequence[str]:
+        """Return `now.count` different children. Random numbers come from `now.chance()`, so that a run repeats."""
+        raise NotImplementedError
+
+
+class OwnSelection(SelectionSettings, OwnSettings):
+    """A selector of the user's own; the other keys are its keywords."""
+
+    name: OwnName  # the class, `package.module:Name`
+
+    def build(self) -> Selector:
+        return GuardedSelector(self)
+
+
+class GuardedSelector(Selector):
+    """The user's selector. An error in it ends the run as InvalidExperiment."""
+
+    def __init__(self, settings: OwnSelection) -> None:
+        self._name = settings.name
+        self._selector = own.build(KEY, settings, Selector)
+        self.numbers = self._selector.numbers
+
+    def select(self, now: Situation) -> Sequence[str]:
+        """Return its choice, checked, and keep its numbers. Raises InvalidExperiment."""
+        self._selector.numbers = self.numbers
+        with own.guarded({KEY: self._name}):
+            chosen = list(self._selector.select(now))
+        self.numbers = own.kept(KEY, self._name, self._selector.numbers, "`numbers` are")
+        if len(chosen) != now.count or len(set(chosen)) != now.count or not set(chosen) <= set(now.children):
+            problem = f"selects {chosen!r:.200} of {len(now.children)} children"
+            own.refuse(KEY, self._name, problem, f"Return {now.count} different ones.")
+        return chosen
 
 
 class ClientSelection:
@@ -49,8 +127,11 @@ class ClientSelection:
         self._tier = tier
         self._seed = seed
         self._node = node
-        self._other = choose is not None
-        self._choose = choose or SELECTORS[type(tier.selection)](tier.selection)
+        self._selector: Selector | None = None
+        if choose is None:
+            self._selector = tier.selection.build()
+            choose = self._selector.select
+        self._choose = choose
         self._history: dict[str, Participation] = {}
         self._in_flight: dict[str, int] = {}  # the round of each child's task that goes on
 
@@ -71,7 +152,7 @@ class ClientSelection:
         """
         count = participants(len(children), self._tier.participation) - len(self._in_flight)
         children = [child for child in children if child not in self._in_flight]
-        if count == len(children) and not self._other:
+        if count == len(children) and self._selector is not None:
             return list(children)
         now = Situation(children, count, samples, self._history, self._seed, self._node, r)
         chosen = set(self._choose(now))
@@ -124,14 +205,14 @@ class ClientSelection:
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone determine it."""
-        is_recorded = self._other or self._tier.selection.remembers or self._tier.aggregation.buffers
+        is_recorded = self._selector is None or self._tier.selection.remembers or self._tier.aggregation.buffers
         return {"taking_part": list(selected)} if is_recorded else {}
 
     def save(self) -> dict[str, Any]:
         """Return the state, in a form that JSON can hold."""
         found: dict[str, Any] = {"history": {name: asdict(past) for name, past in self._history.items()}}
-        if isinstance(self._choose, OwnSelector):
-            found["numbers"] = self._choose.numbers
+        if self._selector is not None and self._selector.numbers:
+            found["numbers"] = self._selector.numbers
         return found
 
     def restore(self, facts: Mapping[str, Any]) -> None:
@@ -140,5 +221,5 @@ class ClientSelection:
             name: Participation(**{**past, "result": past["result"] and ResultFacts(*past["result"])})
             for name, past in facts.get("history", {}).items()
         }
-        if isinstance(self._choose, OwnSelector):
-            self._choose.selector.numbers = facts.get("numbers", {})
+        if self._selector is not None:
+            self._selector.numbers = facts.get("numbers", {})

@@ -1,1 +1,0 @@
-"""Which children take part in a round: one file per selector."""
