@@ -160,8 +160,9 @@ def test_a_node_of_another_release_is_named_with_both_versions_by_either_side(ca
             site.inject(topics.seek(LAB, PARENT, "device-0"), of_release(99, WhoIsThere("nonce")))
             site.inject(topics.seek(LAB, PARENT, "stranger"), of_release(99, WhoIsThere("nonce")))
             await asyncio.sleep(1)
-            missing = parent.session.readiness(parent.now()).missing
-            assert missing == {"device-0": f"is of another release: {versions}"}
+            ready = parent.session.readiness(parent.now())
+            assert ready.missing == {"device-0": f"is of another release: {versions}"}
+            assert ready.failed == {"device-0"}, "it is said at once"
             assert list(parent.session.link.other_releases) == ["device-0"]
         found = seeking(site, parent="institution-9")
         await asyncio.sleep(1)

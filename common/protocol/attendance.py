@@ -28,8 +28,8 @@ ADDRESS: Final = re.compile(r"(https://)?(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}
 class Readiness:
     """Which children can take part: the `ready` ones; the `missing` ones, each with the reason.
 
-    The missing ones include the `failed` ones, and the `hanging` ones: these have prepared for `idle_s` without
-    progress, or failed for lack of progress below them.
+    The missing ones include the `failed` ones, which gave up or are of another release: somebody has to act; and the
+    `hanging` ones, which have prepared for `idle_s` without progress, or failed for lack of progress below them.
     """
 
     ready: frozenset[str]
@@ -136,6 +136,7 @@ class Attendance:
                 if seen.failure is Failure.STALLED:
                     hanging.add(name)
             elif name not in self.last and name in other_releases:
+                failed.add(name)
                 missing[name] = f"is of another release: {other_releases[name]}"
             else:
                 missing[name] = "has not joined yet" if name not in self.last else "was lost, or left"
