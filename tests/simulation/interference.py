@@ -36,6 +36,7 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
+from common.protocol.presence import FINAL
 from common.protocol.serialization import KINDS
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.agents import BROKER
@@ -159,7 +160,7 @@ class Wiretap:
         elif isinstance(content, Acknowledgement):
             content = replace(content, reason=rng.choice(["", "no"]))
         elif isinstance(content, Presence):
-            content = replace(content, state=NodeState.LOST)  # a late will
+            content = replace(content, state=rng.choice(FINAL))  # a late will, or last message
         elif isinstance(content, Ask):
             answers: list[Message] = [Gone(content.blob), replace(content, lacking=b"")]
             content = rng.choice(answers)
@@ -173,7 +174,13 @@ def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int, tap: Wiretap 
     if tap is None:
         _send_unseen(lab, fault, number)
     elif seen is not None:
-        lab.inject(seen.topic, seen.body, qos=seen.qos, retain=seen.retain and rng.random() < 0.3, broker=seen.broker)
+        retain = seen.retain and rng.random() < 0.3 and not _ends_a_run(seen)  # a new process believes such a state
+        lab.inject(seen.topic, seen.body, qos=seen.qos, retain=retain, broker=seen.broker)
+
+
+def _ends_a_run(message: Routed) -> bool:
+    _, content = serialization.decode(message.body)
+    return isinstance(content, Presence) and content.state in (NodeState.FINISHED, NodeState.FAILED)
 
 
 def _with_noise(content: Task | Result, rng: random.Random) -> Task | Result:

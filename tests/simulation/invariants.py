@@ -29,6 +29,8 @@ SIZE_EACH: Final = 16  # entries per child: its byte account has fourteen cells
 FLOOD_MOST: Final = 300  # `SEEKERS_MOST`, with a margin
 END_S: Final = 5.0  # from the last closing to the end of the run
 INVENTED: Final = (FaultKind.DUPLICATION, FaultKind.STRANGER, FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.SECOND)
+MESSAGES_ONLY: Final = (FaultKind.MUTE, FaultKind.STRANGER, FaultKind.DUPLICATION, FaultKind.REMAINS)
+LEAVE_S: Final = 4.0  # to evaluate the last model, and to publish the last state
 LAST_BYTES: Final = 400  # messages that may be sent after the other end has left: an answer, a goodbye
 COUNTED: Final = (*LINK_KINDS, "probe")
 KEPT_MOST: Final = 3  # retained topics per node that was absent at the end: presence, experiment
@@ -66,6 +68,25 @@ def does_not_stall(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
         return ""
     gap, bound = gap_and_bound(drawn, faulty, twin)
     return f"no global round closed for {gap:.1f} s after the last fault (bound {bound:.1f} s)" if gap > bound else ""
+
+
+def leaves_in_time(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
+    """Check that the cloud does not wait for farewells of children that have all left.
+
+    Only where nothing but lost or invented messages disturbs the end, and no link is slow.
+    """
+    left_s, closed = faulty.evidence.left_s, faulty.evidence.closed_s
+    children = drawn.experiment.tree.children[CLOUD]
+    slow = bool(drawn.unequal) or drawn.conditions.up_rate is not None
+    if not faulty.outcome.ok or slow or not left_s.keys() >= {CLOUD, *children} or not closed:
+        return ""
+    keepalive_s = drawn.experiment.transfer.keepalive_s
+    others = [fault for fault in drawn.faults if fault.kind not in MESSAGES_ONLY]
+    if any(fault.end_s + recovery_s(fault, keepalive_s=keepalive_s) > closed[-1] for fault in others):
+        return ""
+    last_s = max(closed[-1], *(left_s[name] for name in children))
+    waited_s = left_s[CLOUD] - last_s
+    return f"the cloud left {waited_s:.1f} s after its last child" if waited_s > LEAVE_S else ""
 
 
 def gap_and_bound(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[float, float]:
@@ -324,6 +345,7 @@ DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
         gives_the_same_model,
         has_no_unhandled_errors,
         does_not_stall,
+        leaves_in_time,
         stays_bounded,
         leaves_clean_brokers,
         has_agreeing_ledgers,
