@@ -65,6 +65,7 @@ from common.protocol.events import (
     UploadAnnounced,
     UploadRefused,
 )
+from common.protocol.limits import ChildLimits
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -257,6 +258,37 @@ def test_a_child_that_came_back_while_its_presence_was_lost_is_asked_for_it(idle
     within_s = QUIET_S + ASK_MOST_S + 1.0 if idle else 3.0
     lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=within_s)
     assert set((lab.round() if idle else lab.play()).results) == {"device-0"}
+
+
+@pytest.mark.parametrize("what", ["presence", "answer"])
+def test_a_child_whose_presence_a_stranger_cleared_is_asked_for_it(what: str) -> None:
+    """The child publishes it again, but that is lost, and the child has nothing else to send."""
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    dropped = "/device-0/state" if what == "presence" else "/device-0"  # with the answers to questions, too
+    lab.broker.drop = lambda topic: topic.endswith(dropped)
+    lab.parent.session.receive(topics.state(LAB, RUN, "device-0"), b"", retained=False, now=lab.now)
+    assert not lab.parent.session.present()
+    if what == "presence":
+        lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=3.0)
+    else:
+        lab.rest(20.0)
+        lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
+        lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=QUIET_S + ASK_MOST_S)
+    assert set(lab.round().results) == {"device-0"}
+
+
+def test_a_child_whose_only_presence_was_refused_is_asked_for_another_one() -> None:
+    lab = Lab(names_of(1), start=False)
+    session = lab.parent.session
+    session._limits["device-0"] = ChildLimits(samples=20)
+    lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
+    lab.start("device-0")
+    wrong = Presence(NodeState.READY, "device", samples=21)
+    body = serialization.encode(wrong, lab.children["device-0"].session.link.identity.session)
+    session.receive(topics.state(LAB, RUN, "device-0"), body, retained=False, now=lab.now)
+    assert "device-0" not in session.samples
+    lab.until(lambda: bool(session.readiness(lab.now).ready), within_s=QUIET_S + ASK_MOST_S + 1.0)
 
 
 def test_a_strangers_presence_changes_no_count_of_samples() -> None:
@@ -586,6 +618,8 @@ def test_a_child_that_clears_its_presence_has_left() -> None:
     lab.rest(1.0)
     assert lab.parent.session.present() == names_of(2)
     child = lab.children["device-0"]
+    child.session.set_state(NodeState.FINISHED)
+    lab.rest(0.1)
     child.session.link.own.leaving = True
     for output in child.session.link.leave(keep_state=False):
         child._perform(output)
