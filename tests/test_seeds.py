@@ -24,7 +24,7 @@ from tests.simulation.report import describe, print_report, summary
 from tests.simulation.runs import LabReport, Source, check_lab, check_many, with_only
 
 FEW = range(12)
-MANY = range(10_000, 12_000)
+MANY = range(10_000, 10_600)  # `make simulate SEEDS=2000 FROM=20000` runs others
 QUICK = ("old-store-with-a-dead-device", "lost-device-one-deadline", "lost-device-without-chunks")
 
 BUGS = {name: f"bug-{name.replace('_', '-')}" for name in MUTATIONS}  # each with a lab that finds it
@@ -71,6 +71,7 @@ def test_the_draw_has_labs_of_all_kinds() -> None:
     experiments = [drawn.experiment for drawn in labs]
     assert {len(experiment.every_tier) for experiment in experiments} == {1, 2, 3}
     assert {drawn.timed for drawn in labs} == {True, False}  # the latter's models are compared
+    assert {drawn.runs for drawn in labs} == {1, 2, 3} and {drawn.byte_s > 0 for drawn in labs} == {True, False}
     assert {fault.kind for drawn in labs for fault in drawn.faults} == set(FaultKind)
     lasting = [[fault.kind for fault in drawn.faults if fault.permanent] for drawn in labs]
     assert all(len(kinds) <= 1 for kinds in lasting) and {kind for kinds in lasting for kind in kinds} == set(LASTING)

@@ -87,7 +87,7 @@ class Monitor:
 
     def __init__(self) -> None:
         self.evidence = Evidence()
-        self._joined: set[str] = set()
+        self._joined: set[tuple[str, str]] = set()  # runs, and their nodes
         self._answers: dict[tuple[str, str, int, int], str] = {}  # by a parent's session, the child and its round
         self._answered: dict[tuple[str, str], Key] = {}  # the last key that was answered, by the same
         self.lab: SimulatedLab
@@ -105,10 +105,10 @@ class Monitor:
         """Count messages to a node that has not joined the run: questions, and answers to its search."""
         topic = topics.parse(message.topic)
         if isinstance(topic, topics.StateTopic):
-            self._joined.add(topic.node)
+            self._joined.add((topic.run, topic.node))
         elif isinstance(topic, topics.InboxTopic):
             late = len(message.body) > ANNOUNCEMENT_LEAST and kind_of(message) == "Alive"
-            if late or topic.node not in self._joined:
+            if late or (topic.run, topic.node) not in self._joined:
                 size = packet_bytes(message.topic, len(message.body), qos=message.qos)
                 self.evidence.before_join[topic.sender, topic.node] += size
 
