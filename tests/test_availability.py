@@ -69,7 +69,7 @@ def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
         "noise",
         "cleared by a stranger",
         "ended by a stranger",
-    ],  # fmt: skip
+    ],
 )
 @virtual
 async def test_a_device_that_is_away_reads_its_parents_state(
