@@ -1092,6 +1092,20 @@ def test_a_packet_limit_of_the_broker_is_kept() -> None:
     assert session.link.offer(small, memoryview(bytes(30_000)), ["device-0"]) == bytes(30_000)
 
 
+def test_a_model_that_does_not_fit_in_a_packet_with_its_reports_is_fetched() -> None:
+    lab = Lab(names_of(1), transfer=TransferSettings(inline_bytes=262_144, idle_s=60.0))
+    link = lab.parent.session.link
+    lab.rest(1.0)
+    link.connected(lab.now, inboxes=(), packet_most=40_000)
+    model = bytes(39_000)
+    result = Result(
+        Key(0, 0, 0), manifest_of(model), model, 10, 0.5, 1, 6, 6, 1.0, 0.0, 0.0, (), '{"up": [' + "{}," * 700 + "{}]}"
+    )
+    sent = link.to_send(lab.now, [("device-0", result)])
+    (body,) = (each.body for each in sent if isinstance(each, Publish) and each.topic.endswith("/device-0/inbox/cloud"))
+    assert len(body) < 40_000 and serialization.decode(body)[1] == replace(result, inline=None)
+
+
 def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere() -> None:
     lab = Lab(names_of(1))
     lab.rest(1.0)
