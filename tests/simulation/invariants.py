@@ -175,7 +175,11 @@ def has_no_unhandled_errors(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None
 def warns_of_no_bug(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     """Check that faults explain all warnings."""
     kinds = {fault.kind for fault in drawn.faults}
-    expected = [*_EXPECTED, *([_AWAY] if drawn.experiment.availability.trace is not None else [])]
+    expected = [
+        *_EXPECTED,
+        *([_OTHER_RUN] if drawn.runs > 1 else []),
+        *([_AWAY] if drawn.experiment.availability.trace is not None else []),
+    ]
     strange = []
     for warning in faulty.outcome.warnings:
         if any(pattern.search(warning) for pattern in expected):
@@ -339,6 +343,7 @@ _EXPECTED: Final = [
     re.compile(r"\(unknown (session|sender)\)"),
     re.compile(r"could not be measured"),
 ]
+_OTHER_RUN: Final = re.compile(r"of another run")
 _AWAY: Final = re.compile(r"waits for devices that are away by their traces")
 _EXPLAINED: Final = [
     (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER, FaultKind.LIES}),
