@@ -106,8 +106,8 @@ def gives_the_same_model(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     """Check that the final model equals the undisturbed one, unless the lab depends on time."""
     if drawn.timed or not faulty.outcome.ok or faulty.outcome.digest == twin.outcome.digest:
         return ""
-    if _lied(drawn) and any(REFUSED.search(warning) for warning in faulty.outcome.warnings):
-        return ""  # not in silence
+    if _reports_a_lie(drawn, faulty):
+        return ""
     return f"model {faulty.outcome.digest or 'none'}, undisturbed {twin.outcome.digest}"
 
 
@@ -157,7 +157,7 @@ def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str
         left = drawn.departures(device) * evidence.starts[CLOUD]  # a resumed run repeats them
         if times > drawn.runs + again + left and not _lied(drawn):
             wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts, {left} absences")
-    if faulty.outcome.ok and not drawn.timed:
+    if faulty.outcome.ok and not drawn.timed and not _reports_a_lie(drawn, faulty):
         lacking = twin.evidence.trained.keys() - evidence.trained.keys()
         if lacking:
             wrong.append(f"never trained: {sorted(lacking)}")
@@ -236,6 +236,11 @@ def may_fail(drawn: DrawnLab) -> bool:
 
 def _lied(drawn: DrawnLab) -> bool:
     return any(fault.kind is FaultKind.LIES for fault in drawn.faults)
+
+
+def _reports_a_lie(drawn: DrawnLab, faulty: LabRun) -> bool:
+    """Return whether a member's result was refused, and the run went on without it, as was reported."""
+    return _lied(drawn) and any(REFUSED.search(warning) for warning in faulty.outcome.warnings)
 
 
 def _is_fatal(fault: Fault) -> bool:
