@@ -16,6 +16,7 @@ from common.host.processes import free_port
 from common.net.address import BrokerAddress, parse_hosts
 from common.net.attempts import Attempts
 from common.net.connection import BrokerConnection, Handlers
+from common.protocol.outbox import Publish
 from common.runtime.endpoint import PACKET_ROOM
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
@@ -186,6 +187,25 @@ async def test_the_least_packet_limit_of_the_addresses_that_were_used_is_kept(si
         site.broker.start("empty")
         other.kill()
         assert await at(BROKER) == 40_000 - PACKET_ROOM
+
+
+@pytest.mark.parametrize(("body_bytes", "fits"), [(39_900, True), (40_000, False)])
+@virtual
+async def test_a_message_that_fits_in_a_packet_is_sent(site: SimulatedSite, body_bytes: int, fits: bool) -> None:
+    """A model inside its announcement may fill the limit but for the room of the rest of the packet."""
+    site.broker.packet_limit = 40_000
+    parent = parent_of(site, ["device-0"], layout=layout_of(4000))
+    async with together(living(site, parent)):
+        await until(lambda: parent.connection.up)
+        await asyncio.sleep(1.0)
+        message = Publish("a/topic", bytes(body_bytes))
+        if fits:
+            parent._perform(message)
+            await asyncio.sleep(1.0)
+            assert parent.connection.up and parent.connection.reconnects == 0
+        else:
+            with pytest.raises(ConnectionFailed, match="cannot be cut"):
+                parent._perform(message)
 
 
 # Real sockets

@@ -43,22 +43,37 @@ def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
 @pytest.mark.parametrize(
     ("run", "body", "retained", "returns", "at_s"),
     [
-        ("run-1", b"", False, False, 10.0),  # the parent has left: the run is over
-        ("run-1", presence(NodeState.FINISHED), True, False, 10.0),
-        ("run-1", presence(NodeState.FAILED), False, None, 10.0),
-        ("run-1", presence(NodeState.FAILED), True, None, 10.0),
+        ("run-1", b"", False, False, 15.0),  # the parent has left: the run is over
+        ("run-1", presence(NodeState.FINISHED), True, False, 15.0),
+        ("run-1", presence(NodeState.FAILED), False, None, 15.0),
+        ("run-1", presence(NodeState.FAILED), True, None, 15.0),
         ("run-1", presence(NodeState.LOST), False, True, 50.0),  # it may come back
         ("run-1", presence(NodeState.READY, 45.0), False, True, 15.0),  # the run was resumed further on
         ("run-1", presence(NodeState.READY, 45.0), True, True, 50.0),  # from an unknown time
         ("run-2", presence(NodeState.INIT), False, True, 10.0),  # it went on to another run, and so does the device
         ("run-2", presence(NodeState.READY), True, True, 50.0),  # remains of a dead run
         ("run-1", b"noise", False, True, 50.0),
+        ("run-1", (b"", presence(NodeState.READY)), False, True, 50.0),  # a stranger cleared it, and the parent lives
+        ("run-1", (presence(NodeState.FAILED), presence(NodeState.READY)), False, True, 50.0),
     ],
-    ids=["left", "finished", "failed", "failed before", "lost", "resumed", "retained", "elsewhere", "remains", "noise"],
+    ids=[
+        "left",
+        "finished",
+        "failed",
+        "failed before",
+        "lost",
+        "resumed",
+        "retained",
+        "elsewhere",
+        "remains",
+        "noise",
+        "cleared by a stranger",
+        "ended by a stranger",
+    ],
 )
 @virtual
 async def test_a_device_that_is_away_reads_its_parents_state(
-    site: SimulatedSite, run: str, body: bytes, retained: bool, returns: bool | None, at_s: float
+    site: SimulatedSite, run: str, body: bytes | tuple[bytes, ...], retained: bool, returns: bool | None, at_s: float
 ) -> None:
     connected_with: list[Handlers] = []
 
@@ -76,7 +91,12 @@ async def test_a_device_that_is_away_reads_its_parents_state(
     world, loop = Silent(), asyncio.get_running_loop()
     host = Host(BrokerAddress("broker"), 30.0, Metrics(), world=cast(World, world))
     times, begun = OnlineTimes((50.0,)), loop.time()
-    loop.call_later(10.0, lambda: connected_with[0].received(topics.state("lab", run, "up"), body, retained))
+
+    def receive(sent: bytes) -> None:
+        connected_with[0].received(topics.state("lab", run, "up"), sent, retained)
+
+    for second, each in enumerate(body if isinstance(body, tuple) else (body,), 10):
+        loop.call_later(second, receive, each)
     returning = until_return(host, "device-0", "up", run="run-1", times=times, begun=begun)
     if returns is None:  # as of devices that are there: a service starts it again
         with pytest.raises(RunFailed, match=r"^up gave up: out of disk$"):

@@ -99,6 +99,13 @@ def test_lacking_children_are_those_that_lack(changes: list[tuple[int, bool]]) -
         assert found.any(lacks.__getitem__) == any(lacks.values())
 
 
+def test_a_child_that_lacks_it_again_and_again_is_kept_once() -> None:
+    found = Lacking(range(2))
+    for _ in range(1000):
+        found.add(0)
+    assert len(found._children) == 2 and found.any(lambda child: child == 0)
+
+
 def test_a_child_is_ready_and_owes_a_farewell_by_its_presence() -> None:
     attendance = Attendance("a")
     ready, lost = Presence(NodeState.READY, "device"), Presence(NodeState.LOST, "device")

@@ -65,6 +65,7 @@ from common.protocol.events import (
     UploadAnnounced,
     UploadRefused,
 )
+from common.protocol.limits import ChildLimits
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -257,6 +258,37 @@ def test_a_child_that_came_back_while_its_presence_was_lost_is_asked_for_it(idle
     within_s = QUIET_S + ASK_MOST_S + 1.0 if idle else 3.0
     lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=within_s)
     assert set((lab.round() if idle else lab.play()).results) == {"device-0"}
+
+
+@pytest.mark.parametrize("what", ["presence", "answer"])
+def test_a_child_whose_presence_a_stranger_cleared_is_asked_for_it(what: str) -> None:
+    """The child publishes it again, but that is lost, and the child has nothing else to send."""
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    dropped = "/device-0/state" if what == "presence" else "/device-0"  # with the answers to questions, too
+    lab.broker.drop = lambda topic: topic.endswith(dropped)
+    lab.parent.session.receive(topics.state(LAB, RUN, "device-0"), b"", retained=False, now=lab.now)
+    assert not lab.parent.session.present()
+    if what == "presence":
+        lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=3.0)
+    else:
+        lab.rest(20.0)
+        lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
+        lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=QUIET_S + ASK_MOST_S)
+    assert set(lab.round().results) == {"device-0"}
+
+
+def test_a_child_whose_only_presence_was_refused_is_asked_for_another_one() -> None:
+    lab = Lab(names_of(1), start=False)
+    session = lab.parent.session
+    session._limits["device-0"] = ChildLimits(samples=20)
+    lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
+    lab.start("device-0")
+    wrong = Presence(NodeState.READY, "device", samples=21)
+    body = serialization.encode(wrong, lab.children["device-0"].session.link.identity.session)
+    session.receive(topics.state(LAB, RUN, "device-0"), body, retained=False, now=lab.now)
+    assert "device-0" not in session.samples
+    lab.until(lambda: bool(session.readiness(lab.now).ready), within_s=QUIET_S + ASK_MOST_S + 1.0)
 
 
 def test_a_strangers_presence_changes_no_count_of_samples() -> None:
@@ -586,6 +618,8 @@ def test_a_child_that_clears_its_presence_has_left() -> None:
     lab.rest(1.0)
     assert lab.parent.session.present() == names_of(2)
     child = lab.children["device-0"]
+    child.session.set_state(NodeState.FINISHED)
+    lab.rest(0.1)
     child.session.link.own.leaving = True
     for output in child.session.link.leave(keep_state=False):
         child._perform(output)
@@ -1056,6 +1090,20 @@ def test_a_packet_limit_of_the_broker_is_kept() -> None:
     assert session.link.offer(large, memoryview(bytes(50_000)), ["device-0"]) is None
     small = manifest_of(bytes(30_000))
     assert session.link.offer(small, memoryview(bytes(30_000)), ["device-0"]) == bytes(30_000)
+
+
+def test_a_model_that_does_not_fit_in_a_packet_with_its_reports_is_fetched() -> None:
+    lab = Lab(names_of(1), transfer=TransferSettings(inline_bytes=262_144, idle_s=60.0))
+    link = lab.parent.session.link
+    lab.rest(1.0)
+    link.connected(lab.now, inboxes=(), packet_most=40_000)
+    model = bytes(39_000)
+    result = Result(
+        Key(0, 0, 0), manifest_of(model), model, 10, 0.5, 1, 6, 6, 1.0, 0.0, 0.0, (), '{"up": [' + "{}," * 700 + "{}]}"
+    )
+    sent = link.to_send(lab.now, [("device-0", result)])
+    (body,) = (each.body for each in sent if isinstance(each, Publish) and each.topic.endswith("/device-0/inbox/cloud"))
+    assert len(body) < 40_000 and serialization.decode(body)[1] == replace(result, inline=None)
 
 
 def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere() -> None:

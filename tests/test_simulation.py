@@ -442,6 +442,22 @@ def test_a_partition_ends_connections_by_their_keep_alive() -> None:
     Pair().run(scenario)
 
 
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_link_that_is_cut_in_one_direction(direction: str) -> None:
+    async def scenario(pair: Pair) -> None:
+        node, other = await pair.client("node", "to node"), await pair.client("other", "from node", "will/#")
+        pair.network.link("node", "b").change(**{f"cut_{direction}": True})
+        node.publish("from node", b"up", qos=0)
+        other.publish("to node", b"down", qos=0)
+        await asyncio.sleep(3)
+        assert len(pair.got["node"]) == (direction == "up") and len(pair.got["other"]) == (direction == "down")
+        await asyncio.sleep(22)
+        assert not node.up  # no answer to its pings
+        assert "will/node" in [topic for _, topic, _ in pair.got["other"]]
+
+    Pair().run(scenario)
+
+
 def test_what_signals_do_to_a_process() -> None:
     async def scenario(pair: Pair) -> None:
         sender = await pair.client("sender")
@@ -540,6 +556,34 @@ def test_a_loop_that_cannot_go_on_raises(error: type[Exception], seconds: float 
 
     with pytest.raises(error):
         in_virtual_time(main)
+
+
+def test_the_clock_of_a_process_stands_still_while_its_host_sleeps() -> None:
+    ended: list[tuple[float, float, str]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+
+        async def wait(seconds: float, name: str) -> None:
+            begun = loop.time()
+            await asyncio.sleep(seconds)
+            ended.append((loop.now - START_S, loop.time() - begun, name))
+
+        async def works() -> None:
+            await asyncio.gather(wait(3.0, "due meanwhile"), wait(20.0, "due later"))
+
+        for slept_s in (10.0, 0.0):
+            process = SimulatedProcess(loop, "node", works)
+            await asyncio.sleep(1.0)
+            process.stop()
+            await asyncio.sleep(10.0)
+            process.continue_(slept_s=slept_s)
+            await process.ended.wait()
+
+    in_virtual_time(main)
+    assert ended[:2] == [(13.0, 3.0, "due meanwhile"), (30.0, 20.0, "due later")]
+    assert ended[2:] == [(41.0, 11.0, "due meanwhile"), (50.0, 20.0, "due later")]
 
 
 def test_work_for_executors_ends_late_and_keeps_its_errors() -> None:

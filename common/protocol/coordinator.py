@@ -431,7 +431,7 @@ class Lacking(Generic[_C]):
 
     def add(self, child: _C) -> None:
         """Add a child that lacks it again."""
-        self._children.append(child)
+        self._children = [*(other for other in self._children if other is not child), child]
 
     def any(self, lacks: Callable[[_C], bool]) -> bool:
         """Return whether a child lacks it; those that do not are removed."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Final, TypeAlias
 
 from common.accounting.counters import Account, packet_bytes
@@ -79,6 +80,7 @@ class Outbox:
         self._number = 0
         self._in_client = 0
         self._last_task: tuple[Task, bytes] | None = None
+        self.packet_most = inf  # bytes of a message that the broker accepts
         self.noise: dict[tuple[str, str], None] = {}
 
     def begin(self, begun: float) -> None:
@@ -104,6 +106,8 @@ class Outbox:
         identity = self._identity
         topic = topics.inbox(identity.lab, identity.run, peer, identity.name)
         body = self._encoded(message)
+        if isinstance(message, Task | Result) and message.inline is not None and len(body) > self.packet_most:
+            body = self._encoded(message := replace(message, inline=None))  # its receiver fetches the model
         size = packet_bytes(topic, len(body), qos=0)
         due = self._shaper.reserve((peer,), size, now)
         counted = peer if peer in self._peers else OTHERS

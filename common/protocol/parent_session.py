@@ -318,8 +318,8 @@ class ParentSession:
             self._message(arrival.peer, arrival.session, arrival.message, now)
         elif isinstance(arrival, Living):
             last = self.attendance.last.get(arrival.peer)
-            if last is not None and last.state is NodeState.LOST:
-                self.link.proofs.want(arrival.peer, now)  # the presence with which it came back was lost
+            if last is None or last.state is NodeState.LOST:
+                self.link.proofs.want(arrival.peer, now)  # its presence was lost, refused, or cleared by a stranger
         elif isinstance(arrival, Proven):
             self._presence(arrival, now)
         elif isinstance(arrival, Elsewhere):
@@ -370,6 +370,8 @@ class ParentSession:
             return
         self.targets.receive(peer, presence, now=now)
         before = self.attendance.last.get(peer)
+        if presence is None and before is not None and before.state in LIVING:
+            self.link.proofs.want(peer, now)  # a node finishes before it leaves: a stranger may have cleared it
         if presence is None or presence.state not in LIVING:
             self.link.sender.forget(peer)
             self.link.receiver.yield_slot(peer, now=now)

@@ -178,6 +178,7 @@ class PeerLink:
         self.up, self._connected_at = True, now
         self.chunk_most = int(min(self.transfer.chunk_bytes, packet_most))
         self._inline_most = int(min(self.transfer.inline_bytes, packet_most))
+        self.outbox.packet_most = packet_most
         self._streams = frozenset()
         states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
         self._first = [Subscribe((*states, *inboxes), first=True)]

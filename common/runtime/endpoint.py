@@ -14,6 +14,7 @@ from functools import partial
 from math import inf
 from typing import Final
 
+from common.accounting.counters import packet_bytes
 from common.errors import ConnectionFailed, DuplicateName, NoProgress
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
@@ -271,7 +272,8 @@ class Endpoint(ABC):
     def _perform(self, output: Output) -> None:
         connection = self.connection
         if isinstance(output, Publish):
-            if len(output.body) > min(self._packet_most.values(), default=inf):
+            size = packet_bytes(output.topic, len(output.body), qos=int(output.retain))
+            if size > min(self._packet_most.values(), default=inf) + PACKET_ROOM:
                 raise ConnectionFailed(
                     f"broker {connection.address} does not take {len(output.body)} bytes on {output.topic}, which "
                     "cannot be cut. Raise its limit of packets."

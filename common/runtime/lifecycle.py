@@ -200,7 +200,7 @@ async def until_return(host: Host, name: str, parent: str, *, run: str, times: O
     loop = asyncio.get_running_loop()
     watched = _ParentState(host, name, parent, run=run, begun=begun)
     async with watched.client.connected():
-        while not watched.ended:
+        while not await watched.over():
             t = loop.time() - watched.begun
             left_s = times.returns(t) - t
             if left_s <= 0 or watched.moved:
@@ -230,6 +230,12 @@ class _ParentState:
         state = topics.state(host.lab, "+", parent)
         self.client = LabClient(host.broker, f"{name}-away", reads=[state], received=self._received, world=host.world)
 
+    async def over(self) -> bool:
+        """Return whether the run has ended: a living parent publishes its state again if another has sent this one."""
+        if self.ended:
+            await asyncio.sleep(NAMESAKE_S)
+        return self.ended
+
     def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
         session, message = serialization.decode(body) if body else ("", None)
         if not isinstance(topic, topics.StateTopic):
@@ -240,6 +246,8 @@ class _ParentState:
         elif message is None:
             self.ended = True
         elif isinstance(message, Presence):
+            if message.state in LIVING and not retained:
+                self.ended, self.failure = False, None
             self.ended = self.ended or message.state in (NodeState.FINISHED, NodeState.FAILED)
             if message.state is NodeState.FAILED:
                 self.failure = RunFailed(f"{self._parent} gave up: {short(message.reason)}")

@@ -30,7 +30,10 @@ def ignore(event: str, facts: dict[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AgentFactory:
-    """Factory of agents. `broker_each`: each institution's devices have a broker of their own, with its name."""
+    """Factory of agents. `broker_each`: each institution's devices have a broker of their own, with its name.
+
+    `stay`: nodes wait for the next run.
+    """
 
     experiment: Experiment
     hardware: SimulatedHardware
@@ -38,6 +41,7 @@ class AgentFactory:
     path: Path
     broker_each: bool
     spool: bool
+    stay: bool = False
     observe: Observe = ignore
     folders: list[RunFolder] = field(default_factory=list)
 
@@ -56,7 +60,7 @@ class AgentFactory:
 
     def forget_files(self, node: str) -> None:
         """Remove the files that a node keeps for a restart."""
-        shutil.rmtree(self._files(node), ignore_errors=True)
+        shutil.rmtree(self._spool(node), ignore_errors=True)
 
     def new(
         self, node: str, world: SimulatedWorld, *, resume: bool, parent: str | None = None, files: str = ""
@@ -65,13 +69,14 @@ class AgentFactory:
 
         `parent`: in its configuration, by default its own    `files`: name of its spool folder, by default the node's
         """
-        spool = self._files(files or node) if self.spool else None
+        spool = self._spool(files or node) if self.spool else None
         if spool is not None:
             spool.mkdir(parents=True, exist_ok=True)
         above, below = BrokerAddress(self.upper_broker(node)), BrokerAddress(self.lower_broker(node))
-        host = Host(above, CONNECT_TIMEOUT_S, self.metrics, spool=spool, world=world)
+        host = Host(above, CONNECT_TIMEOUT_S, self.metrics, spool=spool, stay=self.stay, world=world)
         if node == CLOUD:
-            begun = next(self.runs.glob("*/manifest.json"), None) if resume else None
+            begun = self.folders[-1].path / "manifest.json" if resume and self.folders else None
+            begun = begun if begun is not None and begun.exists() else None
             if begun is None:
                 folder = RunFolder.create(self.runs, self.experiment, world=world)
             else:
@@ -95,5 +100,9 @@ class AgentFactory:
     def _own_broker(self, parent: str) -> str:
         return parent if self.broker_each and parent != CLOUD else BROKER
 
-    def _files(self, node: str) -> Path:
+    def files(self, node: str) -> Path:
+        """Return the folder that a node writes: the runs of the cloud, or what others keep for a restart."""
+        return self.runs if node == CLOUD else self._spool(node)
+
+    def _spool(self, node: str) -> Path:
         return self.path / "spool" / node

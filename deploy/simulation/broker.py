@@ -6,7 +6,7 @@ clean. Packets between clients and the broker cross simulated links: `deploy.sim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -218,7 +218,7 @@ class SimulatedBroker:
         self.queue_most = QUEUE_MOST
         self.packet_limit: int | None = None
         self.denied: list[str] = []
-        self.refused: list[str] = []
+        self.refused: Container[str] = ()
         self.messages = 0
         self.dropped = 0
         self.sessions: dict[str, BrokerSession] = {}

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from cloud.evaluator import Beginning, EvaluationResult
+from common.errors import RunFailed
 from common.experiment.data import samples_most
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.host.subprocess_channel import REPLACEMENTS
 from common.model.layout import ModelLayout, Row, Section
 from deploy.simulation.machines import Machines
 from device.jobs import LocalResult, Prepared, Progress
@@ -143,7 +145,7 @@ class Durations:
 class SimulatedHardware:
     """The machines of a lab: the workload, its durations, and counts of trainings.
 
-    Devices in `hanging` never become ready.
+    Devices in `hanging` never become ready. The evaluator's next requests fail with its process: `evaluator_ends`.
     """
 
     workload: Workload
@@ -153,6 +155,7 @@ class SimulatedHardware:
     trainings: int = 0
     trained: Counter[tuple[str, int]] = field(default_factory=Counter)  # by device and round
     hanging: set[str] = field(default_factory=set)
+    evaluator_ends: int = 0
     _pools: dict[str, SimulatedPool] = field(default_factory=dict)
 
     def pool(self, node: str) -> SimulatedPool:
@@ -258,7 +261,15 @@ class SimulatedEvaluator:
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return a model's accuracy and loss."""
-        await self._hardware.compute(CLOUD, self._hardware.durations.evaluate_s)
+        hardware, ended = self._hardware, 0
+        await hardware.compute(CLOUD, hardware.durations.evaluate_s)
+        while hardware.evaluator_ends:
+            hardware.evaluator_ends -= 1
+            ended += 1
+            if ended > REPLACEMENTS:
+                raise RunFailed("the evaluator process was killed, and so were its replacements")
+            await asyncio.sleep(3 * hardware.durations.boot_s)
+            await hardware.compute(CLOUD, hardware.durations.evaluate_s)
         return EvaluationResult(global_round, *self._hardware.workload.evaluate(row))
 
     def close(self) -> None:

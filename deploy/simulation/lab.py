@@ -31,6 +31,7 @@ from deploy.simulation.network import SimulatedLink, SimulatedNetwork
 from deploy.simulation.outcome import OK, LabOutcome, TraceDigest, collected_warnings, model_digest, round_rows
 from deploy.simulation.world import SimulatedWorld
 
+LOOK_S: Final = 0.5  # between two looks at nodes that stay
 MEMORY: Final = Path("/dev/shm")
 
 Scenario = Callable[["SimulatedLab"], Awaitable[None]]
@@ -45,6 +46,7 @@ class SimulatedLab:
     broker_each: each institution's children have their own broker, named like the institution
     autostart: the nodes that start at once, by default all    spool: whether nodes keep files for a restart
     time_limit_s: virtual seconds until the lab is aborted
+    runs: of the experiment, one after another; in several of them the other nodes stay
     grace_s: virtual seconds for the other nodes to end after the cloud
     observe: called with the cloud's events    at_end: called with the lab before it is torn down
     """
@@ -64,6 +66,7 @@ class SimulatedLab:
         autostart: Collection[str] | None = None,
         spool: bool = True,
         executor_delay_s: float = 0.0,
+        runs: int = 1,
         time_limit_s: float = 3600.0,
         grace_s: float = 60.0,
         observe: Observe = ignore,
@@ -93,12 +96,14 @@ class SimulatedLab:
             path,
             broker_each=broker_each,
             spool=spool,
+            stay=runs > 1,
             observe=observe,
         )
         self.usual: dict[str, LinkConditions] = {}  # of nodes whose links differ from `conditions`
         self.worlds: dict[str, list[SimulatedWorld]] = {name: [] for name in self.names}
         self._scenario = scenario
         self._autostart = self.names if autostart is None else tuple(autostart)
+        self._runs = runs
         self._grace_s = grace_s
         self._at_end = at_end
         self._started: list[SimulatedProcess] = []
@@ -149,7 +154,7 @@ class SimulatedLab:
 
     def now(self) -> float:
         """Return the seconds since the lab began."""
-        return self.loop.time() - START_S
+        return self.loop.now - START_S
 
     def random(self, purpose: str) -> random.Random:
         """Return a random generator for the seed and this purpose."""
@@ -242,10 +247,19 @@ class SimulatedLab:
             if node not in self.processes:
                 self.start(node)
         await self._until(lambda: CLOUD in self.ended, disturbing)
+        for _ in range(1, self._runs):
+            if self.ended[CLOUD]:
+                break
+            del self.processes[CLOUD]  # the next one begins another run
+            self.start(CLOUD)
+            await self._until(lambda: CLOUD in self.ended, disturbing)
         present = [process for process in self.processes.values() if process.alive]
         try:
             async with asyncio.timeout(self._grace_s):
-                await self._until(lambda: not any(process.alive for process in present), disturbing)
+                if self._runs == 1:
+                    await self._until(lambda: not any(process.alive for process in present), disturbing)
+                while any(process.alive and not process.seeks for process in present):  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
         except TimeoutError:
             pass
         disturbing.cancel()

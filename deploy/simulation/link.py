@@ -64,7 +64,7 @@ class RateQueue:
     def put(self, packet: Packet) -> None:
         """Append a packet to the queue."""
         if not self._waiting:
-            self._since, self._sent = self._loop.time(), 0.0
+            self._since, self._sent = self._loop.now, 0.0
             if self._rate is None and not self._paused:
                 self._depart(packet)
                 return
@@ -75,7 +75,7 @@ class RateQueue:
 
     def change(self, *, rate: float | None, paused: bool) -> None:
         """Change the rate, bytes per second, None = unlimited; or pause."""
-        now = self._loop.time()
+        now = self._loop.now
         if self._waiting:
             self._sent, self._since = self._sent_by(now), now
         self._rate, self._paused = rate, paused
@@ -85,7 +85,7 @@ class RateQueue:
         """Return the sent bytes of this direction's current packet."""
         if not self._waiting or self._waiting[0].flight is not flight:
             return 0
-        return int(self._sent_by(self._loop.time()))
+        return int(self._sent_by(self._loop.now))
 
     def truncate(self, flight: Flight, *, keep_bytes: int) -> None:
         """Drop the packets of one direction beyond its first `keep_bytes`, which the kernel has already accepted."""
@@ -113,7 +113,7 @@ class RateQueue:
             self._depart_first()
         if self._waiting and self._rate is not None and not self._paused:
             due = self._since + (self._waiting[0].size - self._sent) / self._rate
-            self._timer = self._loop.call_at(due, self._finish, due, context=Context())
+            self._timer = self._loop.call_on(due, self._finish, due, context=Context())
 
     def _finish(self, due: float) -> None:
         self._timer = None
@@ -152,17 +152,17 @@ class Flight:
 
     def add(self, packet: Packet, *, delay_s: float) -> None:
         """Schedule the arrival of a packet `delay_s` from now, but not before the previous one."""
-        self._last = max(self._last, self._loop.time() + delay_s)
+        self._last = max(self._last, self._loop.now + delay_s)
         self._flying.append((self._last, packet))
         self._plan()
 
     def add_late(self, packet: Packet, *, delay_s: float) -> None:
         """Schedule the arrival of a packet out of order."""
-        self._loop.call_later(delay_s, self._arrive_late, packet, context=self._context)
+        self._loop.call_on(self._loop.now + delay_s, self._arrive_late, packet, context=self._context)
 
     def release(self, *, delay_s: float) -> None:
         """Schedule the arrival of packets that are no longer held or stuck, `delay_s` from now."""
-        earliest = self._loop.time() + delay_s
+        earliest = self._loop.now + delay_s
         self._flying = deque((max(at, earliest), packet) for at, packet in self._flying)
         self._last = max(self._last, earliest) if self._flying else 0.0
         if self._timer is not None:
@@ -172,13 +172,13 @@ class Flight:
 
     def _plan(self) -> None:
         if self._timer is None and self._flying and self._flying[0][1] is not self.stuck:
-            self._timer = self._loop.call_at(self._flying[0][0], self._land, context=self._context)
+            self._timer = self._loop.call_on(self._flying[0][0], self._land, context=self._context)
 
     def _land(self) -> None:
         self._timer = None
         if self.held:
             return
-        now = self._loop.time()
+        now = self._loop.now
         while self._flying and self._flying[0][0] <= now and self._flying[0][1] is not self.stuck:
             self._arrive(self._flying.popleft()[1])
         self._plan()
@@ -196,7 +196,7 @@ class LinkConditions:
     loss: share of QoS 0 messages that are lost, in each direction    duplication: share of messages that arrive twice
     reordering: share of QoS 0 messages that arrive up to `reorder_s` late
     mtu_bytes: larger packets never arrive, nor do packets after them
-    cut: nothing arrives, as in a partition; TCP retransmits afterwards
+    cut: nothing arrives, as in a partition; TCP retransmits afterwards    cut_up, cut_down: in one direction
     """
 
     up_rate: float | None = None
@@ -208,6 +208,18 @@ class LinkConditions:
     reorder_s: float = 2.0
     mtu_bytes: int | None = None
     cut: bool = False
+    cut_up: bool = False
+    cut_down: bool = False
+
+    @property
+    def up_is_cut(self) -> bool:
+        """Whether nothing arrives at the broker."""
+        return self.cut or self.cut_up
+
+    @property
+    def down_is_cut(self) -> bool:
+        """Whether nothing arrives at the process."""
+        return self.cut or self.cut_down
 
 
 SOCKET_BYTES: Final = 262_144  # the kernel still sends this much for a process that has ended
@@ -295,8 +307,8 @@ class ClientStream:
 
     def link_changed(self, before: LinkConditions, now: LinkConditions) -> None:
         """Adapt to new conditions of the link."""
+        self._up.held, self._down.held = now.up_is_cut, now.down_is_cut
         for flight in (self._up, self._down):
-            flight.held = now.cut
             if before.mtu_bytes != now.mtu_bytes:
                 flight.stuck = None
             if before != now:
@@ -331,7 +343,7 @@ class ClientStream:
         broker, session = self._broker, self._session
         if not session.alive:
             return
-        self._last_packet_at = self._loop.time()
+        self._last_packet_at = self._loop.now
         if packet.kind is PacketKind.PUBLISH:
             if broker.publish(session, packet.topic, packet.body, qos=packet.qos, retain=packet.retain):
                 self._acknowledge(packet, [])
@@ -381,10 +393,11 @@ class ClientStream:
         """Start or stop the keep-alive timers of both ends."""
         if not self._open and not self._session.alive:
             return
-        keepalive_s, rng, now = self._connection.keepalive_s, self._link.rng, self._loop.time()
-        cut, up_stuck = self._link.conditions.cut, self._up.stuck is not None
-        mute = self._session.alive and (cut or up_stuck or self._connection.process.stopped)
-        deaf = self._open and (cut or up_stuck or self._down.stuck is not None)
+        keepalive_s, rng, now = self._connection.keepalive_s, self._link.rng, self._loop.now
+        up_stuck = self._link.conditions.up_is_cut or self._up.stuck is not None
+        down_stuck = self._link.conditions.down_is_cut or self._down.stuck is not None
+        mute = self._session.alive and (up_stuck or self._connection.process.stopped)
+        deaf = self._open and (up_stuck or down_stuck)
         if mute and self._broker_check is None:
             self._last_packet_at = max(self._last_packet_at, now - rng.random() * keepalive_s)  # its last ping
             self._check_broker()
@@ -392,7 +405,7 @@ class ClientStream:
             self._stop_checks(client=False)
         if deaf and self._client_check is None:
             due = now + keepalive_s * (1 + rng.random())
-            self._client_check = self._loop.call_at(
+            self._client_check = self._loop.call_on(
                 due, self._break, "Keep alive timeout", context=self._connection.context
             )
         elif not deaf:
@@ -400,11 +413,11 @@ class ClientStream:
 
     def _check_broker(self) -> None:
         due = self._last_packet_at + BROKER_PATIENCE * self._connection.keepalive_s
-        if self._loop.time() >= due:
+        if self._loop.now >= due:
             self._broker_check = None
             self._broker.abort(self._session)
         else:
-            self._broker_check = self._loop.call_at(due, self._check_broker, context=Context())
+            self._broker_check = self._loop.call_on(due, self._check_broker, context=Context())
 
     def _stop_checks(self, *, broker: bool = True, client: bool = True) -> None:
         if broker and self._broker_check is not None:

@@ -12,7 +12,7 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from typing import Any, Final, Protocol, TypeVar
@@ -25,7 +25,8 @@ class CallbackOwner(Protocol):
     tasks: set[asyncio.Task[Any]]
     killed: bool
     stopped: bool
-    kept: list[asyncio.Handle]
+    slept_s: float
+    kept: list[OwnedHandle]
 
 
 OWNER: ContextVar[CallbackOwner | None] = ContextVar("owner", default=None)
@@ -42,14 +43,24 @@ class CountingLoop(asyncio.BaseEventLoop):
 class OwnedHandle(asyncio.TimerHandle):
     """A callback, now or at a time, that runs only while its process runs.
 
+    `by_owner`: its time is by the clock of its process, which stands still while the host sleeps.
+
     It is made and run as by asyncio, but without asking for the debug mode: every message needs some twenty of them.
     """
 
-    __slots__ = ("owner",)
+    __slots__ = ("by_owner", "owner")
     owner: CallbackOwner | None
+    by_owner: bool
 
     def __init__(
-        self, when: float | None, callback: Any, args: Any, loop: CountingLoop, context: Context | None
+        self,
+        when: float | None,
+        callback: Any,
+        args: Any,
+        loop: CountingLoop,
+        context: Context | None,
+        *,
+        by_owner: bool = False,
     ) -> None:
         self._when, self._scheduled = when, when is not None
         self._callback, self._args, self._loop = callback, args, loop
@@ -57,6 +68,12 @@ class OwnedHandle(asyncio.TimerHandle):
         self._cancelled = False
         self._repr = self._source_traceback = None
         self.owner = self._context.get(OWNER)
+        self.by_owner = by_owner
+
+    def due(self) -> float:
+        """Return the time of a timer, by the clock of the simulation."""
+        assert self._when is not None
+        return self._when + self.owner.slept_s if self.by_owner and self.owner is not None else self._when
 
     def _run(self) -> None:
         owner = self.owner
@@ -149,9 +166,15 @@ class VirtualLoop(CountingLoop):
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
         self.set_task_factory(_new_task)
 
-    def time(self) -> float:
-        """Return virtual seconds."""
+    @property
+    def now(self) -> float:
+        """Virtual seconds, of which a sleeping host sees none."""
         return self._now
+
+    def time(self) -> float:
+        """Return virtual seconds by the clock of the present process, which stands still while its host sleeps."""
+        owner = OWNER.get()
+        return self._now if owner is None else self._now - owner.slept_s
 
     def number(self) -> int:
         """Return the next number of a counter. It orders objects that would else be ordered by their addresses."""
@@ -169,9 +192,20 @@ class VirtualLoop(CountingLoop):
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Call back at a time; timers of one instant fire in the order in which they were set."""
-        timer = OwnedHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, next(self._numbers), timer))
-        return timer
+        return self._add(OwnedHandle(when, callback, args, self, context, by_owner=True))
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call back after some seconds by the clock of the callback's process."""
+        timer = OwnedHandle(self._now + delay, callback, args, self, context, by_owner=True)
+        if timer.owner is not None:
+            timer._when -= timer.owner.slept_s  # type: ignore[operator]
+        return self._add(timer)
+
+    def call_on(self, when: float, callback: Any, *args: Any, context: Context) -> asyncio.TimerHandle:
+        """Call back at a time by `now`: the network and the machines do not sleep with a process."""
+        return self._add(OwnedHandle(when, callback, args, self, context))
 
     def create_future(self) -> asyncio.Future[Any]:
         """Return a future whose hash does not depend on its address."""
@@ -214,9 +248,23 @@ class VirtualLoop(CountingLoop):
             self.call_later(self._random.random() * self.executor_delay_s, end)
         return future
 
-    def resume(self, handles: Sequence[asyncio.Handle]) -> None:
-        """Call back in the next turn by handles that exist, as those kept while their process was stopped."""
-        self._ready.extend(handles)
+    def resume(self, process: CallbackOwner, *, slept_s: float) -> None:
+        """Run the handles kept while a process was stopped in the next turn; `slept_s`: its timers are late by it."""
+        kept, process.kept = process.kept, []
+        process.slept_s += slept_s
+        for handle in kept:
+            if slept_s and handle.by_owner:
+                handle._scheduled = True
+                self._add(handle)
+            else:
+                self._ready.append(handle)
+        if slept_s:
+            self._timers[:] = [(timer.due(), number, timer) for _, number, timer in self._timers]
+            heapq.heapify(self._timers)
+
+    def _add(self, timer: OwnedHandle) -> asyncio.TimerHandle:
+        heapq.heappush(self._timers, (timer.due(), next(self._numbers), timer))
+        return timer
 
     def discard(self) -> None:
         """Drop all callbacks and close the loop."""

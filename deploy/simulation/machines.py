@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 
 from common.runtime.discovery import SEEKER
 from deploy.simulation.link import Packet, RateQueue
-from deploy.simulation.loop import OWNER, VirtualLoop
+from deploy.simulation.loop import OWNER, OwnedHandle, VirtualLoop
 
 
 class Socket(Protocol):
@@ -44,7 +44,8 @@ class SimulatedProcess:
         self.killed = False
         self.stopped = False
         self.tasks: set[asyncio.Task[Any]] = set()
-        self.kept: list[asyncio.Handle] = []
+        self.slept_s = 0.0
+        self.kept: list[OwnedHandle] = []
         self.sockets: dict[Socket, None] = {}
         self.ended = asyncio.Event()
         self._loop = loop
@@ -79,12 +80,14 @@ class SimulatedProcess:
             self.stopped = True
             self._notify_sockets()
 
-    def continue_(self) -> None:
-        """Send SIGCONT: callbacks that became due meanwhile run now."""
+    def continue_(self, *, slept_s: float = 0.0) -> None:
+        """Send SIGCONT: callbacks that became due meanwhile run now.
+
+        `slept_s`: its host slept meanwhile, so that its clock stood still, and timers are due later.
+        """
         if self.stopped:
             self.stopped = False
-            self._loop.resume(self.kept)
-            self.kept = []
+            self._loop.resume(self, slept_s=slept_s)
             self._notify_sockets()
 
     def terminate(self) -> None:
@@ -184,7 +187,7 @@ class SimulatedHost:
         return min(1.0, self._cores / len(self._running))
 
     def _advance(self) -> None:
-        now = self._loop.time()
+        now = self._loop.now
         if self._running:
             self._work += (now - self._since) * self._speed()
         self._since = now
@@ -195,7 +198,7 @@ class SimulatedHost:
             self._timer = None
         if self._running:
             left = max(0.0, self._running[0][0] - self._work)
-            self._timer = self._loop.call_at(self._since + left / self._speed(), self._finish, context=TRANSIT)
+            self._timer = self._loop.call_on(self._since + left / self._speed(), self._finish, context=TRANSIT)
 
     def _finish(self) -> None:
         self._timer = None

@@ -51,8 +51,8 @@ class SimulatedLink:
 
     def _rates(self) -> None:
         conditions = self.conditions
-        self.up.change(rate=conditions.up_rate, paused=conditions.cut)
-        self.down.change(rate=conditions.down_rate, paused=conditions.cut)
+        self.up.change(rate=conditions.up_rate, paused=conditions.up_is_cut)
+        self.down.change(rate=conditions.down_rate, paused=conditions.down_is_cut)
 
     def _depart(self, packet: Packet) -> None:
         conditions, rng, flight = self.conditions, self.rng, packet.flight

@@ -57,7 +57,7 @@ class TraceDigest:
     def __call__(self, message: Routed) -> None:
         """Add a message."""
         self.messages += 1
-        head = f"{self.loop.time() - START_S:.9f} {message.broker} {message.topic} {message.qos} {message.retain} "
+        head = f"{self.loop.now - START_S:.9f} {message.broker} {message.topic} {message.qos} {message.retain} "
         self._digest.update(f"{head}{len(message.body)}\n".encode())
         self._digest.update(message.body)
 
@@ -67,16 +67,19 @@ class TraceDigest:
 
 
 def model_digest(runs: Path) -> str:
-    """Return a digest of the final model of the run in a folder, 16 hexadecimal digits, or "" if there is none."""
+    """Return a digest of the final model of the runs in a folder, 16 hexadecimal digits, or "" if there is none.
+
+    Runs that differ have their digests joined.
+    """
     from safetensors.numpy import load_file
 
-    path = next(runs.glob("*/model.safetensors"), None)
-    if path is None:
-        return ""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(load_file(path).items()):
-        digest.update(name.encode() + tensor.tobytes())
-    return digest.hexdigest()[:16]
+    found = set()
+    for path in runs.glob("*/model.safetensors"):
+        digest = hashlib.sha256()
+        for name, tensor in sorted(load_file(path).items()):
+            digest.update(name.encode() + tensor.tobytes())
+        found.add(digest.hexdigest()[:16])
+    return " ".join(sorted(found))
 
 
 def round_rows(runs: Path) -> tuple[Mapping[str, str], ...]:

@@ -178,15 +178,18 @@ class SimulatedConnection:
     async def _open(self) -> ClientStream:
         self.broker, self.link = self._reach(self.attempts.address)
         link, loop = self.link, asyncio.get_running_loop()
-        if not link.conditions.cut:
+        if not self._is_cut():
             await asyncio.sleep(2 * ROUND_TRIPS * link.conditions.delay_s)
-        if link.conditions.cut:
+        if self._is_cut():
             await asyncio.sleep(CONNECT_TIMEOUT_S)
             raise BrokenConnection("operation timed out")
         if not self.broker.up:
             raise BrokenConnection("connection refused")
         self._ready, self._early = False, []
         return ClientStream(self, loop=loop)
+
+    def _is_cut(self) -> bool:
+        return self.link.conditions.up_is_cut or self.link.conditions.down_is_cut
 
     def _deliver(self, packet: Packet) -> None:
         self._handlers.received(packet.topic, packet.body, packet.retain)
@@ -249,7 +252,7 @@ EPOCH_S: Final = 1_700_000_000.0  # Unix seconds where the virtual time is 0
 
 
 class SimulatedWorld:
-    """A process's simulated network, tokens drawn from the seed, and a wall clock with an offset of `clock_offset_s`.
+    """A process's simulated network, tokens drawn from the seed, and a wall clock `clock_offset_s` beside the lab's.
 
     The host of a broker's address is the broker's name, or one of its names. `process` is set once it exists.
     """
@@ -261,7 +264,7 @@ class SimulatedWorld:
     ) -> None:
         self._network = network
         self._name = name
-        self._clock_offset_s = clock_offset_s
+        self.clock_offset_s = clock_offset_s
         self.connections: list[SimulatedConnection] = []
         self._rng = random.Random(f"{network.seed} process {name} {generation}")
 
@@ -300,7 +303,7 @@ class SimulatedWorld:
 
     def wall(self) -> float:
         """Return Unix seconds by this process's clock."""
-        return EPOCH_S + self._clock_offset_s + asyncio.get_running_loop().time()
+        return EPOCH_S + self.clock_offset_s + self._network.loop.now
 
     def noise(self, nbytes: int) -> bytes:
         """Return a repeated pattern of random bytes: fully random ones would take most of the simulation's time."""

@@ -36,6 +36,9 @@ NEWER: Final = 0.4  # share of the tiers whose rule is not one of the papers'
 STATES: Final = 0.15  # shares of the labs whose devices keep vectors,
 CLUSTERS: Final = 0.1  # whose tiers select by clusters,
 BUFFERS: Final = 0.2  # and whose tiers aggregate buffers
+BUSY: Final = 0.1  # share of the others whose nodes and brokers are busy with each byte,
+SEVERAL: Final = 0.12  # and that have several runs, if these are short
+ROUNDS_MOST: Final = 8
 AWAY: Final = 0.5  # share of the devices that are ever absent, in labs with absences
 TOGETHER: Final = 0.2  # share of these labs all of whose devices leave at the same time
 LATE: Final = 0.2  # share of the devices that are away as the run begins
@@ -57,6 +60,7 @@ SELECTORS: Final[tuple[Mapping[str, Any], ...]] = ({"name": "round_robin"}, {"na
 class DrawnLab:
     """A random lab. `unequal`: conditions of single nodes' links; `expected_s`: estimated duration.
 
+    `runs`: one after another, whose nodes stay    `byte_s`: seconds of a node's, or a broker's, core for each byte
     `name`: of its file, if it was kept    `seed`: of the draw, and of all chances while it runs
     """
 
@@ -72,6 +76,8 @@ class DrawnLab:
     expected_s: float
     faults: tuple[Fault, ...]
     name: str = ""
+    runs: int = 1
+    byte_s: float = 0.0
 
     @property
     def title(self) -> str:
@@ -82,6 +88,11 @@ class DrawnLab:
     def timed(self) -> bool:
         """Whether the aggregated models depend on time."""
         return any(tier.timed for tier in self.experiment.every_tier)
+
+    @property
+    def slow(self) -> bool:
+        """Whether messages may be on their way for longer than their delay."""
+        return bool(self.unequal or self.byte_s) or self.conditions.up_rate is not None
 
     @property
     def permanent(self) -> Fault | None:
@@ -116,7 +127,9 @@ def draw_lab(seed: int) -> DrawnLab:
         drawn = _around(seed, rng, experiment, durations)
         with_institutions = len(experiment.every_tier) == 2
         drawn = _with_permanent_fault(rng, drawn) if with_institutions and rng.random() < PERMANENT else drawn
-        return _with_absences(rng, drawn) if rng.random() < ABSENT else drawn
+        if rng.random() < ABSENT:
+            return _with_absences(rng, drawn)
+        return _with_more(rng, drawn) if drawn.permanent is None else drawn
     raise AssertionError(f"seed {seed} gives no valid experiment")
 
 
@@ -197,7 +210,7 @@ def _tree(rng: random.Random, durations: Durations) -> dict[str, Any]:
             "aggregation": _rule(rng, cloud=True),
             "closing": _closing(rng, drawn[0], 8 * durations.train_s * rounds),
             "epoch_control": rng.choice([{}, {"name": "tempo"}, {"name": "tempo", "variant": "plato"}]),
-            "checkpoint_every": rng.choice([1, 1, 2]),
+            "checkpoint_every": rng.choice([1, 1, 2, 3]),
         },
         "institution": {
             "rounds": rounds,
@@ -414,6 +427,23 @@ def _changes(rng: random.Random, tier: Mapping[str, Any]) -> Iterator[tuple[str,
         yield "selection", dict(rng.choice(SELECTORS))
         if not tier.get("closing"):  # else the quorum may not fit
             yield "participation", rng.choice([0.5, 0.75])
+
+
+# More runs, and sizes that cost time
+
+
+def _with_more(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
+    """Return a drawn lab with several runs, or whose nodes are busy with each byte, or as it is."""
+    if rng.random() < BUSY:
+        return replace(drawn, byte_s=rng.choice([1e-7, 1e-6]))
+    if rng.random() >= SEVERAL or drawn.experiment.rounds * drawn.experiment.device_rounds > ROUNDS_MOST:
+        return drawn
+    runs = rng.choice([2, 2, 3])
+    most_s = drawn.experiment.transfer.idle_s / 2  # a node that stays gives a run up for good, and others wait for it
+    faults = tuple(
+        replace(fault, at_s=round(runs * fault.at_s, 3), for_s=min(fault.for_s, most_s)) for fault in drawn.faults
+    )
+    return replace(drawn, runs=runs, expected_s=runs * drawn.expected_s, faults=faults)
 
 
 # Absences

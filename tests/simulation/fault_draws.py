@@ -11,6 +11,7 @@ from common.experiment.reading import parse
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.host.subprocess_channel import REPLACEMENTS
 from deploy.simulation.agents import BROKER
 from tests.simulation.faults import Fault, FaultKind
 from tests.simulation.interference import CHUNK
@@ -20,14 +21,18 @@ CONTROL: Final = (
     "Farewell", "Goodbye", "Reports", "Announcement", "chunk",
 )  # fmt: skip
 LETHAL: Final = 0.06  # share of the faults that last about as long as `idle_s` or longer
+OF_CLOUD: Final = 0.25  # share of the kills: it returns to its last checkpoint, behind what the others have done
 KINDS: Final = (
     *(FaultKind.KILL,) * 5, *(FaultKind.TERMINATE,) * 3, *(FaultKind.STOP,) * 3, *(FaultKind.BROKER,) * 3,
     *(FaultKind.PARTITION,) * 2, *(FaultKind.MUTE,) * 4, FaultKind.LOSS, FaultKind.DUPLICATION, FaultKind.REORDERING,
     FaultKind.SLOW, FaultKind.BLACK_HOLE, *(FaultKind.STRANGER,) * 3, FaultKind.FLIP, FaultKind.FLOOD,
-    FaultKind.SEEKERS, FaultKind.HANG, FaultKind.WRONG, FaultKind.REMAINS, FaultKind.SECOND,
+    FaultKind.SEEKERS, FaultKind.HANG, FaultKind.WRONG, FaultKind.REMAINS, FaultKind.SECOND, FaultKind.RATES,
+    *(FaultKind.ONE_WAY,) * 2, *(FaultKind.LIES,) * 3, FaultKind.UNREAD, FaultKind.PACKETS, FaultKind.CLOCK,
+    *(FaultKind.SLEEP,) * 2, FaultKind.DISK, FaultKind.EVALUATOR,
 )  # fmt: skip
 
-AT_START: Final = (FaultKind.WRONG, FaultKind.REMAINS)
+AT_START: Final = (FaultKind.WRONG, FaultKind.REMAINS, FaultKind.PACKETS)
+LATE: Final = ("Farewell", "Goodbye", "Reports")  # sent at the end only: lost from the middle of the run to its end
 CHAOS: Final = (FaultKind.LOSS, FaultKind.DUPLICATION, FaultKind.REORDERING)
 AMOUNTS: Final[Mapping[FaultKind, Sequence[float]]] = {
     **dict.fromkeys(CHAOS, (0.05, 0.3)),
@@ -37,10 +42,15 @@ AMOUNTS: Final[Mapping[FaultKind, Sequence[float]]] = {
     FaultKind.TERMINATE: (0.0, 0.0, 0.0, -3600.0, 3600.0),
     FaultKind.FLIP: (0.1, 0.5),
     FaultKind.STRANGER: (0, 10, 30, 60),
+    FaultKind.LIES: (0.1, 0.5, 1.0),
+    FaultKind.PACKETS: (34_000, 70_000),
+    FaultKind.CLOCK: (-3600.0, -5.0, 3600.0),
+    FaultKind.EVALUATOR: (1, 2, REPLACEMENTS + 1),
 }
 DETAILS: Final[Mapping[FaultKind, Sequence[str]]] = {
     FaultKind.MUTE: CONTROL,
     FaultKind.BROKER: ("empty", "current", "old"),
+    FaultKind.ONE_WAY: ("up", "down"),
 }
 LASTING: Final = (FaultKind.HANG, FaultKind.KILL, FaultKind.MUTE, FaultKind.BLACK_HOLE)  # the permanent faults
 HANGS_S: Final = (0.05, 0.3)  # a device hangs before its institution can have gathered its devices
@@ -61,7 +71,7 @@ def draw_faults(
     faults = []
     for _ in range(rng.choice([1, 1, 2, 2, 3, 3, 4, 5, 6, 10])):
         kind = rng.choice(KINDS)
-        node = rng.choice([rng.choice(devices), rng.choice(parents or [CLOUD]), rng.choice([*devices, CLOUD])])
+        node = rng.choice([rng.choice(devices), rng.choice(parents or [CLOUD]), rng.choice([*devices, CLOUD, CLOUD])])
         faults.append(_fault(rng, kind, node, experiment, expected_s, devices, brokers))
     return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.kind)))
 
@@ -79,6 +89,8 @@ def _fault(
     at_s = 0.0 if kind in AT_START else rng.uniform(0, 1.1 * expected_s)
     for_s = rng.choice([rng.uniform(0, 0.5), rng.uniform(0, 3), rng.uniform(0, 8)])
     keep, clean = rng.random() < 0.7, rng.random() < 0.5
+    if kind in (FaultKind.KILL, FaultKind.TERMINATE) and rng.random() < OF_CLOUD:
+        node = CLOUD
     if kind in (FaultKind.WRONG, FaultKind.HANG, FaultKind.SECOND) and node not in devices:
         node = rng.choice(devices) if kind is not FaultKind.SECOND or node == CLOUD else node
     if kind in (*CHAOS, FaultKind.MUTE):
@@ -87,13 +99,16 @@ def _fault(
         node = rng.choice(brokers)
     if kind in CHAOS:
         for_s *= 3
-    elif kind is FaultKind.STOP and rng.random() < 0.4:
+    elif kind in (FaultKind.STOP, FaultKind.SLEEP) and rng.random() < 0.4:
         for_s = rng.uniform(1.2, 2.2) * keepalive_s
-    elif kind is FaultKind.PARTITION and rng.random() < 0.5:
+    elif kind in (FaultKind.PARTITION, FaultKind.ONE_WAY) and rng.random() < 0.5:
         for_s = rng.uniform(0.5, 2.5) * keepalive_s
     if kind not in (*AT_START, FaultKind.SECOND) and rng.random() < LETHAL:
         for_s = idle_s * rng.uniform(0.9, 1.6)
     amount, detail = rng.choice(AMOUNTS.get(kind, (0.0,))), rng.choice(DETAILS.get(kind, ("",)))
+    if kind is FaultKind.MUTE and detail in LATE:
+        at_s, for_s = 0.5 * expected_s, expected_s
+        node = rng.choice([node, *experiment.tree.children[CLOUD]])
     return Fault(kind, round(at_s, 3), round(for_s, 3), node, amount, detail, keep, clean)
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Mapping
+from errno import ENOSPC
+from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 from common.experiment.topology import CLOUD
+from deploy.simulation.broker import Routed
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.network import SimulatedLink
@@ -19,6 +24,8 @@ FLOOD: Final = 200
 SUPERVISE_S: Final = 5.0
 OLD_S: Final = 1.0  # age of an "old" store when the broker stops
 LOOK_S: Final = 0.1
+RATES: Final = (3e3, 2e4, 1e5, None)  # bytes per second
+CHANGES: Final = 8  # of the rate
 
 
 async def inject_faults(lab: SimulatedLab, faults: tuple[Fault, ...]) -> None:
@@ -94,7 +101,7 @@ async def _stop(lab: SimulatedLab, fault: Fault) -> None:
         return
     process.stop()
     await asyncio.sleep(fault.for_s)
-    process.continue_()
+    process.continue_(slept_s=fault.for_s if fault.kind is FaultKind.SLEEP else 0.0)
 
 
 async def _broker(lab: SimulatedLab, fault: Fault) -> None:
@@ -125,6 +132,58 @@ def _undo(lab: SimulatedLab, link: SimulatedLink, earlier: Mapping[str, Any]) ->
     name = next(key for key, value in lab.network.links.items() if value is link)[0]
     usual = lab.usual.get(name, lab.network.conditions)
     link.change(**{field: getattr(usual, field) for field in earlier})
+
+
+async def _rates(lab: SimulatedLab, fault: Fault) -> None:
+    rng = lab.random(str(fault))
+    for _ in range(CHANGES):
+        rate = rng.choice(RATES)
+        for link in (links := [link for (name, _), link in lab.network.links.items() if name == fault.node]):
+            link.change(up_rate=rate, down_rate=rate)
+        await asyncio.sleep(fault.for_s / CHANGES)
+    for link in links:
+        _undo(lab, link, {"up_rate": None, "down_rate": None})
+
+
+async def _packets(lab: SimulatedLab, fault: Fault) -> None:
+    for broker in lab.network.brokers.values():
+        broker.packet_limit = int(fault.amount)
+
+
+async def _unread(lab: SimulatedLab, fault: Fault) -> None:
+    """Refuse a node what is sent to it, as a wrong access control list does; all connections begin anew with a list."""
+    for refused in (interference.InboxOf(fault.node), ()):
+        for broker in lab.network.brokers.values():
+            broker.refused = refused
+            for session in list(broker.sessions.values()):
+                broker.abort(session)
+        if refused:
+            await asyncio.sleep(fault.for_s)
+
+
+async def _clock(lab: SimulatedLab, fault: Fault) -> None:
+    if lab.worlds[fault.node]:
+        world = lab.worlds[fault.node][-1]
+        world.clock_offset_s += fault.amount
+        await asyncio.sleep(fault.for_s)
+        world.clock_offset_s -= fault.amount
+
+
+async def _disk(lab: SimulatedLab, fault: Fault) -> None:
+    """Let the disk of a node be full: what it writes does not reach it."""
+    folder, fsync = lab.agents.files(fault.node), os.fsync
+
+    def full(file: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{file}")).is_relative_to(folder):
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        fsync(file)
+
+    with patch("os.fsync", full):
+        await asyncio.sleep(fault.for_s)
+
+
+async def _evaluator(lab: SimulatedLab, fault: Fault) -> None:
+    lab.hardware.evaluator_ends += int(fault.amount)
 
 
 async def _hang(lab: SimulatedLab, fault: Fault) -> None:
@@ -159,7 +218,7 @@ async def _second(lab: SimulatedLab, fault: Fault) -> None:
 
 
 async def _filtered(lab: SimulatedLab, fault: Fault) -> None:
-    accepts = interference.MuteFilter(lab, fault) if fault.kind is FaultKind.MUTE else interference.Flipper(lab, fault)
+    accepts = _FILTERS[fault.kind](lab, fault)
     lab.network.filters.append(accepts)
     await _wait_out(fault)
     lab.network.filters.remove(accepts)
@@ -187,6 +246,7 @@ _HANDLERS: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Awaitable[No
     FaultKind.KILL: _kill,
     FaultKind.TERMINATE: _kill,
     FaultKind.STOP: _stop,
+    FaultKind.SLEEP: _stop,
     FaultKind.BROKER: _broker,
     FaultKind.PARTITION: _link,
     FaultKind.LOSS: _link,
@@ -196,6 +256,7 @@ _HANDLERS: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Awaitable[No
     FaultKind.BLACK_HOLE: _link,
     FaultKind.MUTE: _filtered,
     FaultKind.FLIP: _filtered,
+    FaultKind.LIES: _filtered,
     FaultKind.STRANGER: _strangers,
     FaultKind.FLOOD: _flood,
     FaultKind.SEEKERS: _flood,
@@ -203,9 +264,22 @@ _HANDLERS: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Awaitable[No
     FaultKind.WRONG: _wrong,
     FaultKind.REMAINS: _remains,
     FaultKind.SECOND: _second,
+    FaultKind.ONE_WAY: _link,
+    FaultKind.RATES: _rates,
+    FaultKind.PACKETS: _packets,
+    FaultKind.UNREAD: _unread,
+    FaultKind.CLOCK: _clock,
+    FaultKind.DISK: _disk,
+    FaultKind.EVALUATOR: _evaluator,
+}
+_FILTERS: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Callable[[Routed], bool]]]] = {
+    FaultKind.MUTE: interference.MuteFilter,
+    FaultKind.FLIP: interference.Flipper,
+    FaultKind.LIES: interference.Liar,
 }
 _CONDITIONS: Final[Mapping[FaultKind, Callable[[Fault], dict[str, Any]]]] = {
     FaultKind.PARTITION: lambda fault: {"cut": True},
+    FaultKind.ONE_WAY: lambda fault: {f"cut_{fault.detail}": True},
     FaultKind.LOSS: lambda fault: {"loss": fault.amount},
     FaultKind.DUPLICATION: lambda fault: {"duplication": fault.amount},
     FaultKind.REORDERING: lambda fault: {"reordering": fault.amount},

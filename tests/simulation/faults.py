@@ -20,6 +20,8 @@ class FaultKind(StrEnum):
     DUPLICATION = "duplication"
     REORDERING = "reordering"
     SLOW = "slow link"
+    RATES = "changing rates"
+    ONE_WAY = "cut in one direction"
     BLACK_HOLE = "black hole"
     MUTE = "message loss"
     STRANGER = "stranger"
@@ -30,10 +32,20 @@ class FaultKind(StrEnum):
     WRONG = "wrong configuration"
     REMAINS = "remains of a dead run"
     SECOND = "second node"
+    LIES = "lies of a member"
+    UNREAD = "refused subscriptions"
+    PACKETS = "packet limit"
+    CLOCK = "clock jump"
+    SLEEP = "host sleeps"
+    DISK = "full disk"
+    EVALUATOR = "dead evaluator"
 
 
 RESTARTS: Final = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.HANG, FaultKind.WRONG, FaultKind.SECOND)
-CUTS: Final = (FaultKind.STOP, FaultKind.PARTITION, FaultKind.BLACK_HOLE, FaultKind.SLOW)
+CUTS: Final = (
+    FaultKind.STOP, FaultKind.SLEEP, FaultKind.PARTITION, FaultKind.ONE_WAY, FaultKind.BLACK_HOLE, FaultKind.SLOW,
+    FaultKind.RATES, FaultKind.UNREAD,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +54,9 @@ class Fault:
 
     at_s: since the start; with a permanent fault other than a hang, since a device of its institution has trained
     for_s: infinite if it is permanent
-    amount: a share, bytes, bytes per second, messages that were seen before, or a clock offset in seconds, by kind
-    detail: the kind of message that is lost, or the store of a restarted broker
+    amount: a share, bytes, bytes per second, messages that were seen before, a clock offset in seconds, or the
+        evaluators that die one after another, by kind
+    detail: the kind of message that is lost, the store of a restarted broker, or the direction of a cut
     keep: whether a restarted node keeps its files    clean: SIGTERM instead of SIGKILL
     """
 

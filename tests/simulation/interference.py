@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from math import nan
 from typing import Any, Final
 
 import msgpack
 import numpy as np
 
+from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic
 from common.errors import WireError
 from common.experiment.topology import CLOUD
@@ -32,10 +35,13 @@ from common.protocol.messages import (
     Preparing,
     Presence,
     Progress,
+    Reports,
     Result,
+    Target,
     Task,
     WhoIsThere,
 )
+from common.protocol.presence import FINAL
 from common.protocol.serialization import KINDS
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.agents import BROKER
@@ -44,8 +50,27 @@ from deploy.simulation.lab import SimulatedLab
 from tests.simulation.faults import Fault, FaultKind
 
 CHUNK: Final = "chunk"
+HUGE: Final = 10**9  # more than any experiment has
+LIES: Final[Mapping[type, Sequence[Mapping[str, Any]]]] = {
+    Result: (
+        *({name: HUGE} for name in ("samples", "epochs", "steps", "path_steps")), {"samples": 0}, {"loss": nan},
+        {"train_s": -1.0}, {"plans": "[1]"}, {"children": (ChildReport("stranger"),)},
+    ),
+    Task: ({"follows": HUGE}, {"epochs": HUGE}, {"epochs": 0}),
+    Presence: (
+        {"samples": HUGE}, {"targets": (Target("stranger", "stranger:1"),) * 99}, {"state": NodeState.INIT},
+        {"elapsed_s": 1e9}, {"role": "stranger"}, {"answers": "f" * 16},
+    ),
+    Alive: ({"presence": Presence(NodeState.INIT, "stranger")}, {"nonce": "f" * 16}),
+    Announcement: ({"experiment": "{}"}, {"layout": "{}"}),
+    Preparing: ({"done": HUGE},),
+    Progress: ({"below": (Traffic(),) * 99},),
+    Ask: ({"lacking": b"\xff" * 64}, {"window": HUGE}, {"seen_all": HUGE}),
+    Reports: ({"children": (ChildReport("stranger"),)},),
+}  # fmt: skip
 SEEN: Final = 50  # messages of each node that a stranger remembers
 REPLAYED: Final = 0.4  # share of a stranger's messages that are sent as they were
+CLEARED: Final = 0.2  # share of the forged presences that are empty, as when a node leaves
 NOISE_BYTES_MOST: Final = 200_000
 DEAD_RUN: Final = "20200101T000000Z-dead00"
 DEAD_SESSION: Final = "0123456789abcdef"
@@ -109,6 +134,65 @@ class Flipper:
         return False
 
 
+class Liar:
+    """Filter that replaces the content of a share of one member's messages, which remain those of its own session.
+
+    Only by what the experiment, or another message, contradicts: no node can know that another number is wrong.
+    """
+
+    def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
+        self._lab, self._fault = lab, fault
+        self._rng = random.Random(f"{lab.seed} lies {fault}")
+
+    def __call__(self, message: Routed) -> bool:
+        """Return whether a message is forwarded as it was sent."""
+        lab, rng, fault = self._lab, self._rng, self._fault
+        if lab.injecting or kind_of(message) in ("", CHUNK) or sender_of(message.topic) != fault.node:
+            return True
+        try:
+            session, content = serialization.decode(message.body)
+        except WireError:
+            return True  # damaged on its way
+        lies = _lies(content, rng)
+        if not lies or rng.random() >= fault.amount:
+            return True
+        body = serialization.encode(rng.choice(lies), session)
+        lab.inject(message.topic, body, qos=message.qos, retain=message.retain, broker=message.broker)
+        return False
+
+
+def _lies(content: Message, rng: random.Random) -> list[Message]:
+    """Return what a member may send in place of a message, none if nothing in it can be wrong."""
+    kind: Any = type(content)
+    changes = list(LIES.get(kind, ()))
+    if isinstance(content, Task | Result | Acknowledgement):
+        changes.append({"key": content.key._replace(global_round=HUGE)})
+    if isinstance(content, Task | Result):
+        model = content.model
+        larger = memoryview(bytes(model.size + 4))
+        models = [
+            describe(larger, chunk_bytes=model.chunk_bytes, codec=model.codec, layout=model.layout),
+            replace(model, layout="0" * 16),
+            replace(model, codec="none"),
+            replace(model, reference="f" * 16),
+            replace(model, digests=rng.randbytes(len(model.digests))),
+            replace(model, blob=rng.randbytes(8).hex()),
+        ]
+        changes += [{"model": each, "inline": None} for each in models]
+    altered: Any = content
+    return [replace(altered, **change) for change in changes]
+
+
+class InboxOf(Container[str]):
+    """The filters of the messages to a node."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def __contains__(self, topic_filter: object) -> bool:
+        return f"/{self._node}/inbox/" in str(topic_filter)
+
+
 class Wiretap:
     """What a stranger has seen of a lab: its latest messages by sender, and the sessions of each node in order.
 
@@ -158,8 +242,10 @@ class Wiretap:
             content = _with_noise(content, rng)
         elif isinstance(content, Acknowledgement):
             content = replace(content, reason=rng.choice(["", "no"]))
+        elif isinstance(content, Presence) and rng.random() < CLEARED:
+            return message._replace(body=b"")
         elif isinstance(content, Presence):
-            content = replace(content, state=NodeState.LOST)  # a late will
+            content = replace(content, state=rng.choice(FINAL))  # a late will, or last message
         elif isinstance(content, Ask):
             answers: list[Message] = [Gone(content.blob), replace(content, lacking=b"")]
             content = rng.choice(answers)
@@ -173,7 +259,13 @@ def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int, tap: Wiretap 
     if tap is None:
         _send_unseen(lab, fault, number)
     elif seen is not None:
-        lab.inject(seen.topic, seen.body, qos=seen.qos, retain=seen.retain and rng.random() < 0.3, broker=seen.broker)
+        retain = seen.retain and rng.random() < 0.3 and not _ends_a_run(seen)  # a new process believes such a state
+        lab.inject(seen.topic, seen.body, qos=seen.qos, retain=retain, broker=seen.broker)
+
+
+def _ends_a_run(message: Routed) -> bool:
+    content = serialization.decode(message.body)[1] if message.body else None
+    return isinstance(content, Presence) and content.state in (NodeState.FINISHED, NodeState.FAILED)
 
 
 def _with_noise(content: Task | Result, rng: random.Random) -> Task | Result:

@@ -11,15 +11,16 @@ from typing import Final
 from common.accounting.counters import LINK_KINDS
 from common.experiment.rounds import participants
 from common.experiment.topology import CLOUD
+from common.host.subprocess_channel import REPLACEMENTS
 from common.protocol.messages import Presence
 from common.protocol.topics import ALL
 from deploy.simulation.outcome import LabOutcome
 from tests.simulation.drawn import DrawnLab
-from tests.simulation.faults import RESTARTS, FaultKind, longest_s, recovery_s
+from tests.simulation.faults import RESTARTS, Fault, FaultKind, longest_s, recovery_s
 from tests.simulation.losses import copes_with_a_loss, returned_s, spends_few_deadlines
 from tests.simulation.monitor import Evidence, LabRun, LinkCount
 
-DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|StateLost|InvalidBelow|ConnectionFailed")
+DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|StateLost|InvalidBelow|ConnectionFailed|StorageFailed")
 MISTAKEN: Final = re.compile(r"InvalidExperiment: --parent")  # the end of a node with another node's configuration
 GONE_STATE: Final = re.compile(r"StateLost|RunFailed: .* gave up")
 STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
@@ -29,6 +30,9 @@ SIZE_EACH: Final = 16  # entries per child: its byte account has fourteen cells
 FLOOD_MOST: Final = 300  # `SEEKERS_MOST`, with a margin
 END_S: Final = 5.0  # from the last closing to the end of the run
 INVENTED: Final = (FaultKind.DUPLICATION, FaultKind.STRANGER, FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.SECOND)
+REFUSED: Final = re.compile(r"refused \S+'s model|is left out")
+MESSAGES_ONLY: Final = (FaultKind.MUTE, FaultKind.STRANGER, FaultKind.DUPLICATION, FaultKind.REMAINS)
+LEAVE_S: Final = 4.0  # to evaluate the last model, and to publish the last state
 LAST_BYTES: Final = 400  # messages that may be sent after the other end has left: an answer, a goodbye
 COUNTED: Final = (*LINK_KINDS, "probe")
 KEPT_MOST: Final = 3  # retained topics per node that was absent at the end: presence, experiment
@@ -68,6 +72,24 @@ def does_not_stall(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     return f"no global round closed for {gap:.1f} s after the last fault (bound {bound:.1f} s)" if gap > bound else ""
 
 
+def leaves_in_time(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
+    """Check that the cloud does not wait for farewells of children that have all left.
+
+    Only where nothing but lost or invented messages disturbs the end, and no link is slow.
+    """
+    left_s, closed = faulty.evidence.left_s, faulty.evidence.closed_s
+    children = drawn.experiment.tree.children[CLOUD]
+    if not faulty.outcome.ok or drawn.slow or not left_s.keys() >= {CLOUD, *children} or not closed:
+        return ""
+    keepalive_s = drawn.experiment.transfer.keepalive_s
+    others = [fault for fault in drawn.faults if fault.kind not in MESSAGES_ONLY]
+    if any(fault.end_s + recovery_s(fault, keepalive_s=keepalive_s) > closed[-1] for fault in others):
+        return ""
+    last_s = max(closed[-1], *(left_s[name] for name in children))
+    waited_s = left_s[CLOUD] - last_s
+    return f"the cloud left {waited_s:.1f} s after its last child" if waited_s > LEAVE_S else ""
+
+
 def gap_and_bound(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[float, float]:
     """Return the seconds from the end of the last fault, or the last return, to the next closing, and their bound."""
     outcome, closed = faulty.outcome, faulty.evidence.closed_s
@@ -83,6 +105,8 @@ def gap_and_bound(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[float,
 def gives_the_same_model(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     """Check that the final model equals the undisturbed one, unless the lab depends on time."""
     if drawn.timed or not faulty.outcome.ok or faulty.outcome.digest == twin.outcome.digest:
+        return ""
+    if _reports_a_lie(drawn, faulty):
         return ""
     return f"model {faulty.outcome.digest or 'none'}, undisturbed {twin.outcome.digest}"
 
@@ -131,9 +155,9 @@ def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str
         again = sum(evidence.starts[node] - 1 for node in (device, *_above(drawn, device)))
         again += sum(int(fault.amount) for fault in drawn.faults if fault.kind is FaultKind.STRANGER)
         left = drawn.departures(device) * evidence.starts[CLOUD]  # a resumed run repeats them
-        if times > 1 + again + left:
+        if times > drawn.runs + again + left and not _lied(drawn):
             wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts, {left} absences")
-    if faulty.outcome.ok and not drawn.timed:
+    if faulty.outcome.ok and not drawn.timed and not _reports_a_lie(drawn, faulty):
         lacking = twin.evidence.trained.keys() - evidence.trained.keys()
         if lacking:
             wrong.append(f"never trained: {sorted(lacking)}")
@@ -151,7 +175,11 @@ def has_no_unhandled_errors(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None
 def warns_of_no_bug(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     """Check that faults explain all warnings."""
     kinds = {fault.kind for fault in drawn.faults}
-    expected = [*_EXPECTED, *([_AWAY] if drawn.experiment.availability.trace is not None else [])]
+    expected = [
+        *_EXPECTED,
+        *([_OTHER_RUN] if drawn.runs > 1 else []),
+        *([_AWAY] if drawn.experiment.availability.trace is not None else []),
+    ]
     strange = []
     for warning in faulty.outcome.warnings:
         if any(pattern.search(warning) for pattern in expected):
@@ -165,14 +193,13 @@ def warns_of_no_bug(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 def is_exact(drawn: DrawnLab, twin: LabRun) -> str:
     """Check an undisturbed lab: its end, its warnings, its ledgers, its trainings."""
     outcome, evidence = twin.outcome, twin.evidence
-    slow = bool(drawn.unequal) or drawn.conditions.up_rate is not None
-    expected = _EXPECTED if slow else _UNDISTURBED
+    expected = _EXPECTED if drawn.slow else _UNDISTURBED
     strange = [w for w in outcome.warnings if not any(p.search(w) for p in expected)]
     wrongs = (
         "" if outcome.ok else f"{outcome.result} {outcome.errors}",
         f"warnings: {strange[:5]}" if strange else "",
         # A farewell over a slow link may come after the parent has left its last state for that child.
-        f"retained: {evidence.retained}" if evidence.retained and not (drawn.timed or slow) else "",
+        f"retained: {evidence.retained}" if evidence.retained and not (drawn.timed or drawn.slow) else "",
         stays_bounded(drawn, twin),
         exact_accounts(drawn, evidence),
         settles_all_results(drawn, twin),
@@ -183,12 +210,12 @@ def is_exact(drawn: DrawnLab, twin: LabRun) -> str:
 
 def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
     most = max(twin.evidence.trained.values(), default=0)
-    if most > 1:
+    if most > drawn.runs:
         return f"a round was trained {most} times"
     experiment = drawn.experiment
     *above, last = experiment.every_tier
     sizes = [participants(n, last.participation) for n in experiment.sizes()[-1]]
-    expected = experiment.rounds * experiment.device_rounds * sum(sizes)
+    expected = drawn.runs * experiment.rounds * experiment.device_rounds * sum(sizes)
     everybody = all(tier.participation == 1.0 for tier in above)
     selects = any(tier.aggregation.selects for tier in experiment.every_tier)  # then fewer may take part
     if not drawn.timed and everybody and not selects and twin.outcome.trainings != expected:
@@ -199,10 +226,26 @@ def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
 def may_fail(drawn: DrawnLab) -> bool:
     """Return whether the faults may leave a node without progress for `idle_s`."""
     transfer = drawn.experiment.transfer
+    if _lied(drawn) or any(_is_fatal(fault) for fault in drawn.faults):
+        return True
     if drawn.experiment.availability.trace is not None:  # an absence does not count: the time before and after it does
         lasting = (fault for fault in drawn.faults if not fault.permanent)
         return sum(f.for_s + recovery_s(f, keepalive_s=transfer.keepalive_s) for f in lasting) >= transfer.idle_s
     return longest_s(drawn.faults, keepalive_s=transfer.keepalive_s) >= transfer.idle_s
+
+
+def _lied(drawn: DrawnLab) -> bool:
+    return any(fault.kind is FaultKind.LIES for fault in drawn.faults)
+
+
+def _reports_a_lie(drawn: DrawnLab, faulty: LabRun) -> bool:
+    """Return whether a member's result was refused, and the run went on without it, as was reported."""
+    return _lied(drawn) and any(REFUSED.search(warning) for warning in faulty.outcome.warnings)
+
+
+def _is_fatal(fault: Fault) -> bool:
+    """Return whether a node may end with an error at once: a process that begins writes to a full disk."""
+    return fault.kind is FaultKind.DISK or (fault.kind is FaultKind.EVALUATOR and fault.amount > REPLACEMENTS)
 
 
 def forgets(drawn: DrawnLab) -> bool:
@@ -236,8 +279,7 @@ def _above(drawn: DrawnLab, node: str) -> list[str]:
 
 def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
     """Return the differences between the ends of an undisturbed lab's links, beyond the last messages of a run."""
-    slow = drawn.unequal or drawn.conditions.up_rate is not None  # repeats may be in flight when a round closes
-    if drawn.timed or slow:  # late children are cut off at the end of the run
+    if drawn.timed or drawn.slow:  # late children are cut off at the end of the run; repeats may be in flight
         return plausible_accounts(replace(drawn, faults=()), evidence)
     wrong = []
     for (parent, child), link in evidence.up.items():
@@ -261,7 +303,7 @@ def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
 
 def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
     """Return the links of which an end counted more than the other sent, over all processes of both."""
-    if any(fault.kind in INVENTED for fault in drawn.faults):
+    if any(fault.kind in (*INVENTED, FaultKind.LIES) for fault in drawn.faults):
         return ""
     tree, wrong = drawn.experiment.tree, []
     for (parent, child), link in evidence.up.items():
@@ -306,13 +348,16 @@ _EXPECTED: Final = [
     re.compile(r"\(unknown (session|sender)\)"),
     re.compile(r"could not be measured"),
 ]
+_OTHER_RUN: Final = re.compile(r"of another run")
 _AWAY: Final = re.compile(r"waits for devices that are away by their traces")
 _EXPLAINED: Final = [
-    (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER}),
-    (re.compile(r"\(too large\)"), {FaultKind.STRANGER}),
+    (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER, FaultKind.LIES}),
+    (re.compile(r"\(too large\)"), {FaultKind.STRANGER, FaultKind.LIES}),
+    (REFUSED, {FaultKind.LIES}),
+    (re.compile(r"The run waits for it|no room for|not on the disk"), {FaultKind.DISK}),
     (re.compile(r"drops messages"), {FaultKind.LOSS, FaultKind.MUTE, FaultKind.REORDERING}),  # no broker reorders
     (re.compile(r"\(too many\)"), {FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.STRANGER}),
-    (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, FaultKind.REORDERING, *RESTARTS}),
+    (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, FaultKind.REORDERING, FaultKind.LIES, *RESTARTS}),
 ]
 
 DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
@@ -324,6 +369,7 @@ DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
         gives_the_same_model,
         has_no_unhandled_errors,
         does_not_stall,
+        leaves_in_time,
         stays_bounded,
         leaves_clean_brokers,
         has_agreeing_ledgers,

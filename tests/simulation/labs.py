@@ -23,7 +23,7 @@ from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import Fault, FaultKind
 
 LABS: Final = Path(__file__).with_name("labs")
-PLAIN: Final = ("seed", "model_bytes", "broker_each", "spool", "executor_delay_s", "expected_s")
+PLAIN: Final = ("seed", "model_bytes", "broker_each", "spool", "executor_delay_s", "expected_s", "runs", "byte_s")
 
 _R = TypeVar("_R", Fault, LinkConditions, Durations)
 
@@ -43,7 +43,7 @@ def read_lab(path: Path) -> DrawnLab:
         conditions=LinkConditions(**tree.get("conditions", {})),
         unequal={node: LinkConditions(**found) for node, found in tree.get("unequal", {}).items()},
         faults=tuple(_fault(found) for found in tree.get("faults", ())),
-        **{name: tree[name] for name in PLAIN},
+        **{name: tree[name] for name in PLAIN if name in tree},
     )
 
 

@@ -14,7 +14,7 @@ from common.errors import WireError
 from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
 from common.protocol.child_session import ChildSession
-from common.protocol.messages import Acknowledgement, Key, Task
+from common.protocol.messages import Acknowledgement, Key, Result, Task
 from common.protocol.parent_session import ParentSession
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.broker import Routed
@@ -51,7 +51,9 @@ class Evidence:
     trained: how often each device completed each round    starts: processes of each node    late: late results
     before_join: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
     unsettled: results that a parent has accepted, and neither used in one closed round nor taken back
-    misled: tasks that follow one whose result was refused, or taken back; results accepted before they arrived
+    left_s: when each node last cleared its retained messages: it has left the run
+    misled: tasks that follow one whose result was refused, or taken back; results accepted before they arrived, and
+    results of rounds that were not trained
     """
 
     sizes: Counter[str] = field(default_factory=Counter)
@@ -69,6 +71,7 @@ class Evidence:
     late: int = 0
     unsettled: list[str] = field(default_factory=list)
     misled: list[str] = field(default_factory=list)
+    left_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class Monitor:
 
     def __init__(self) -> None:
         self.evidence = Evidence()
-        self._joined: set[str] = set()
+        self._joined: set[tuple[str, str]] = set()  # runs, and their nodes
         self._answers: dict[tuple[str, str, int, int], str] = {}  # by a parent's session, the child and its round
         self._answered: dict[tuple[str, str], Key] = {}  # the last key that was answered, by the same
         self.lab: SimulatedLab
@@ -102,16 +105,23 @@ class Monitor:
         """Count messages to a node that has not joined the run: questions, and answers to its search."""
         topic = topics.parse(message.topic)
         if isinstance(topic, topics.StateTopic):
-            self._joined.add(topic.node)
+            self._joined.add((topic.run, topic.node))
         elif isinstance(topic, topics.InboxTopic):
             late = len(message.body) > ANNOUNCEMENT_LEAST and kind_of(message) == "Alive"
-            if late or topic.node not in self._joined:
+            if late or (topic.run, topic.node) not in self._joined:
                 size = packet_bytes(message.topic, len(message.body), qos=message.qos)
                 self.evidence.before_join[topic.sender, topic.node] += size
 
     def answered(self, message: Routed) -> None:
-        """Compare what each task follows with the last answer of its parent's session to that task's result."""
-        if self.lab.injecting or kind_of(message) not in ("Task", "Acknowledgement"):
+        """Compare what each task follows with the last answer of its parent's session to that task's result.
+
+        And each result of a device with the rounds that it has trained.
+        """
+        if self.lab.injecting:
+            return
+        if not message.body:
+            self._note_leaving(topics.parse(message.topic))
+        if kind_of(message) not in ("Task", "Acknowledgement", "Result"):
             return
         try:
             topic, (session, content) = topics.parse(message.topic), serialization.decode(message.body)
@@ -120,7 +130,11 @@ class Monitor:
         if not isinstance(topic, topics.InboxTopic):
             return
         experiment = self.lab.agents.experiment
-        if isinstance(content, Acknowledgement):
+        if isinstance(content, Result) and topic.sender in self.lab.homes:
+            number = content.key.global_round * experiment.device_rounds + content.key.local_round
+            if not self.lab.hardware.trained[topic.sender, number]:
+                self.evidence.misled.append(f"{topic.sender} announces round {number}, which it has not trained")
+        elif isinstance(content, Acknowledgement):
             if content.key < self._answered.get((session, topic.node), content.key):
                 return  # the child has a later task, and ignores it
             self._answered[session, topic.node] = content.key
@@ -133,6 +147,10 @@ class Monitor:
             place = session, topic.node, *divmod(content.follows - 1, rounds)
             if reason := self._answers.get(place):
                 self.evidence.misled.append(f"{topic.node} follows its task {content.follows}: {reason}")
+
+    def _note_leaving(self, topic: topics.Topic) -> None:
+        if isinstance(topic, topics.StateTopic | topics.SpecTopic):
+            self.evidence.left_s[topic.node] = self.lab.now()
 
     def _awaits(self, parent: str, session: str, child: str, key: Key) -> bool:
         """Return whether a parent has yet to receive the model of a result that a child announced."""

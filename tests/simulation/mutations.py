@@ -34,7 +34,12 @@ def _speaks(original: Method) -> Method:
 
 
 def _announced(original: Method) -> Method:
-    """Acknowledge a result when it is announced, not when its model has arrived and is valid."""
+    """Acknowledge a result when it is announced, not when its model has arrived and is valid.
+
+    No model and no ending changes: a child does nothing on an acceptance but stop repeating the result. It still serves
+    the model; if that is gone, or the child restarts, the task is sent again and answered anew; a refusal may follow an
+    acceptance, as when one is taken back. So the order of the two messages is checked: `Evidence.misled`.
+    """
 
     def receive(self: Any, name: str, message: Any, *, now: float) -> str:
         wrong: str = original(self, name, message, now=now)
@@ -46,7 +51,7 @@ def _announced(original: Method) -> Method:
 
 
 def _cleared_child(original: Method) -> Method:
-    """Ignore that a child has cleared its presence."""
+    """Ignore that a child has cleared its presence: only the end is late, by the time for its farewell."""
 
     def presence(self: Any, name: str, session: str, presence: Presence | None, *, now: float) -> Any:
         return False if presence is None else original(self, name, session, presence, now=now)

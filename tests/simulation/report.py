@@ -45,7 +45,8 @@ def describe(drawn: DrawnLab) -> str:
     rounds = " x ".join(map(str, (experiment.rounds, *(tier.rounds for tier in tiers[1:]))))
     lines = [
         f"  {experiment.sizes()[-1]} devices, {'a broker each' if drawn.broker_each else 'one broker'}, "
-        f"{rounds} rounds, about {drawn.expected_s:.0f} s",
+        f"{rounds} rounds, about {drawn.expected_s:.0f} s"
+        f"{f', {drawn.runs} runs' if drawn.runs > 1 else ''}{f', {drawn.byte_s:g} s a byte' if drawn.byte_s else ''}",
         f"  {each(lambda tier: tier.aggregation.name)}, closing {each(lambda tier: _closing(tier.closing))}, "
         f"participation {each(lambda tier: f'{tier.participation:g}')}, {experiment.cloud.epoch_control.name}",
         f"  model {drawn.model_bytes} B, inline {transfer.inline_bytes}, chunks {transfer.chunk_bytes}, idle "

@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from common.experiment.topology import CLOUD
+from deploy.simulation.agents import BROKER
 from deploy.simulation.lab import Scenario, SimulatedLab
+from deploy.simulation.machines import MessageCosts, Placement
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_injection import inject_faults, set_links, supervise
 from tests.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
@@ -104,6 +107,8 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
         conditions=drawn.conditions,
         broker_each=drawn.broker_each,
         spool=drawn.spool,
+        placement=_placement(drawn) if drawn.byte_s else None,
+        runs=drawn.runs,
         executor_delay_s=drawn.executor_delay_s,
         time_limit_s=TIME_FACTOR * drawn.expected_s + TIME_SPARE_S + 4 * idle_s + absent_s,
         grace_s=2 * idle_s + GRACE_S + absent_s + longest_s,
@@ -111,6 +116,26 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
         at_end=monitor.end,
     )
     return LabRun(lab.run(), monitor.evidence)
+
+
+def _placement(drawn: DrawnLab) -> Placement:
+    """Return a machine with one core for each node and broker, which is busy with each byte."""
+    nodes, cost = drawn.experiment.tree.nodes, drawn.byte_s
+    return Placement(
+        cores=1,
+        hosts={name: name for node in (CLOUD, *nodes) for name in (node, f"second {node}")},
+        brokers={name: f"broker {name}" for name in (BROKER, *drawn.experiment.tree.aggregators)},
+        processes={},
+        costs=MessageCosts(agent_byte_s=cost, broker_byte_s=cost),
+        interface=None,
+        work_s=cpu_free,
+    )
+
+
+def cpu_free(begin: Callable[[], None]) -> float:
+    """Call a function that takes no time of its core."""
+    begin()
+    return 0.0
 
 
 def check_many(sources: Sequence[Source], *, jobs: int) -> Iterator[LabReport]:
