@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
-from cloud.energy import energy_noted
 from cloud.evaluator import Beginning, EvaluationResult, Evaluator
 from cloud.global_rounds import LABELS, GlobalRounds
 from cloud.records import tier_bytes
@@ -230,3 +230,30 @@ class CloudAgent:
             return  # of a child that changes its state, or its reason, as fast as it may
         self._folder.event(event, facts)
         self._show(event, facts)
+
+
+READ_S: Final = 10.0  # a power is integrated between two readings
+
+
+@asynccontextmanager
+async def energy_noted(folder: RunFolder, meter: EnergyMeter | None) -> AsyncIterator[None]:
+    """Add what this host takes meanwhile to the run's manifest; nothing if its energy is not known."""
+    if meter is None:
+        yield
+        return
+    begun, before = time.monotonic(), dict(await offload(meter.read))
+    reading = asyncio.create_task(_keep_reading(meter), name="energy")
+    try:
+        yield
+    finally:
+        reading.cancel()
+        after = dict(meter.read())
+        used = {" ".join(part): joules - before[part] for part, joules in after.items() if part in before}
+        with suppress(StorageFailed):  # what is essential to the run is written by others, who report it
+            folder.add_energy(used, seconds=time.monotonic() - begun)
+
+
+async def _keep_reading(meter: EnergyMeter) -> None:
+    while True:
+        await asyncio.sleep(READ_S)
+        await offload(meter.read)

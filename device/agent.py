@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Final
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Data, check_alike, examine_data, found_in, root_below
+from common.experiment.devices import Pace
 from common.experiment.own import permit
 from common.experiment.reading import announced
 from common.experiment.schema import Experiment
@@ -31,7 +34,6 @@ from common.runtime.roll import Resources
 from common.runtime.round import Report, WorkResult
 from common.runtime.world import Host
 from common.storage.spool import Spool
-from device.emulation import emulate
 from device.jobs import Prepared, TrainingPool
 from device.memory import DeviceMemory
 from device.training.work import result_of
@@ -247,3 +249,25 @@ class DeviceAgent:
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
         self._metrics.phase_seconds.labels(*self._labels, "vmapped").inc(trained.wall_s)
         return result
+
+
+REPORT_S: Final = 1.0
+
+
+async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Report) -> WorkResult:
+    """Return the result after the delay that emulates slower hardware; the model arrived at `since`, loop seconds.
+
+    The delay occupies no slot. A count that grows every second reports to the parent that this device is alive.
+    """
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    due = since + pace.emulated_s(result.train_s)
+    if due <= begun:
+        return result
+    for reported in count(1):
+        left_s = due - loop.time()
+        if left_s <= 0:
+            break
+        report(Phase.WAITING, reported, 0)
+        await asyncio.sleep(min(REPORT_S, left_s))
+    return replace(result, pause_s=loop.time() - begun)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from cloud.energy import energy_noted
+from cloud.agent import energy_noted
 from cloud.results import RunFolder
 from common.experiment.schema import Experiment
 from common.host import energy
 from common.host.energy import GAP_MOST_S, EnergyMeter, PowerIntegral, pmic, rails_watts
+from common.host.machine import REST_S, FolderUsage
 from common.host.nvidia import Gpus
-from common.host.usage import REST_S, FolderUsage
 from tests.helpers.energy import RECORDED, REPORTS, vcgencmd
 from tests.test_metrics import Driver, Hand
 
@@ -173,7 +173,7 @@ def test_a_folder_that_takes_long_to_count_is_counted_less_often(
         clock.now += 10
         return counts
 
-    monkeypatch.setattr("common.host.usage._bytes_below", count)
+    monkeypatch.setattr("common.host.machine._bytes_below", count)
     usage = FolderUsage(tmp_path, clock)
     reads: list[Callable[[], int | None]] = [usage.used_bytes] * 3
     found = []

@@ -20,7 +20,7 @@ from common.experiment.devices import Machine, Pace, shipped
 from common.experiment.reading import load, parse, to_toml
 from common.protocol.messages import Phase
 from common.runtime.round import WorkResult
-from device import emulation
+from device import agent
 
 # What the experiment reports
 
@@ -144,7 +144,7 @@ def at_a_pace(
         loop = asyncio.get_running_loop()
         start = loop.time()
         keeping = asyncio.create_task(
-            emulation.emulate(machine, answer, since=start + since, report=lambda *words: reported.append(words))
+            agent.emulate(machine, answer, since=start + since, report=lambda *words: reported.append(words))
         )
         if cancel_after_s is not None:
             await asyncio.sleep(cancel_after_s)

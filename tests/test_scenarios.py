@@ -40,10 +40,9 @@ from common.protocol.messages import (
 from common.protocol.presence import CHALLENGED_MOST
 from common.protocol.receiver import PATIENCE_S
 from deploy.local.agents import run_agents
-from deploy.simulation.agents import AgentFactory
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
-from deploy.simulation.lab import Scenario, SimulatedLab
+from deploy.simulation.lab import AgentFactory, Scenario, SimulatedLab
 from deploy.simulation.machines import SimulatedProcess
 from deploy.simulation.outcome import LabOutcome
 from deploy.simulation.world import SimulatedWorld

@@ -27,9 +27,8 @@ from deploy.local.network import device_groups, shares
 from deploy.planning.prediction import AT_PARENT, MachineSpeeds
 from deploy.planning.workload import PAYLOAD, PlannedWorkload
 from deploy.results.run import Run
-from deploy.simulation.agents import BROKER
 from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.lab import BROKER, SimulatedLab
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.machines import MessageCosts, Placement, cpu_seconds
 

@@ -12,7 +12,7 @@ from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.subprocess_channel import REPLACEMENTS
-from deploy.simulation.agents import BROKER
+from deploy.simulation.lab import BROKER
 from tests.simulation.faults import Fault, FaultKind
 from tests.simulation.interference import CHUNK
 

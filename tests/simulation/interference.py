@@ -44,9 +44,8 @@ from common.protocol.messages import (
 from common.protocol.presence import FINAL
 from common.protocol.serialization import KINDS
 from common.runtime.endpoint import Endpoint
-from deploy.simulation.agents import BROKER
 from deploy.simulation.broker import Routed
-from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.lab import BROKER, SimulatedLab
 from tests.simulation.faults import Fault, FaultKind
 
 CHUNK: Final = "chunk"

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from common.experiment.topology import CLOUD
-from deploy.simulation.agents import BROKER
-from deploy.simulation.lab import Scenario, SimulatedLab
+from deploy.simulation.lab import BROKER, Scenario, SimulatedLab
 from deploy.simulation.machines import MessageCosts, Placement
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_injection import inject_faults, set_links, supervise
