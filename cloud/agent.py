@@ -1,4 +1,7 @@
-"""The cloud agent: starts the evaluator, announces the experiment, runs the global rounds, writes the run's folder."""
+"""The cloud agent: starts the evaluator, announces the experiment, runs the global rounds, writes the run's folder.
+
+The energy of its host during the global rounds goes into manifest.json.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The device agent: waits for an experiment, then trains each model that its parent assigns."""
+"""The device agent: waits for an experiment, then trains each model that its parent assigns.
+
+The result of a device that emulates a slower machine is delayed.
+"""
 
 from __future__ import annotations
 

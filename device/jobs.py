@@ -1,6 +1,6 @@
 """Requests of a device to the pool of its process, their results, and the gathering of those that can share a group.
 
-Records without torch.
+Records without torch. `vmapped_mode` and `most_together` decide whether, and how many, devices train in common steps.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The experiment as typed data, one file per table, and the checks before a run."""
+"""The experiment as typed data, one file per concept, and the checks before a run."""

@@ -1,1 +1,1 @@
-"""Resources of a role's process and of its machine, read when Prometheus scrapes."""
+"""This machine: its resources, files, threads and child processes."""

@@ -1,4 +1,4 @@
-"""Rules of one model that all children train: the mean of the uploads, or a function of their columns.
+"""What runs a rule of one model at a node: dispatch, the mean or the columns of the uploads, checkpoints.
 
 The rule is one of fedstrata's, or the user's own, `aggregation.name = "package.module:Class"`: a class that inherits
 from `ColumnRule`.
