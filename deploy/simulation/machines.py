@@ -269,7 +269,7 @@ class Machines:
         names = {*placement.hosts.values(), *placement.brokers.values()}
         self._hosts = {name: SimulatedHost(loop, placement.cores) for name in sorted(names)}
         self._threads: dict[str, ProcessThread] = {}
-        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._slots: dict[object, asyncio.Semaphore] = {}  # by process
         self._interfaces: dict[tuple[str, bool], RateQueue] = {}
         loop.work = self._beside
 
@@ -290,11 +290,12 @@ class Machines:
         return self._thread(f"broker {broker}", self._hosts[self._placement.brokers[broker]])
 
     def slots(self, node: str) -> asyncio.Semaphore:
-        """Return the concurrent trainings of a device's process."""
+        """Return the concurrent trainings of a device's process; those of a killed process end with it."""
         name, count_ = self._placement.processes.get(node, (node, 1))
-        if name not in self._slots:
-            self._slots[name] = asyncio.Semaphore(count_)
-        return self._slots[name]
+        process = name if node in self._placement.processes else OWNER.get() or name
+        if process not in self._slots:
+            self._slots[process] = asyncio.Semaphore(count_)
+        return self._slots[process]
 
     def interface(self, node: str, broker: str, *, up: bool) -> RateQueue | None:
         """Return the interface of a broker's host towards a node, None if both are on one host, or it has no limit.
