@@ -92,20 +92,19 @@ class AgentFactory:
         above, below = BrokerAddress(self.upper_broker(node)), BrokerAddress(self.lower_broker(node))
         host = Host(above, CONNECT_TIMEOUT_S, self.metrics, spool=spool, stay=self.stay, world=world)
         if node == CLOUD:
-            begun = self.folders[-1].path / "manifest.json" if resume and self.folders else None
-            begun = begun if begun is not None and begun.exists() else None
-            if begun is None:
-                folder = RunFolder.create(self.runs, self.experiment, world=world)
-            else:
+            begun = resume and bool(self.folders) and (self.folders[-1].path / "manifest.json").exists()
+            if begun:
                 for earlier in self.folders:
                     earlier.release()  # like the kernel, when a process is killed
-                folder = RunFolder.reopen(begun.parent, world=world)
+                folder = RunFolder.reopen(self.folders[-1].path, world=world)
+            else:
+                folder = RunFolder.create(self.runs, self.experiment, world=world)
             self.folders.append(folder)
             evaluator = SimulatedEvaluator(self.hardware)
             return CloudAgent(
                 folder,
                 host,
-                resume=begun is not None,
+                resume=begun,
                 observe=self.observe,
                 evaluator=lambda experiment, path: evaluator,
             )

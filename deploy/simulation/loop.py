@@ -32,14 +32,6 @@ class CallbackOwner(Protocol):
 OWNER: ContextVar[CallbackOwner | None] = ContextVar("owner", default=None)
 
 
-class CountingLoop(asyncio.BaseEventLoop):
-    """An event loop that numbers its objects."""
-
-    def number(self) -> int:
-        """Return the next number."""
-        raise NotImplementedError
-
-
 class OwnedHandle(asyncio.TimerHandle):
     """A callback, now or at a time, that runs only while its process runs.
 
@@ -57,7 +49,7 @@ class OwnedHandle(asyncio.TimerHandle):
         when: float | None,
         callback: Any,
         args: Any,
-        loop: CountingLoop,
+        loop: VirtualLoop,
         context: Context | None,
         *,
         by_owner: bool = False,
@@ -93,7 +85,7 @@ class OwnedHandle(asyncio.TimerHandle):
 class NumberedFuture(asyncio.Future[Any]):
     """A future that is hashed by a number: hashes of addresses would make the order in sets differ between runs."""
 
-    def __init__(self, *, loop: CountingLoop) -> None:
+    def __init__(self, *, loop: VirtualLoop) -> None:
         self._number = loop.number()
         super().__init__(loop=loop)
 
@@ -104,7 +96,7 @@ class NumberedFuture(asyncio.Future[Any]):
 class NumberedTask(asyncio.Task[Any]):
     """A task that is hashed by a number."""
 
-    def __init__(self, coroutine: Any, *, loop: CountingLoop, **options: Any) -> None:
+    def __init__(self, coroutine: Any, *, loop: VirtualLoop, **options: Any) -> None:
         self._number = loop.number()
         super().__init__(coroutine, loop=loop, **options)
 
@@ -137,7 +129,7 @@ class TimeLimit(SimulationError):
     """The limit of virtual time was reached."""
 
 
-class VirtualLoop(CountingLoop):
+class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop in virtual time. `errors` has the contexts passed to its exception handler.
 
     Work for executors runs in the caller's thread. To simulate races with threads, it randomly starts or ends up to

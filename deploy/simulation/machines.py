@@ -291,8 +291,7 @@ class Machines:
 
     def slots(self, node: str) -> asyncio.Semaphore:
         """Return the concurrent trainings of a device's process; those of a killed process end with it."""
-        name, count_ = self._placement.processes.get(node, (node, 1))
-        process = name if node in self._placement.processes else OWNER.get() or name
+        process, count_ = self._placement.processes.get(node) or (OWNER.get() or node, 1)
         if process not in self._slots:
             self._slots[process] = asyncio.Semaphore(count_)
         return self._slots[process]
