@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from common.errors import InvalidExperiment
-from common.experiment.data import Data, check_alike, examine_data, found_in, root_below
+from common.experiment.data import Data, check_alike, examine_data, found_in
 from common.experiment.devices import Pace
 from common.experiment.own import permit
 from common.experiment.reading import announced
@@ -44,6 +44,7 @@ from device.training.work import result_of
 FAREWELL_S = 3.0
 PHASES = ("train", "wait", "pause", "vmapped")
 WAITING_S = 2.0  # as often as a node reports
+REPORT_S: Final = 1.0  # while a slower machine is emulated
 
 log = logging.getLogger("fedstrata.device")
 
@@ -107,8 +108,7 @@ class DeviceAgent:
         host = self._host
         asked = host.data or str(host.data_root / Data.model_fields["root"].default)
         root = Path(asked.replace("{node}", self._name))
-        folders = {"spool": host.spool} if host.spool is not None else {}
-        findings = [*examine_host(folders, learns=True), examine_data(root, needed=host.data is not None)]
+        findings = [*examine_host(host.folders, learns=True), examine_data(root, needed=host.data is not None)]
         return Resources(self._training.hardware, ", ".join(found_in(root)), tuple(findings))
 
     async def _take_part(self, found: Found) -> None:
@@ -120,9 +120,7 @@ class DeviceAgent:
 
     async def _serve(self, found: Found) -> None:
         run, host = found.run, self._host
-        experiment = announced(found.announcement.experiment)
-        root = host.data or root_below(experiment.data, self._name, allowed=host.data_root)
-        experiment = experiment.with_data_root(root)
+        experiment = host.placed(announced(found.announcement.experiment), self._name)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
         spool = Spool.open(host.spool, run=run, node=self._name)
@@ -252,9 +250,6 @@ class DeviceAgent:
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
         self._metrics.phase_seconds.labels(*self._labels, "vmapped").inc(trained.wall_s)
         return result
-
-
-REPORT_S: Final = 1.0
 
 
 async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Report) -> WorkResult:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from common.experiment.data import root_below
 from common.experiment.own import permit
 from common.experiment.reading import announced
 from common.experiment.schema import Experiment
@@ -57,14 +56,13 @@ class InstitutionAgent:
 
     async def run(self) -> None:
         """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
-        folders = {"spool": self._host.spool} if self._host.spool is not None else {}
         await join(
             self._host,
             self._name,
             self._parent,
             self._take_part,
             role="institution",
-            resources=lambda: Resources(findings=tuple(examine_host(folders, learns=False))),
+            resources=lambda: Resources(findings=tuple(examine_host(self._host.folders, learns=False))),
         )
 
     async def _take_part(self, found: Found) -> None:
@@ -160,8 +158,7 @@ class InstitutionAgent:
             return None
         if not rule.reads_samples:
             return RefinerProcess(experiment, self._name, partition=partition)
-        root = self._host.data or root_below(experiment.data, self._name, allowed=self._host.data_root)
-        return RefinerProcess(experiment.with_data_root(root), self._name, partition=partition)
+        return RefinerProcess(self._host.placed(experiment, self._name), self._name, partition=partition)
 
     async def _prepare(
         self, up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment, refiner: RefinerProcess | None

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from common.experiment.data import root_below
 from common.net.address import BrokerAddress
 from common.net.attempts import Attempts
 from common.net.bulk import Body
@@ -22,6 +23,7 @@ from common.protocol.presence import Identity
 from common.protocol.topics import DEFAULT_LAB, check_lab
 
 if TYPE_CHECKING:
+    from common.experiment.schema import Experiment
     from common.metrics import Metrics
 
 
@@ -158,6 +160,15 @@ class Host:
     def identity(self, run: str, name: str, role: str, *, ledger: str = "") -> Identity:
         """Return the identity of a node of this process in a run, with a new session."""
         return Identity(run, name, role, new_session(self.world), self.metrics_address, ledger=ledger, lab=self.lab)
+
+    @property
+    def folders(self) -> Mapping[str, Path]:
+        """The folders on this host that its examination looks at, by what they are for."""
+        return {} if self.spool is None else {"spool": self.spool}
+
+    def placed(self, experiment: Experiment, node: str) -> Experiment:
+        """Return the experiment with the folder of data sets on this host. Raises InvalidExperiment."""
+        return experiment.with_data_root(self.data or root_below(experiment.data, node, allowed=self.data_root))
 
 
 def nothing() -> None:
