@@ -22,7 +22,7 @@ from tests.simulation.monitor import Evidence, LabRun, LinkCount
 
 DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|StateLost|InvalidBelow|ConnectionFailed|StorageFailed")
 MISTAKEN: Final = re.compile(r"InvalidExperiment: --parent")  # the end of a node with another node's configuration
-GONE_STATE: Final = re.compile(r"StateLost|RunFailed: .* gave up")
+GONE_STATE: Final = re.compile(r"StateLost|gave up: .*\b(is|are) lost\b")  # at a node, or as its parent reports it
 STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # (base, per child)
 SIZE_MOST: Final = 48
@@ -56,7 +56,7 @@ def ends_as_documented(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     if drawn.permanent is not None or may_fail(drawn) or all(_is_orphan(drawn, outcome, node) for node in errors):
         return ""
     lost_end = outcome.ended.get(CLOUD) == "" and _end_is_lost(drawn, faulty)
-    if lost_end or (forgets(drawn) and any(GONE_STATE.match(error) for error in errors.values())):
+    if lost_end or (forgets(drawn) and any(GONE_STATE.search(error) for error in errors.values())):
         return ""
     return f"could continue: {outcome.result}"
 
@@ -253,7 +253,7 @@ def forgets(drawn: DrawnLab) -> bool:
     devices = drawn.experiment.training.objective.remembers
     if not devices and not any(tier.remembers for tier in drawn.experiment.every_tier[1:]):
         return False
-    return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in drawn.faults)
+    return any(fault.restarts and fault.node != CLOUD and (not fault.keep or not drawn.spool) for fault in drawn.faults)
 
 
 def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
