@@ -17,9 +17,7 @@ from typing import Any, ClassVar, Final
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of the other test process
-# Roles are started a hundred times, and each process of tests imports all files: compiling takes a third of that.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +28,8 @@ from common.experiment.topology import CLOUD
 from common.protocol.messages import Manifest
 from tests.helpers.examples import PROFILE
 from tests.helpers.records import a_global_round
+
+sys.dont_write_bytecode = False  # each process of tests imports all of them: compiling is half of that
 
 SAME: Final = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]

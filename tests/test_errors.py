@@ -6,14 +6,10 @@ import ast
 import copy
 import pickle
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
-
-import pytest
 
 from common.errors import FedstrataError, InvalidExperiment, LeftOut, StorageFailed
 from common.host.subprocess_channel import ProcessEnded
@@ -66,15 +62,3 @@ def test_every_error_pickles_and_copies_with_all_that_it_knows() -> None:
     names = {kind.__name__ for kind in kinds}
     assert {"InvalidExperiment", "ProcessEnded", "Moved", "CellFailed", "Cancelled", "NotMqtt"} <= names
     assert MADE.keys() <= names and issubclass(InvalidExperiment, FedstrataError)
-
-
-def _fails() -> None:
-    raise InvalidExperiment(*INVALID)
-
-
-def test_a_pool_of_processes_raises_the_error_of_its_process() -> None:
-    """As `fedstrata plan` and `fedstrata sweep --direct` do with a user's model that fails."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        with pytest.raises(InvalidExperiment, match=r"^key = .*: a problem\. A remedy\.$") as caught:
-            pool.submit(_fails).result()
-        assert caught.value.frames == ("mine.py:3, in f: 1 / 0",)

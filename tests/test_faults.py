@@ -332,7 +332,7 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
             one = trained.count(f"cloud/device-{i}") * nbytes
             for ends in (("cloud", f"device-{i}"), (f"device-{i}", "cloud")):
                 row = counted[ends]
-                assert row["kind"] == "all" and one <= int(row["payload_bytes"]) < one + 20_000
+                assert (row["kind"], row["tier"]) == ("all", "wan") and one <= int(row["payload_bytes"]) < one + 20_000
                 assert one <= int(row["wire_bytes"]) - int(row["probe_bytes"] or 0) < one + 40_000
 
 

@@ -501,17 +501,6 @@ def test_a_certificate_that_ends_soon_is_reported(
     assert Tls(ca).ends_at() is None
 
 
-@pytest.mark.parametrize("role", [["cloud", str(DEMO)], ["institution", "--name", "n"], ["device", "--name", "n"]])
-def test_each_role_reports_a_certificate_that_ends_soon(
-    role: list[str], tmp_path: Path, authority: Authority, ca: str
-) -> None:
-    begun = NOW - timedelta(days=CERTIFICATE_DAYS - 10)
-    certificate, key = written(tmp_path, "n", authority.issue("n", now=begun))
-    words = ["--broker", f"127.0.0.1:{free_port()}", "--tls-ca", ca, "--tls-cert", certificate, "--tls-key", key]
-    done = fedstrata(*role, *words, "--connect-timeout", "0.1")
-    assert done.returncode == 3 and "n.crt ends in 10 days. Renew it" in done.stderr
-
-
 # Metrics
 
 
