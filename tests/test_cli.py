@@ -27,7 +27,7 @@ from common.experiment.reading import load, parse
 from common.protocol import serialization
 from common.protocol.messages import NodeState, Presence
 from deploy.brokers import broker
-from deploy.console import logs
+from deploy.console import logs, shipped
 from deploy.console.options import run_connected
 from deploy.console.reporting import reporting
 from tests.helpers.commands import DEMO, EXPERIMENTS, command, fedstrata, invoke
@@ -105,7 +105,11 @@ def test_an_experiment_of_fedstratas_own_is_found_by_its_name(tmp_path: Path, mo
     assert (table3["cells"], table3["runs"]) == (18, 54)
     demo = next(row for row in listed if row["name"] == "demo")
     assert (demo["aggregation"], demo["nodes"]) == ("fedavg + fedavg", "3 institutions, 12 devices")
-    assert "demo  " in invoke("experiments").stdout
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            shipped, "shipped_sweeps", lambda: {"study/two": EXPERIMENTS / "study" / "two.toml"}
+        )  # of seconds
+        assert re.search(r"^demo  (.|\n)*^study/two  ", invoke("experiments").stdout, re.MULTILINE)
     by_name = invoke("run", "demo", "--dry-run")
     assert by_name.exit_code == 0 and by_name.stdout == invoke("run", DEMO, "--dry-run").stdout
     (tmp_path / "demo").write_text("rounds = 3")

@@ -181,6 +181,9 @@ def test_what_is_refused_and_with_which_line(
         connect(served.port, own, host="localhost")
 
 
+@pytest.mark.parametrize(
+    "kind", ["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
 def test_a_lab_of_nodes_with_certificates_has_the_model_of_one_without(
     home: Path, authority: Authority, ca: str, served: BrokerProcess, tmp_path: Path
 ) -> None:
