@@ -106,9 +106,7 @@ def test_an_experiment_of_fedstratas_own_is_found_by_its_name(tmp_path: Path, mo
     demo = next(row for row in listed if row["name"] == "demo")
     assert (demo["aggregation"], demo["nodes"]) == ("fedavg + fedavg", "3 institutions, 12 devices")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            shipped, "shipped_sweeps", lambda: {"study/two": EXPERIMENTS / "study" / "two.toml"}
-        )  # of seconds
+        patch.setattr(shipped, "shipped_sweeps", lambda: {"study/two": EXPERIMENTS / "study" / "two.toml"})
         assert re.search(r"^demo  (.|\n)*^study/two  ", invoke("experiments").stdout, re.MULTILINE)
     by_name = invoke("run", "demo", "--dry-run")
     assert by_name.exit_code == 0 and by_name.stdout == invoke("run", DEMO, "--dry-run").stdout

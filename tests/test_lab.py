@@ -153,6 +153,7 @@ def test_lossy_codecs_give_the_same_model_wherever_the_roles_run_in_any_order(co
     assert model_digest(coded.parent) == null_model(load(DEMO, (*SMALL, *LOSSY)))
 
 
+@pytest.mark.slow
 def test_links_csv_counts_models_as_they_travel(coded: Path, null_reference: str) -> None:
     layout = NullWorkload(MODEL_BYTES).layout
     up, down = codec_of("delta+int8").size(layout), codec_of("fp16").size(layout)
