@@ -24,7 +24,6 @@ from common.protocol.manifest import chunk_digest
 from common.protocol.messages import Key, Manifest, Task
 from deploy.local.network import processes_of, shares
 from deploy.planning.constants import FittedCosts
-from deploy.planning.prediction import MachineSpeeds
 from deploy.planning.recording import record_seconds
 from deploy.planning.trainings import TrainingSpeed, train
 from deploy.planning.workload import PlannedWorkload
@@ -35,6 +34,29 @@ EVALUATIONS: Final = 3
 MIXED: Final = 3.0  # cost of mixing, in copies of the uploads (tests/bench/aggregation.py)
 NOISE_BYTES: Final = 8_000_000
 REPEATS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpeeds:
+    """Measured speeds of this machine: seconds of one core, and the number of cores.
+
+    step_s: per SGD step    training_s: per training, without its steps    evaluation_s: per pass over the test set
+    message_s: messaging of a round with one child, at both ends and in the broker
+    round_s: opening, closing and keeping a round at the parent, however many children
+    byte_s: messaging per byte of a model, in each direction
+    record_s: writing the results of a global round, with a checkpoint
+    share: of a core, that the measured trainings had
+    """
+
+    step_s: float
+    training_s: float
+    evaluation_s: float
+    message_s: float
+    round_s: float
+    byte_s: float
+    record_s: float
+    cores: int
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +97,6 @@ def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: Fitted
         message_s=message_s,
         round_s=round_s,
         byte_s=byte_s,
-        mix_byte_s=mixing_s(copy_s),
         record_s=record_seconds(experiment, layout=work.layout, row=work.first, beside=evaluate),
         cores=cores,
         share=min(one.share for one in found),
