@@ -177,8 +177,8 @@ def test_ten_million_devices_are_a_sample() -> None:
         "links": {"wan": "wan-50mbit"},
         "institution": {"rounds": 2, "participation": 0.1},
     }
-    work = planned({**MANY, **tree})
-    found = run(work, nodes=110, rounds=2, interface_mbit=10_000.0)
+    work = planned({**MANY, **tree}, FREE)
+    found = run(work, FREE, nodes=110, rounds=2, interface_mbit=10_000.0)
     assert found.sample.nodes == 110 and found.sample.multiples == [1000.0, 10_000.0]
     assert "equal" in work.assumed[0]
     tiers, row = found.tiers(), work.layout.row_bytes
@@ -187,9 +187,11 @@ def test_ten_million_devices_are_a_sample() -> None:
 
 
 def test_a_lab_that_cannot_be_sampled_is_refused() -> None:
-    tree = {**TWO_LAYERS, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}}
-    with pytest.raises(InvalidExperiment, match=r"fedbuff.*cannot be sampled. Use --nodes 4"):
-        run(planned(tree), nodes=2)
+    work = planned({**TWO_LAYERS, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}})
+    assert sample.sample_of(work, SPEEDS, nodes=2).nodes == 4  # asynchronous: all are simulated
+    work.samples = 60  # as if the devices were too many for a list
+    with pytest.raises(InvalidExperiment, match=r"fedbuff.*cannot be sampled"):
+        sample.sample_of(work, SPEEDS, nodes=2)
     krum = {"topology": {"institutions": 0, "devices": 9}, "cloud": {"aggregation": {"name": "krum", "wrong": 3}}}
     with pytest.raises(InvalidExperiment, match=r"--nodes = 4: no lab: .*Simulate more nodes"):
         run(planned(krum), nodes=4)

@@ -37,7 +37,7 @@ def plan(
         int | None,
         typer.Option(
             min=2,
-            help="Nodes to simulate at most; of a larger lab, a sample of its branches.  [default: 2000]",
+            help="Nodes to simulate at most; of a larger lab, a sample of its branches.  [default: 500]",
             show_default=False,
         ),
     ] = None,

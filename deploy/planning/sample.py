@@ -22,7 +22,7 @@ from common.methods.selection import ClientSelection
 from deploy.planning.calibration import MachineSpeeds
 from deploy.planning.workload import PlannedWorkload, with_tiers
 
-NODES: Final = 2000  # of a lab that is simulated as a whole, and of a sample: some 15 ms of one core each
+NODES: Final = 500  # of a lab that is simulated as a whole, and of a sample: some 25 ms of one core each
 MODELS_HELD: Final = 3  # by a device that has taken part
 BYTES_MOST: Final = 3_000_000_000  # of models
 
@@ -63,12 +63,12 @@ def sample_of(work: PlannedWorkload, speeds: MachineSpeeds, *, nodes: int = NODE
     widest = [participants(max(layer), tier.participation) for layer, tier in zip(sizes, tiers, strict=True)]
     devices, held = sum(sizes[-1]), MODELS_HELD * work.layout.row_bytes
     taking_part = min(devices, 2 * prod(widest))  # others in the next global round
-    if sum(map(sum, sizes)) <= nodes and taking_part * held <= BYTES_MOST:
+    buffers = [tier.aggregation.name for tier in tiers if tier.aggregation.buffers]  # uploads that cannot be sampled
+    if (sum(map(sum, sizes)) <= nodes and taking_part * held <= BYTES_MOST) or (buffers and work.listed):
         return LabSample(experiment, [1.0] * len(tiers))
-    for place, tier in enumerate(tiers):
-        if tier.aggregation.buffers:
-            problem, remedy = "the uploads of its rounds cannot be sampled", f"Use --nodes {sum(map(sum, sizes))}."
-            raise InvalidExperiment(f"tiers.{place}.aggregation.name", tier.aggregation.name, problem, remedy)
+    if buffers:
+        problem = "the uploads of so large an asynchronous lab cannot be sampled"
+        raise InvalidExperiment("aggregation.name", buffers[0], problem, "Use fewer devices.")
     most = next(count for count in range(nodes, 0, -1) if count == 1 or _fits(widest, count, nodes, held))
     return _sampled(work, speeds, sizes, most)
 
