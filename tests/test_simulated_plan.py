@@ -44,7 +44,7 @@ def planned(tree: dict[str, Any], speeds: MachineSpeeds = SPEEDS) -> workload.Pl
 
 
 def run(work: workload.PlannedWorkload, speeds: MachineSpeeds = SPEEDS, **options: Any) -> simulated.SimulatedRun:
-    given = {"site": Site.HOSTS, "work_s": free} | options
+    given: dict[str, Any] = {"site": Site.HOSTS, "work_s": free} | options
     return simulated.simulate(work, speeds, **given)
 
 

@@ -37,7 +37,7 @@ def plan(
         int | None,
         typer.Option(
             min=2,
-            help="Nodes to simulate at most; of a larger lab, a sample of its branches.  [default: 500]",
+            help="Nodes to simulate at most; of a larger lab, a sample of its branches.  [default: 300]",
             show_default=False,
         ),
     ] = None,

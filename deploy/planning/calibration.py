@@ -109,6 +109,8 @@ def _trainings(work: PlannedWorkload, *, cores: int, together: bool) -> list[Tra
     devices = sum(work.experiment.sizes()[-1])
     slots = shares(cores, processes_of(devices, cores)) if together else [1]
     jobs = len(slots)
+    if jobs == 1:  # a process of its own would load PyTorch once more
+        return [train(text, names, min(slots[0], devices), first=work.first, training_s=TRAINING_S)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running = [
             pool.submit(

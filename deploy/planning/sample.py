@@ -22,7 +22,7 @@ from common.methods.selection import ClientSelection
 from deploy.planning.calibration import MachineSpeeds
 from deploy.planning.workload import PlannedWorkload, with_tiers
 
-NODES: Final = 500  # of a lab that is simulated as a whole, and of a sample: some 25 ms of one core each
+NODES: Final = 300  # of a lab that is simulated as a whole, and of a sample: some 30 ms of one core each
 MODELS_HELD: Final = 3  # by a device that has taken part
 BYTES_MOST: Final = 3_000_000_000  # of models
 

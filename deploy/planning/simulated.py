@@ -98,7 +98,7 @@ class SimulatedRun:
 
     def tiers(self) -> dict[str, int]:
         """Return the MQTT bytes of a mean global round by tier and direction, multiplied to the whole lab."""
-        names, found = self.sample.experiment.tier_names, {}
+        names, found = self.sample.experiment.tier_names, dict[str, int]()
         for tier, multiple, missing in zip(names, self.sample.multiples, self._missing_reports(), strict=True):
             up, down = self._settled_bytes(tier, "up"), self._settled_bytes(tier, "down")
             found |= {f"{tier}_up": round(multiple * (up + missing)), f"{tier}_down": round(multiple * down)}
@@ -115,8 +115,9 @@ class SimulatedRun:
         experiment, multiples = self.sample.experiment, self.sample.multiples
         tree, names = experiment.tree, experiment.tier_names
         counts, control = [len(layer) for layer in tree.layers[1:]], [self._settled_bytes(name, "up") for name in names]
+        upward = {(child, tree.parent(child)) for child in tree.nodes}
         for link in self.links:
-            if link.kind in BLOBS and link.to in tree.children and link.from_ in tree.children[link.to]:
+            if link.kind in BLOBS and (link.from_, link.to) in upward:
                 control[names.index(link.tier)] -= (link.message_bytes or 0) / len(self.rounds)
         each_round = control[-1] / (counts[-1] * experiment.device_rounds)
         found = []

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
 REHEARSED_LEAST: Final = 3  # global rounds after which Tempo's epochs have settled
-REHEARSED_MOST: Final = 10  # Tempo draws them anew in each round
-REHEARSAL_S: Final = 60.0
+REHEARSED_MOST: Final = 5  # Tempo draws them anew in each round
+REHEARSAL_S: Final = 20.0
 OF_THE_SPLIT: Final = (  # keys of data that change neither what a training costs nor what crosses the links
     "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "noise",
 )  # fmt: skip
