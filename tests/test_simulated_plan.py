@@ -24,8 +24,10 @@ from deploy.simulation.loop import START_S, VirtualLoop
 from deploy.simulation.machines import ProcessThread, SimulatedHost
 from tests.helpers.commands import invoke
 
-FREE = MachineSpeeds(0.0, 0.0, 0.0, message_s=0.0, round_s=0.0, byte_s=0.0, record_s=0.0, cores=2)
-SPEEDS = MachineSpeeds(5e-3, 0.01, 0.1, message_s=4e-3, round_s=6e-3, byte_s=1.4e-9, record_s=0.0, cores=2)
+FREE = MachineSpeeds(0.0, 0.0, 0.0, message_s=0.0, round_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2)
+SPEEDS = MachineSpeeds(
+    5e-3, 0.01, 0.1, message_s=4e-3, round_s=6e-3, byte_s=1.4e-9, mix_byte_s=3e-10, record_s=0.0, cores=2
+)
 IMAGES = {"dataset": "synthetic", "classes": 10, "samples": 240, "test_samples": 20, "image_shape": [3, 32, 32]}
 SLOW = {"up_mbit": 4, "down_mbit": 6, "delay_ms": 20}
 MODEL_BYTES = 1_085_000  # about a resnet20, and its messages

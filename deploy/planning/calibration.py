@@ -43,7 +43,7 @@ class MachineSpeeds:
     step_s: per SGD step    training_s: per training, without its steps    evaluation_s: per pass over the test set
     message_s: messaging of a round with one child, at both ends and in the broker
     round_s: opening, closing and keeping a round at the parent, however many children
-    byte_s: messaging per byte of a model, in each direction
+    byte_s: messaging per byte of a model, in each direction    mix_byte_s: mixing, per byte of the uploads
     record_s: writing the results of a global round, with a checkpoint
     share: of a core, that the measured trainings had
     """
@@ -54,6 +54,7 @@ class MachineSpeeds:
     message_s: float
     round_s: float
     byte_s: float
+    mix_byte_s: float
     record_s: float
     cores: int
     share: float = 1.0
@@ -97,6 +98,7 @@ def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: Fitted
         message_s=message_s,
         round_s=round_s,
         byte_s=byte_s,
+        mix_byte_s=mixing_s(copy_s),
         record_s=record_seconds(experiment, layout=work.layout, row=work.first, beside=evaluate),
         cores=cores,
         share=min(one.share for one in found),

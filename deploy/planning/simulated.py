@@ -220,7 +220,7 @@ def simulate(
         lab.network.hooks.clear()  # nobody reads the digest of all messages
         for node in experiment.tree.nodes:
             delay_s = NETWORK_DELAY_S if site is Site.HOSTS else LOOPBACK_S
-            lab.link(node).change(**_conditions(experiment, node, delay_s=delay_s))
+            lab.link(node).change(**conditions_of(experiment, node, delay_s=delay_s))
 
     lab = SimulatedLab(
         experiment,
@@ -365,7 +365,7 @@ def _recorded(
     return found
 
 
-def _conditions(experiment: Experiment, node: str, *, delay_s: float) -> dict[str, float | None]:
+def conditions_of(experiment: Experiment, node: str, *, delay_s: float) -> dict[str, float | None]:
     """Return the conditions of a node's link to its broker, beside what the agents' buckets shape.
 
     The interface of the broker's host is as fast as the node's, so that one limits both.
