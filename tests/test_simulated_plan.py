@@ -156,7 +156,7 @@ def test_a_sample_has_the_fastest_branches_the_slowest_and_some_between() -> Non
     assert found.loads == {"cloud": 10.0} and found.multiples == [10.0]
     assert found.experiment.links.of.keys() == set(found.experiment.tree.devices)
     assert found.experiment.hardware.of.keys() == {"device-0"}
-    assert found.experiment.every_tier[0].closing.quorum == 3
+    assert found.experiment.tiers[0].closing.quorum == 3
 
 
 def test_a_sample_is_of_the_children_that_take_part() -> None:
@@ -164,7 +164,7 @@ def test_a_sample_is_of_the_children_that_take_part() -> None:
     found = sample.sample_of(planned({**MANY, **tree}), SPEEDS, nodes=110)
     assert found.nodes == 10 + 10 * 10 and found.multiples == [1.0, 2.5]
     assert all(found.loads[f"institution-{number}"] == 2.5 for number in range(10))
-    assert all(tier.participation == 1.0 for tier in found.experiment.every_tier)
+    assert all(tier.participation == 1.0 for tier in found.experiment.tiers)
 
 
 def test_large_models_are_sampled_earlier(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.experiment.rounds import participants
 from common.experiment.schema import Experiment, TransferSettings
+from common.experiment.tiers import participants
 from common.methods.rule import link_layouts
 from common.model.layout import LinkLayouts, ModelLayout
 from device.training.objectives.table import objective_of
@@ -25,7 +25,7 @@ def memory_of(experiment: Experiment, layout: ModelLayout, *, data_bytes: int, d
     `data_bytes`: size of the data set, which devices, the evaluator and some refiners load. `devices`: devices in the
     largest process.
     """
-    row, transfer, tiers = layout.row_bytes, experiment.transfer, experiment.every_tier
+    row, transfer, tiers = layout.row_bytes, experiment.transfer, experiment.tiers
     children = [max(sizes) for sizes in experiment.sizes()]
     own, *below = [participants(most, tier.participation) for most, tier in zip(children, tiers, strict=True)]
     links = [link_layouts(tier.aggregation, layout) for tier in tiers]
@@ -68,7 +68,7 @@ def _parent(
     They are the resident uploads (the rest is in the spool), the model, the mixing buffer, and what its rule holds.
     """
     row, resident = layout.row_bytes, experiment.transfer.resident_mb * 1e6
-    rule = experiment.every_tier[place].aggregation
+    rule = experiment.tiers[place].aggregation
     held = rule.held_bytes(row, children=children, taking_part=taking_part, resident_bytes=resident)
     uploads = min(taking_part * (row + 4 * links.up.extras), resident)
     return AGENT_BYTES + int(uploads + held) + 2 * row + 4 * links.down.extras

@@ -14,9 +14,8 @@ from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
 from common.errors import InvalidExperiment
-from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
-from common.experiment.tiers import Tier
+from common.experiment.tiers import Tier, participants
 from common.experiment.topology import CLOUD
 from common.methods.selection import ClientSelection
 from deploy.planning.calibration import MachineSpeeds
@@ -59,7 +58,7 @@ def sample_of(work: PlannedWorkload, speeds: MachineSpeeds, *, nodes: int = NODE
     Raises InvalidExperiment if the sample is no possible lab.
     """
     experiment = work.experiment
-    sizes, tiers = experiment.sizes(), experiment.every_tier
+    sizes, tiers = experiment.sizes(), experiment.tiers
     widest = [participants(max(layer), tier.participation) for layer, tier in zip(sizes, tiers, strict=True)]
     devices, held = sum(sizes[-1]), MODELS_HELD * work.layout.row_bytes
     taking_part = min(devices, 2 * prod(widest))  # others in the next global round
@@ -84,7 +83,7 @@ def _sampled(work: PlannedWorkload, speeds: MachineSpeeds, sizes: Sequence[Seque
     parents, counts = [_Place(CLOUD, 0)], {CLOUD: 1.0}
     loads: dict[str, float] = {}
     tiers, multiples = list[dict[str, Any]](), list[float]()
-    for tier, layer in zip(experiment.every_tier, sizes, strict=True):
+    for tier, layer in zip(experiment.tiers, sizes, strict=True):
         begins = [0, *accumulate(layer)]
         members: dict[str, list[_Place]] = {}
         for parent in parents:

@@ -25,8 +25,7 @@ from cloud.records import GlobalRoundRecord, LinkRecord
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.methods import RuleSettings
 from common.experiment.schema import Experiment
-from common.experiment.tiers import Tree
-from common.experiment.topology import CLOUD
+from common.experiment.topology import CLOUD, Tree
 from common.model.layout import ModelLayout, Row
 from common.protocol.receiver import SLOT_BYTES_S
 from deploy.local.network import device_groups, shares
@@ -206,7 +205,7 @@ def simulate(
     if site is not Site.DIRECT:  # it runs beside the writes of the results, which leave the cores to it
         evaluate_s = max(0.0, evaluate_s - speeds.record_s / work.experiment.cloud.checkpoint_every)
     devices = len(experiment.tree.devices)
-    trainings = devices * prod(tier.participation for tier in experiment.every_tier) * experiment.device_rounds
+    trainings = devices * prod(tier.participation for tier in experiment.tiers) * experiment.device_rounds
     moves, all_moves = count(1), devices + trainings * experiment.rounds
     found: list[SimulatedRun] = []
 
@@ -335,13 +334,13 @@ def _simulated(experiment: Experiment, rounds: int, site: Site) -> Experiment:
     if site is Site.DIRECT:
         tables |= {"links": {"check": "off"}, "hardware": {}, "availability": {}}
     children, tiers = experiment.tree.children, list[dict[str, Any]]()
-    for tier, layer in zip(experiment.every_tier, experiment.tree.layers, strict=False):
+    for tier, layer in zip(experiment.tiers, experiment.tree.layers, strict=False):
         each = tier.model_dump(mode="json", exclude={"fan_out", "number"})
         each |= {"members": {parent: children[parent] for parent in layer}}
         each["aggregation"] = _without_refinement(tier.aggregation)
         tiers.append(each | {"link": {}} if site is Site.DIRECT else each)
     simulated = with_tiers(experiment, tiers, **tables)
-    for tier in simulated.every_tier:
+    for tier in simulated.tiers:
         if tier.aggregation.refines:
             problem = "its training at a node cannot be predicted"
             raise InvalidExperiment("aggregation.name", tier.aggregation.name, problem, "Use another rule.")

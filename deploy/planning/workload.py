@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
-from common.experiment.schema import SHORT_FORM, Experiment
+from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
@@ -161,7 +160,7 @@ def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment
 
 def _alone(experiment: Experiment, samples: int) -> Experiment:
     """Return an experiment of one device, which has as many samples of synthetic data."""
-    last = experiment.every_tier[-1].aggregation  # its devices' objective may need it
+    last = experiment.tiers[-1].aggregation  # its devices' objective may need it
     rule = last.model_dump(mode="json") if last.objective or last.sends or last.returns else {}
     tables: dict[str, Any] = {"cloud": {}, "links": {}, "hardware": {}, "availability": {}}
     if experiment.data.dataset == "synthetic":
@@ -171,11 +170,7 @@ def _alone(experiment: Experiment, samples: int) -> Experiment:
 
 def with_tiers(experiment: Experiment, tiers: Sequence[Mapping[str, Any]], **tables: Any) -> Experiment:
     """Return an experiment with other tiers, and with other tables. Raises InvalidExperiment."""
-    tree = experiment.model_dump(mode="json") | tables
-    for path in SHORT_FORM:
-        *parents, last = path.split(".")
-        reduce(lambda table, key: table.get(key, {}), parents, tree).pop(last, None)
-    return parse(tree | {"tiers": list(tiers)})
+    return parse(experiment.model_dump(mode="json") | tables | {"tiers": list(tiers)})
 
 
 def _mean_samples(experiment: Experiment, dataset: Dataset, devices: int) -> int:
