@@ -139,7 +139,7 @@ LAN = {"up_mbit": 20, "down_mbit": 40}
 )
 def test_a_sample_of_the_branches_stands_for_the_lab(tree: dict[str, Any], options: dict[str, Any]) -> None:
     work = planned(tree)
-    whole, some = run(work, **options), run(work, nodes=33, **options)
+    whole, some = run(work, rounds=2, **options), run(work, rounds=2, nodes=33, **options)
     assert some.sample.nodes in (30, 33) and whole.sample.nodes >= 40
     assert simulated_s(some) == pytest.approx(simulated_s(whole), rel=0.05)
     expected = {name: count for name, count in whole.tiers().items() if count}
