@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import tracemalloc
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich import progress as rich_progress
+from rich.console import Console
 
 from common.experiment.methods import RULES, RuleSettings
 from common.experiment.reading import parse, to_toml
@@ -24,6 +27,7 @@ from common.methods import aggregator
 from common.methods.fedavg import FedAvg
 from common.methods.rule import Uploads, link_layouts
 from common.model.layout import ModelLayout, Row, Section
+from deploy.console.stages import Stages
 from deploy.planning import calibration, footprint, predicting, recording, trainings, workload
 from deploy.planning.trainings import MeasuredTraining, TrainingSpeed
 from device.jobs import LocalResult, Prepared, Progress
@@ -256,6 +260,20 @@ def test_the_table_has_a_global_round_its_phases_and_the_memory() -> None:
     assert "2.0 MB" in table and "60.0 MB" in table and "\nassumed: each device has 10 samples\n" in table
     measured = "measured while other processes used 0.0 of 2 cores (load average 0.3); training had 99% of a core"
     assert table.splitlines()[-1] == measured
+
+
+def test_a_bar_shows_the_share_of_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    with rich_progress.Progress(console=Console(file=io.StringIO())) as bar:
+        show = Stages(2, bar)
+        show("measures")
+        show("simulates")
+        assert (bar.tasks[0].description, bar.tasks[0].completed) == ("simulates", 1)
+        show.reach(0.5)
+        assert bar.tasks[0].completed == 1.5
+    lines = Stages(1, None)
+    lines("simulates")
+    lines.reach(0.5)
+    assert capsys.readouterr().err == "simulates\n"
 
 
 @pytest.mark.parametrize(
