@@ -29,6 +29,7 @@ from common.methods.rule import Uploads, link_layouts
 from common.model.layout import ModelLayout, Row, Section
 from deploy.console.stages import Stages
 from deploy.planning import calibration, footprint, predicting, recording, trainings, workload
+from deploy.planning.simulated import Site
 from deploy.planning.trainings import MeasuredTraining, TrainingSpeed
 from device.jobs import LocalResult, Prepared, Progress
 from tests.helpers.commands import invoke
@@ -239,6 +240,23 @@ def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatc
     assert [line.split()[0] for line in result.stderr.splitlines()] == ["reads", "measures", "finds", "simulates"]
     refused = invoke("plan", file, "--set", "topology.devices=1")
     assert refused.exit_code == 4 and "no device" in refused.output
+
+
+def test_a_machine_is_measured_once_for_runs_that_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(work: workload.PlannedWorkload, **_: object) -> calibration.MachineSpeeds:
+        measured.append(work.experiment.model.name)
+        return calibration.MachineSpeeds(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, cores=2)
+
+    monkeypatch.setattr(predicting, "measure", measure)
+    predictor = predicting.Predictor(site=Site.DIRECT, rounds=1)
+    lab = {"topology": {"institutions": 0, "devices": 3}}
+    median = {"cloud": {"aggregation": {"name": "median"}}}
+    trees = [lab, lab | median | {"data": {"partition": "dirichlet"}}, lab | {"model": {"name": "mlp_digits"}}]
+    found = [predictor.predict(parse({"model": {"name": "cnn_digits"}} | tree)) for tree in trees]
+    assert measured == ["cnn_digits", "mlp_digits"]
+    assert all(each["global_round_s"] > 3 * 0.01 and "worker" in each["memory"] for each in found)
 
 
 def test_the_table_has_a_global_round_its_phases_and_the_memory() -> None:
