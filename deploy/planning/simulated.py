@@ -327,7 +327,7 @@ def _simulated(experiment: Experiment, rounds: int, site: Site) -> Experiment:
     """Return the experiment to simulate. Raises InvalidExperiment."""
     rounds = min(experiment.rounds, rounds)
     tree = experiment.model_dump(mode="json")
-    tables: dict[str, Any] = {"rounds": rounds, "target_accuracy": None, "score": {"target": None}}
+    tables: dict[str, Any] = {"rounds": rounds, "stop": {}}
     # The seconds of the writes are those of `_recorded`, Tempo's epochs those of `rehearse`.
     tables["cloud"] = tree["cloud"] | {"checkpoint_every": rounds, "epoch_control": {"name": "fixed"}}
     tables["links"] = tree["links"] | {"check": "off"}

@@ -16,7 +16,7 @@ from deploy.console.tabular import Cell, Column, Table, size
 from deploy.planning.workload import OF_THE_SPLIT
 from deploy.sweeps.grid import Grid
 
-WITHOUT_COST: Final = ("seed", "name", "rounds", "target_accuracy")
+WITHOUT_COST: Final = ("seed", "name", "rounds", "stop")
 ROUNDS: Final = 2  # global rounds to simulate, if not given: the first one waits for no writes and no evaluation
 Predict: TypeAlias = Callable[[Experiment], dict[str, Any]]
 
