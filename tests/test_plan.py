@@ -275,6 +275,7 @@ def test_the_table_has_a_global_round_its_phases_and_the_memory() -> None:
         }
     )
     assert table.splitlines()[0].split() == ["a", "global", "round", "1.75", "s"]
+    assert table.splitlines()[3] == "10 global rounds 17.50 s"
     assert "2.0 MB" in table and "60.0 MB" in table and "\nassumed: each device has 10 samples\n" in table
     measured = "measured while other processes used 0.0 of 2 cores (load average 0.3); training had 99% of a core"
     assert table.splitlines()[-1] == measured

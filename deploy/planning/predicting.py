@@ -150,7 +150,7 @@ def text_of(found: Mapping[str, Any]) -> str:
     """Return a prediction as text."""
     lines = [f"a global round   {_duration(found['global_round_s'])}"]
     lines += [f"  {phase:<14} {_duration(length)}" for phase, length in found["seconds"].items()]
-    lines.append(f"{found['global_rounds']} global rounds".ljust(15) + _duration(found["total_s"]))
+    lines.append(f"{found['global_rounds']} global rounds".ljust(16) + " " + _duration(found["total_s"]))
     lines.append("bytes of a global round")
     lines += [f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in found["tiers"].items()]
     lines.append("memory of a process")
