@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-sweeps bench-tls bench-vmapped bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-sweeps bench-tls bench-vmapped bench-tiers bench-training bench-watch \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -47,6 +47,9 @@ bench-plan: $(INSTALLED) broker ## compare what `fedstrata plan` predicts with w
 
 bench-scale: $(INSTALLED) broker ## measure 100 to 3,000 devices on this machine: seconds, CPU seconds and memory
 	.venv/bin/python tests/bench/scale.py
+
+bench-watch: $(INSTALLED) ## measure the bytes of status records, and a watcher's CPU, for 12 and 1,000 devices
+	.venv/bin/python tests/bench/watch.py
 
 bench-training: $(INSTALLED) ## measure a device's training against a plain PyTorch loop, one core
 	.venv/bin/python tests/bench/training.py

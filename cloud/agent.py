@@ -9,13 +9,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
 from cloud.evaluator import Beginning, EvaluationResult, Evaluator
 from cloud.global_rounds import LABELS, GlobalRounds
-from cloud.records import tier_bytes
 from cloud.results import RunFolder
 from common.errors import FedstrataError, StorageFailed
 from common.experiment.schema import Experiment
@@ -30,6 +30,7 @@ from common.protocol.attendance import ADDRESS, HTTPS
 from common.protocol.limits import limits_below
 from common.protocol.messages import Announcement, NodeState
 from common.protocol.round_state import GLOBAL_PHASES
+from common.protocol.status import RunProgress
 from common.runtime.exports import ScrapeTarget, discovery, export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
@@ -40,7 +41,7 @@ from common.storage.spool import Spool
 
 FAREWELL_S = 10.0
 INTERRUPTED_S = 5.0
-PROGRESS_S = 0.5
+STATUS_S = 0.5
 CHANGES_MOST = 64  # of each child's state that are recorded at once, then one in CHANGE_S
 CHANGE_S = 10.0
 
@@ -83,6 +84,7 @@ class CloudAgent:
         self._show = observe
         self._new_evaluator = evaluator
         self._changes = Budget(CHANGES_MOST, CHANGE_S)
+        self._progress = RunProgress()
 
     async def run(self) -> Path:
         """Run all global rounds and return the path of the final model. Raises FedstrataError."""
@@ -102,6 +104,7 @@ class CloudAgent:
             observe=self._observe,
             world=host.world,
         )
+        down.session.run = self._progress
         export_parent(self._metrics, down, LABELS, tier=tier.name)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
         facts |= {"algorithm": tier.aggregation.name, "folder": self._folder.path.name}
@@ -202,6 +205,14 @@ class CloudAgent:
         down.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
         down.set_state(NodeState.READY)
         run.introduce(metrics_address=self._host.metrics_address)
+        showing = asyncio.create_task(self._show_status(down), name="status")
+        try:
+            return await self._run_begun(down, run)
+        finally:
+            showing.cancel()
+
+    async def _run_begun(self, down: ParentEndpoint, run: GlobalRounds) -> Path:
+        experiment = self._folder.experiment
         if self._resume:  # what is away by its trace returns by the time zero of this session
             self._begin(down, run)
         if not run.complete:  # else the children may have left
@@ -209,12 +220,8 @@ class CloudAgent:
             await down.measure(experiment.links)
         self._begin(down, run)
         self._observe("begun", {"elapsed_s": run.elapsed_s})
-        showing = asyncio.create_task(self._show_progress(down), name="progress")
-        try:
-            async with energy_noted(self._folder, self._energy):
-                return await run.run()
-        finally:
-            showing.cancel()
+        async with energy_noted(self._folder, self._energy):
+            return await run.run()
 
     @staticmethod
     def _begin(down: ParentEndpoint, run: GlobalRounds) -> None:
@@ -222,16 +229,17 @@ class CloudAgent:
         down.session.begin(down.now() - run.elapsed_s)
         down.wake()
 
-    async def _show_progress(self, down: ParentEndpoint) -> None:
+    async def _show_status(self, down: ParentEndpoint) -> None:
+        """Show the status record that `watch` asks for, in this process."""
         while True:
-            await asyncio.sleep(PROGRESS_S)
-            counts = tier_bytes(down.ledger, self._folder.experiment.tier_names)
-            self._show("progress", {"states": down.session.coordinator.progress(), **counts})
+            self._show("status", asdict(down.session.status(down.now())))
+            await asyncio.sleep(STATUS_S)
 
     def _observe(self, event: str, facts: dict[str, object]) -> None:
         if event == "child" and not self._changes.take(str(facts["node"]), asyncio.get_running_loop().time()):
             return  # of a child that changes its state, or its reason, as fast as it may
         self._folder.event(event, facts)
+        self._progress.take(event, facts)
         self._show(event, facts)
 
 

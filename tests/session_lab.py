@@ -621,7 +621,7 @@ class Lab:
         """Run until the open round is over, over restarts of the parent."""
         over = self.loop.run_until(self.now + until_s, lambda: self.parent.over is not None)
         event, self.parent.over = self.parent.over, None
-        assert over and event is not None, f"the round hangs: {self.parent.session.coordinator.progress()}"
+        assert over and event is not None, f"the round hangs: {self.parent.session.coordinator.children}"
         assert self._opening is not None
         self.parent.session.end_round(self.now)
         self.parent.wake()

@@ -69,6 +69,11 @@ WRITES: Final = (
     ("device-0", "fs1/north/seek/institution-1/device-0"),  # a parent of another branch
     ("device-0", "fs1/north/roll/device-0"),
     ("device-0", "fs1/north/roll/operator"),
+    ("device-0", "fs1/north/watch/device-0"),  # a request for the status of all parents
+    ("device-0", "fs1/north/watch/operator"),
+    ("device-0", f"{RUN}/institution-0/status"),
+    ("institution-0", f"{RUN}/cloud/status"),
+    ("operator", f"{RUN}/cloud/status"),
     ("device-0", "fs1/north/here/operator/device-1"),
     ("device-0", "fs1/south/20260101T000000Z-aaaaaa/device-0/state"),  # another lab
     ("device-0", "elsewhere"),
@@ -102,6 +107,8 @@ READS: Final = (
     ("device-2", f"{RUN}/institution-1/inbox/device-2", "institution-0"),
     ("institution-1", f"{RUN}/institution-1/spec", "institution-0"),
     ("device-0", "fs1/north/here/cloud/device-0", "institution-0"),
+    ("institution-1", f"{RUN}/institution-1/status", "institution-0"),
+    ("cloud", f"{RUN}/cloud/status", "device-0"),
 )
 ALLOWED: Final = (
     ("device-0", f"{RUN}/device-0/state", "institution-0"),
@@ -120,6 +127,10 @@ ALLOWED: Final = (
     ("cloud", "fs1/north/seek/cloud/cloud", "cloud"),
     ("cloud", "fs1/north/roll/cloud", "device-3"),
     ("operator", "fs1/north/roll/operator", "institution-1"),
+    ("operator", "fs1/north/watch/operator", "cloud"),
+    ("operator", "fs1/north/watch/operator", "institution-1"),
+    ("cloud", f"{RUN}/cloud/status", "operator"),
+    ("institution-1", f"{RUN}/institution-1/status", "operator"),
     ("institution-1", f"{RUN}/device-2/inbox/institution-1", "operator"),
 )
 
@@ -218,6 +229,7 @@ def members(served: BrokerProcess, home: Path) -> Iterator[Members]:
     for member in members.all.values():
         member.client.disconnect()
         member.client.loop(TURN_S)
+        member.client.on_message = member.client.on_subscribe = member.client.on_connect = None  # they hold the member
 
 
 def test_nobody_publishes_under_another_name(members: Members) -> None:

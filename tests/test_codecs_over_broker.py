@@ -17,6 +17,7 @@ from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
 from common.protocol import serialization, topics
 from common.protocol.messages import NodeState, Presence, Result
+from common.protocol.round_state import ChildState
 from common.protocol.sender import Publication
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.round import Dispatch
@@ -173,7 +174,7 @@ async def test_an_upload_that_is_decoded_is_not_fetched_again_meanwhile(
         site.broker.route(topics.state(LAB, RUN, "device-0"), stranger, qos=1, retain=False)
         announced = len(offers(site))
         await until(lambda: len(offers(site)) >= announced + 2)
-        assert parent.session.coordinator.progress()["device-0"]["state"] == "announced"
+        assert parent.session.coordinator.children["device-0"].state is ChildState.ANNOUNCED
         assert not parent.session.link.receiver.wanted()
         go_on.set()
         played = await playing

@@ -89,7 +89,7 @@ def test_a_run_waits_for_room(tmp_path: Path) -> None:
         assert [row["global_round"] for row in outcome.rounds] == ["1", "2", "3"]
         (path,) = small.path.glob("*/events.jsonl")
         written = [json.loads(line)["event"] for line in path.read_text().splitlines()]
-        assert [event for event in written if event != "plan"] == [event for event, _ in events if event != "progress"]
+        assert [event for event in written if event != "plan"] == [event for event, _ in events if event != "status"]
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_one_line(tmp_path: Path) -> None:

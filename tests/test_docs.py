@@ -125,7 +125,8 @@ def test_the_messages_of_the_protocol_are_the_codes() -> None:
     ]
     assert f"[{VERSION}, session, kind," in page and f"{VERSION} is the version" in page
     types = {int: "int", float: "float", NameText: "name", ShortText: "text", JsonText: "json"}
-    for kind in (*KINDS, messages.Manifest, messages.Target, Finding):
+    others = (messages.Manifest, messages.Target, messages.LinkBytes, messages.ChildCount)
+    for kind in (*KINDS, *others, Finding):
         row = next(line for line in page.splitlines() if re.match(rf"\| (\d+ \| )?{kind.__name__} \|", line))
         hints = get_type_hints(kind, include_extras=True)
         assert [name for name, hint in hints.items() if hint in types and f"`{name}: {types[hint]}`" not in row] == []
@@ -148,6 +149,7 @@ def test_the_sizes_of_the_protocol_are_the_codes() -> None:
         "Ask": f"{small}, and one for each 8,192 bytes of a model",
         "Probe, Probed": f"{nothing.most(messages.Probe):,}: noise has at most 4,096 chunks, and 64 MB",
         "Here": f"{nothing.most(messages.Here):,}",
+        "Status": f"{nothing.most(messages.Status):,}",
         "all others": f"{nothing.most(messages.Goodbye):,}",
         "a chunk": f"{messages.MAX_CHUNK_BYTES:,}",
         "any message": f"{MESSAGE_MOST:,}",

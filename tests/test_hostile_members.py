@@ -322,7 +322,7 @@ def test_a_flood_of_messages_is_refused_before_it_is_read_and_hides_nobody() -> 
         lab.publish(PARENT, "device-0", session, Preparing(number, "x" * 5000))
     lab.rest(0.5)
     assert lab.parent.session.link.refusals.of(Refusal.FLOOD) > MESSAGES_MOST
-    assert len(lab.parent.session.attendance._waits_for["device-0"]) == 1000
+    assert len(lab.parent.session.attendance.waits_for["device-0"]) == 1000
     lab.rest(20.0)
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 

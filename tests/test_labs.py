@@ -152,7 +152,7 @@ def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp
         async with asyncio.TaskGroup() as group:
             for lab, folder in folders.items():
                 seen[lab] = Seen()
-                watch = Follower([address], lab=lab, run=None, light=False, connect_timeout_s=10.0)
+                watch = Follower([address], lab=lab, run=None, connect_timeout_s=10.0)
                 group.create_task(watch.follow(seen[lab]))
                 group.create_task(run_lab(lab, folder, address, seen[lab].found))
         collecting.cancel()
@@ -160,7 +160,9 @@ def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp
         assert collecting.cancelled()  # every topic was known
 
     scenario(run())
-    inside = [topic for topic in found if not isinstance(topic, topics.SeekTopic | topics.HereTopic)]
+    inside = [
+        topic for topic in found if not isinstance(topic, topics.SeekTopic | topics.HereTopic | topics.WatchTopic)
+    ]
     runs = {lab: {topic.run for topic in inside if topic.lab == lab} for lab in {topic.lab for topic in found}}
     assert runs == {lab: {folder.run} for lab, folder in folders.items()}
     for lab, seed in LABS.items():
@@ -186,7 +188,7 @@ def test_a_watch_shows_the_runs_of_its_lab_alone(address: BrokerAddress) -> None
         await keep(address, "north", old, state=NodeState.READY)
         await keep(address, "south", new, state=NodeState.READY)
         seen = Seen()
-        watch = Follower([address], lab="north", run=None, light=False, connect_timeout_s=10.0)
+        watch = Follower([address], lab="north", run=None, connect_timeout_s=10.0)
         following = asyncio.create_task(watch.follow(seen))
         await seen.found.wait()
         await keep(address, "south", old, state=NodeState.FAILED)  # even a run of the same id

@@ -79,6 +79,7 @@ from common.protocol.messages import (
     Goodbye,
     Here,
     Key,
+    LinkBytes,
     Message,
     NodeState,
     Phase,
@@ -90,6 +91,8 @@ from common.protocol.messages import (
     Reports,
     Result,
     RollCall,
+    Status,
+    StatusRequest,
     Task,
     WhoIsThere,
 )
@@ -146,6 +149,8 @@ def messages_of(key: Key, blob: str) -> list[Message]:
             1.5e9,
             (Finding("memory", True, True, "1 GB"),),
         ),
+        StatusRequest(RUN),
+        Status(1.0, key, True, False, (LinkBytes(1, 2),), (), ()),
     ]
 
 
@@ -1227,7 +1232,7 @@ def test_a_child_that_died_is_served_no_more_and_frees_its_slot() -> None:
     lab.rest(1.0)
     lab.kill("device-0", will_after_s=0.0)
     lab.rest(1.0)
-    assert lab.parent.session.coordinator.progress()["device-1"]["state"] == "accepted"
+    assert lab.parent.session.coordinator.children["device-1"].state.value == "accepted"
 
 
 def test_a_child_that_reconnects_is_asked_for_the_rest_at_once() -> None:

@@ -21,10 +21,11 @@ from common.protocol.messages import Acknowledgement, Alive, Declined, Here, Key
 from common.text import by_cause, escaped, json_text
 from deploy.console import logs, reporting, tabular
 from deploy.watching import formatting
-from deploy.watching.cloud_feed import CloudFeed
 from deploy.watching.lab import WatchedLab
 from deploy.watching.screens import Lines
+from deploy.watching.showing import CloudLog
 from deploy.watching.view import View
+from tests.helpers.status import child, record
 
 # A title of the window, a colour, a cleared screen, a line of a log's own, a C1 control, a text that runs backwards.
 HOSTILE = "\x1b]0;owned\x07\x1b[31m\x1b[2J\n2026-01-01 fedstrata ERROR forged\x9b1m\u202e\x7f"
@@ -105,15 +106,15 @@ def test_what_watch_shows_has_no_control_characters(capsys: pytest.CaptureFixtur
     }
     for node, presence in bodies.items():
         body = serialization.encode(presence, f"{node}\x1b[2J"[:32])
-        lab.receive(0, topics.state("lab", RUN, node), body, 0.0, retained=False)
-    preparing = serialization.encode(Preparing(1, HOSTILE), "institution-0\x1b[2J")
-    lab.receive(0, topics.inbox("lab", RUN, "cloud", "institution-0"), preparing, 0.0, retained=False)
+        lab.receive(0, topics.StateTopic("lab", RUN, node), body, 0.0, retained=False)
+    status = record(child("institution-0", state=NodeState.INIT, text=HOSTILE), at_s=1.0)
+    lab.receive(0, topics.StatusTopic("lab", RUN, "cloud"), serialization.encode(status, "cloud\x1b[2J"), 0.0)
     events = list(iter(lab.next_event, None))
     for screen in (Lines(json_lines=False), Lines(json_lines=True)):
         for event, facts in events:
             screen.event(lab, event, facts, 0.0)
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
-    notes = [line for event, facts in events if (line := formatting.line(lab, event, facts, 0.0))]
+    notes = [line for event, facts in events if (line := formatting.line(lab, event, facts))]
     console.print(*View(200, 40, devices=True).picture(lab, 0.0, notes), sep="\n")
     shown = capsys.readouterr().out + console.file.getvalue()  # type: ignore[attr-defined]
     assert SAFE in shown and "\x1b" not in shown and "\nforged" not in shown
@@ -124,8 +125,7 @@ def test_what_the_cloud_shows_has_no_control_characters() -> None:
     _, received = serialization.decode(serialization.encode(Presence(NodeState.FAILED, "device", reason=HOSTILE), "s"))
     assert isinstance(received, Presence)
     facts = {"node": "device-0", "state": received.state, "reason": received.reason}
-    lab = WatchedLab(RUN, parse({}), brokers=[], now=0.0, deep=False)
-    assert CloudFeed(lab).line("child", facts) == f"device-0: failed ({SAFE})"
+    assert CloudLog(parse({})).line("child", facts) == f"device-0: failed ({SAFE})"
 
 
 # Text that does not come in a message: of documents within one, of exceptions, of other processes

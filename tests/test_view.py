@@ -1,4 +1,4 @@
-"""The live view of `run` and `cloud`: from the cloud's events, from messages, and the choice of rows."""
+"""The live view of `run` and `cloud`: from the cloud's events, from status records, and the choice of rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import queue
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,61 +18,79 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from rich.text import Text
+from rich.live import Live
 
 from common.experiment.reading import parse
 from common.host.processes import free_port
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
-from common.protocol.messages import Key, NodeState, Presence
+from common.protocol.messages import (
+    ChildCount,
+    ChildStatus,
+    Key,
+    NodeState,
+    PhaseSeconds,
+    Presence,
+    RoundScore,
+    RunStatus,
+    Status,
+    StatusRequest,
+    Step,
+)
+from common.protocol.serialization import from_facts
+from common.text import json_text
 from deploy.brokers import broker
 from deploy.console import logs
 from deploy.simulation.broker import Routed
 from deploy.simulation.lab import SimulatedLab
-from deploy.watching.cloud_feed import CloudFeed
 from deploy.watching.formatting import missing, sparkline
 from deploy.watching.lab import WatchedLab
-from deploy.watching.node import NodeStep
 from deploy.watching.rows import HiddenNodes, rows_of
-from deploy.watching.showing import LiveView, show
+from deploy.watching.showing import CloudLog, LiveView, show
 from deploy.watching.view import View
 from tests.helpers.commands import PATIENCE_S
+from tests.helpers.status import child, record
 
 RUN: Final = {
     "run": "20260101T000000Z-abcdef", "folder": "runs/20260101T000000Z-small-abcdef", "experiment": "small",
     "global_rounds": 400, "done": 109, "nodes": {"institutions": 2, "devices": 4}, "model": "cnn_digits",
     "model_bytes": 39_700,
 }  # fmt: skip
-IDLE: Final = {"presence": "ready", "state": "idle", "phase": "", "epochs": 0, "done": 0, "total": 0}
 
 
-def lab_of(institutions: int = 2, devices: int = 4, *, deep: bool = False) -> WatchedLab:
+def lab_of(institutions: int = 2, devices: int = 4) -> WatchedLab:
     topology = {"institutions": institutions, "devices": devices}
     experiment = parse({"name": "small", "rounds": 400, "topology": topology})
-    return WatchedLab("", experiment, brokers=["b:1883"], now=0.0, deep=deep)
+    return WatchedLab("run-1", experiment, brokers=["b:1883"], now=0.0)
+
+
+def view_of(lab: WatchedLab, *, follow: BrokerAddress | None = None) -> LiveView:
+    console = Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
+    return LiveView(console, CloudLog(lab.experiment, "b:1883"), lab="lab", follow=follow)
 
 
 class Fed:
-    """A lab that is known from its cloud's events alone."""
+    """The live view of a lab that is known from its cloud's events alone."""
 
     def __init__(self, lab: WatchedLab | None = None) -> None:
-        self.lab = lab or lab_of()
-        self.feed = CloudFeed(self.lab)
-        self.now = 0.0
-        self.notes: list[str] = []
+        self.view = view_of(lab or lab_of())
+        self.view._loop.close()  # nothing runs in it
+        self.at_s = 0.0
         self.take("run", RUN)
 
-    def take(self, event: str, facts: Mapping[str, Any]) -> None:
-        self.feed.take(event, facts, self.now)
-        if (note := self.feed.note(event, facts)) is not None:
-            self.notes.append(note)
+    @property
+    def lab(self) -> WatchedLab:
+        return self.view.lab
 
-    def progress(self, states: Mapping[str, Mapping[str, Any]], **counts: int) -> None:
-        bytes_ = dict.fromkeys(("wan_up_bytes", "wan_down_bytes", "lan_up_bytes", "lan_down_bytes"), 0)
-        self.take("progress", {"states": {name: IDLE | facts for name, facts in states.items()}, **bytes_ | counts})
+    def take(self, event: str, facts: Mapping[str, Any]) -> None:
+        self.view._take(event, json.loads(json_text(facts)))
+
+    def status(self, *children: ChildStatus, **facts: Any) -> None:
+        self.at_s += 0.5
+        self.take("status", asdict(record(*children, at_s=self.at_s, **facts)))
 
     def lines(self, width: int | None = 80, height: int | None = 24) -> list[str]:
-        lines = View(width, height).picture(self.lab, self.now, self.notes)
+        lines = View(width, height).picture(self.lab, self.view._loop.time(), [*self.view._notes])
         return [line.plain.rstrip() for line in lines]
 
 
@@ -80,57 +99,48 @@ class Fed:
 
 def test_a_waiting_cloud_shows_the_run_its_folder_its_broker_and_the_missing_nodes() -> None:
     fed = Fed()
-    reasons = {
-        "institution-0": "waits for device-1 has not joined yet; device-0 gave up: no data; no",
-        "institution-1": "x",
-    }
-    fed.take("child", {"node": "institution-0", "state": "init"})
-    fed.take("waiting", {"for": "...", "nodes": reasons})
+    text = "device-0 gave up: no data; device-1 has not joined yet; no"
+    fed.status(child("institution-0", state=NodeState.INIT, text=text), child("institution-1", state=None))
     lines = fed.lines()
     assert lines[1] == RUN["run"] and lines[2] == f"{RUN['folder']}  broker b:1883"
-    assert lines[3] == "waiting for device-1 of institution-0; device-0 of institution-0; institution-1"
-    fed.take("waiting", {"for": "...", "nodes": {"institution-1": "has not joined yet"}})
-    fed.take("child", {"node": "institution-0", "state": "ready"})
+    assert lines[3] == "waiting for device-0 of institution-0; device-1 of institution-0; institution-1"
+    fed.status(child("institution-0"), child("institution-1", state=None))
     assert missing(fed.lab) == ["institution-1"]
-    fed.take("child", {"node": "institution-1", "state": "ready"})
+    fed.status(child("institution-0"), child("institution-1"))
     assert missing(fed.lab) == [] and not [line for line in fed.lines() if "waiting" in line]
 
 
 def test_the_missing_nodes_of_a_large_lab_are_counted() -> None:
     fed = Fed(lab_of(40, 80))
-    fed.take("waiting", {"for": "...", "nodes": {}})
+    fed.status(*(child(f"institution-{place}", state=None) for place in range(40)))
     text = " ".join(line for line in fed.lines(60, 24))
     assert text.count("institution-") >= 8 and "32 more" in text
     assert len(fed.lines(60, 24)) < 24 and max(map(len, fed.lines(60, 24))) <= 60
 
 
 def test_in_a_watched_lab_the_missing_nodes_are_those_without_a_presence() -> None:
-    lab = lab_of(deep=True)
+    lab = lab_of()
     for name in ("cloud", "institution-0", "device-0", "device-1"):
         presence = serialization.encode(Presence(NodeState.INIT, "x"), name)
-        lab.run = "run-1"
-        lab.receive(0, topics.state("lab", lab.run, name), presence, 0.0)
+        lab.receive(0, topics.StateTopic("lab", lab.run, name), presence, 0.0)
     assert missing(lab) == ["institution-1"]
-    lab.receive(0, topics.state("lab", "run-1", "device-1"), b"", 0.0)
+    lab.receive(0, topics.StateTopic("lab", "run-1", "device-1"), b"", 0.0)
     assert missing(lab) == ["device-1 of institution-0", "institution-1"]
 
 
 # From the cloud's events alone
 
 
-def test_the_clouds_events_move_its_children() -> None:
+def test_the_clouds_status_shows_its_children() -> None:
     fed = Fed()
-    fed.progress({"institution-0": {"state": "working", "phase": "fetching", "done": 1, "total": 4, "epochs": 2},
-                  "institution-1": {"state": "assigned"}})  # fmt: skip
-    node = fed.lab.cloud.children["institution-0"]
-    assert (node.key, node.step, node.done, node.epochs) == (Key(0, 109, 0), NodeStep.FETCHING, 0.25, 2)
+    first = child("institution-0", Step.FETCHING, done=1, total=4, epochs=2)
+    fed.status(first, child("institution-1", Step.ASSIGNED), key=Key(0, 109, 0))
     assert fed.lab.global_round == 110
     lines = {line.split()[0]: line for line in fed.lines() if line}
     assert "110/400" in lines["cloud"] and lines["cloud"].endswith("0/2 results")
     assert lines["institution-0"].endswith("██░░░░░░ fetching 25 %")
     assert lines["institution-1"].endswith("assigned") and lines["2"] == "    2 devices: fedstrata watch shows them"
-    fed.progress({"institution-0": {"state": "working", "phase": "training", "done": 9, "total": 0},
-                  "institution-1": {"state": "accepted", "phase": "announcing"}})  # fmt: skip
+    fed.status(child("institution-0", Step.TRAINING), child("institution-1", Step.DONE), key=Key(0, 109, 0))
     lines = {line.split()[0]: line for line in fed.lines() if line}
     assert lines["institution-0"].endswith("training") and lines["institution-1"].endswith("done")
     assert lines["cloud"].endswith("1/2 results")
@@ -138,15 +148,16 @@ def test_the_clouds_events_move_its_children() -> None:
 
 def test_accuracy_loss_time_left_and_notes() -> None:
     fed = Fed()
-    fed.progress({})
+    fed.take("begun", {"elapsed_s": 1000.0})
     for done in range(110, 114):
-        fed.now += 10.0
-        fed.take("global_round", {"global_round": done, "wan_up_bytes": 1, "wan_down_bytes": 2, "elapsed_s": 1.0})
+        row = {"wan_up_bytes": 1, "wan_down_bytes": 2, "elapsed_s": 10.0 * (done - 9), "train_loss": 0.1}
+        fed.take("global_round", {"global_round": done, **row})
         fed.take("evaluated", {"global_round": done, "score": (done - 100) / 100, "loss": 3 - done / 100})
+    fed.status(child("institution-0"), child("institution-1", state=NodeState.LOST), run=fed.view._progress.status)
     fed.take("warning", {"reason": "models have collapsed"})
     fed.take("child", {"node": "institution-1", "state": "lost"})
     first, scores, *_ = lines = fed.lines()
-    assert first == "small  global round 113/400  about 48 min left"
+    assert first == "small  global round 113/400  about 47 min left"
     assert scores == "accuracy 0.1300 ▁▃▆█   loss 1.8700 ▃▂▂▁"
     assert lines[-2:] == ["warning: models have collapsed", "institution-1: lost"]
     styles = {line.plain.split()[0]: line.spans for line in View(80, 24).picture(fed.lab, 0.0, []) if line.plain}
@@ -157,7 +168,7 @@ def test_accuracy_loss_time_left_and_notes() -> None:
 @pytest.mark.parametrize("width", [80, 200, None])
 def test_nothing_is_cropped_that_has_room(width: int | None) -> None:
     fed = Fed()
-    fed.progress({"institution-0": {"state": "assigned"}}, wan_up_bytes=123_456_789)
+    fed.status(child("institution-0", Step.ASSIGNED), key=Key(0, 109, 0), tiers=((123_456_789, 0),))
     text = "\n".join(fed.lines(width, None))
     assert "110/400" in text and str(RUN["folder"]) in text and "123.5 MB" in text
     if width is not None:
@@ -169,7 +180,7 @@ def test_off_a_terminal_long_names_and_reasons_are_whole() -> None:
     lab = WatchedLab("run-1", experiment, brokers=["b"], now=0.0)
     name, reason = next(iter(lab.cloud.children)), "the disk is full " * 20
     body = serialization.encode(Presence(NodeState.FAILED, "device", reason=reason), "s")
-    lab.receive(0, topics.state("lab", "run-1", name), body, 0.0)
+    lab.receive(0, topics.StateTopic("lab", "run-1", name), body, 0.0)
     assert reason.strip() in "\n".join(line.plain for line in View(None, None).picture(lab, 0.0, []))
     assert max(len(line.plain) for line in View(80, 24).picture(lab, 0.0, [])) <= 80
 
@@ -204,7 +215,7 @@ def test_a_sparkline_shows_small_changes_as_small(values: tuple[float, ...], bar
     lost=st.sets(st.integers(0, 95), max_size=5), devices=st.booleans(),
 )  # fmt: skip
 def test_rows_fit_and_count_every_node(institutions: int, each: int, room: int, lost: set[int], devices: bool) -> None:
-    lab = lab_of(institutions, institutions * each, deep=True)
+    lab = lab_of(institutions, institutions * each)
     gone = [lab.nodes[f"device-{place}"] for place in lost if place < institutions * each]
     for node in lab.nodes.values():
         node.states[0] = "ready"
@@ -224,7 +235,7 @@ def test_rows_fit_and_count_every_node(institutions: int, each: int, room: int, 
 
 
 def test_where_all_devices_are_lost_each_institution_has_rows_first() -> None:
-    lab = lab_of(3, 36, deep=True)
+    lab = lab_of(3, 36)
     lab.run = "run-1"
     for node in lab.nodes.values():
         node.states[0] = "lost" if node.role == "device" else "ready"
@@ -236,50 +247,59 @@ def test_where_all_devices_are_lost_each_institution_has_rows_first() -> None:
     assert few[-1] == "  3 institutions with 36 nodes below, 36 of them lost: 3 ready"
 
 
-# Bytes, in both feeds
+# Bytes
 
 
-def test_the_bytes_of_both_feeds_are_those_of_the_links_file(tmp_path: Path) -> None:
+def test_a_watched_run_is_the_same_run_and_its_records_are_counted_as_control(tmp_path: Path) -> None:
+    """The models are the same bit for bit; nobody asks, nothing is sent; the bytes are those of links.csv."""
     experiment = parse({"rounds": 3, "topology": {"institutions": 2, "devices": 4}, "links": {"check": "off"},
                         "transfer": {"inline_bytes": 0}})  # fmt: skip
-    own = WatchedLab("", experiment, brokers=["b"], now=0.0, deep=False)
-    feed, found, watches = CloudFeed(own), Counter[str](), list[WatchedLab]()
 
-    def observe(event: str, facts: dict[str, object]) -> None:
-        feed.take(event, facts, lab.now())
-        if event == "run":
-            watches.append(WatchedLab(str(facts["run"]), experiment, brokers=["b"], now=lab.now()))
+    def played(*, asks: bool) -> tuple[SimulatedLab, str, WatchedLab, Counter[str], int]:
+        watches, found, sent = list[WatchedLab](), Counter[str](), Counter[str]()
 
-    def hook(message: Routed) -> None:
-        for watched in watches:
-            watched.receive(0, message.topic, message.body, lab.now())
+        def observe(event: str, facts: dict[str, object]) -> None:
+            if event == "run":
+                watches.append(WatchedLab(str(facts["run"]), experiment, brokers=["b"], now=lab.now()))
 
-    def read(sim: SimulatedLab) -> None:
-        (path,) = sim.agents.runs.glob("*/links.csv")
-        rows = csv.DictReader(path.read_text().splitlines())
-        for row in (row for row in rows if row["kind"] == "all"):
-            up = row["to"] == "cloud" or row["from"].startswith("device")
-            found[f"{row['tier']}_{'up' if up else 'down'}"] += int(row["message_bytes"])
+        def hook(message: Routed) -> None:
+            topic = topics.parse(message.topic)
+            sent[type(topic).__name__] += len(message.body)
+            for watched in watches:
+                watched.receive(0, topic, message.body, lab.now())
 
-    lab = SimulatedLab(experiment, observe=observe, at_end=read, time_limit_s=900.0)
-    lab.network.hooks.append(hook)
-    assert lab.run().ok
-    counted = {name: flow.total for name, flow in own.flows(lab.now()).items()}
-    assert counted == {name: feed.finished[f"{name}_bytes"] for name in counted}
-    watched = {name: flow.total for name, flow in watches[0].flows(lab.now()).items()}
-    for name, total in found.items():  # after `finished` the nodes say goodbye
-        assert 0.98 * total <= counted[name] <= total, name
-        assert 0.98 * total <= watched[name] <= total, name
-    assert [watched[name] for name in ("lan_up", "lan_down")] == [found[name] for name in ("lan_up", "lan_down")]
-    assert watches[0].ignored == 0
+        def read(sim: SimulatedLab) -> None:
+            (path,) = sim.agents.runs.glob("*/links.csv")
+            rows = csv.DictReader(path.read_text().splitlines())
+            for row in (row for row in rows if row["kind"] == "all"):
+                up = row["to"] == "cloud" or row["from"].startswith("device")
+                found[f"{row['tier']}_{'up' if up else 'down'}"] += int(row["message_bytes"])
 
+        async def ask(sim: SimulatedLab) -> None:
+            while asks and not sim.over:
+                for watched in watches:
+                    body = serialization.encode(StatusRequest(watched.run), "operator")
+                    sim.inject(topics.watch("lab", "operator"), body, qos=0)
+                await asyncio.sleep(2.0)
 
-def test_a_cloud_that_forgot_bytes_is_counted_from_there() -> None:
-    fed = Fed()
-    for count in (1000, 5000, 4000, 4500):
-        fed.now += 1.0
-        fed.progress({}, wan_up_bytes=count)
-    assert fed.lab.flows(fed.now)["wan_up"].total == 4500
+        lab = SimulatedLab(experiment, observe=observe, at_end=read, time_limit_s=900.0, scenario=ask)
+        lab.network.hooks.append(hook)
+        outcome = lab.run()
+        assert outcome.ok, outcome
+        return lab, outcome.digest, watches[0], found, sent["StatusTopic"]
+
+    _, digest, _, plain, nothing = played(asks=False)
+    lab, watched_digest, watched, links, status_bytes = played(asks=True)
+    assert nothing == 0 and status_bytes > 3000 and digest == watched_digest
+    counted = {name: flow.total for name, flow in watched.flows().items()}
+    for name, total in links.items():
+        assert abs(total - plain[name]) < 0.02 * total, name  # reports and repeats depend on the time
+        assert 0.95 * total <= counted[name] <= 1.05 * total + status_bytes, name
+    assert [each.global_round for each in watched.progress.scores] == [1, 2, 3]
+    assert watched.silent_s(watched.cloud, lab.now()) == 0.0
+    assert {name for name, node in watched.nodes.items() if node.status is not None} == {
+        "cloud", "institution-0", "institution-1",
+    }  # fmt: skip
 
 
 # On standard error
@@ -337,7 +357,7 @@ def test_json_lines_are_the_events(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     fed = Fed()
-    fed.progress({"institution-0": {"presence": "lost"}})
+    fed.status(child("institution-0", state=NodeState.LOST))
     texts = {}
     for wanted in ("", "1"):
         monkeypatch.setenv("NO_COLOR", wanted)
@@ -348,48 +368,63 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "38;2;" in texts[""] and "38;2;" not in texts["1"] and "institution-0" in texts["1"]
 
 
-class Followed(LiveView):
-    """A view that keeps what it was called for."""
+class Drawn(LiveView):
+    """A view that keeps what it draws."""
 
-    def __init__(self, console: Console, lab: WatchedLab, *, follow: BrokerAddress) -> None:
-        super().__init__(console, CloudFeed(lab), lab, follow=follow)
-        self.calls: queue.Queue[str] = queue.Queue()
+    pictures: queue.Queue[str]
 
-    def _connected(self, up: bool) -> None:
-        super()._connected(up)
-        self.calls.put("connected" if up else "lost")
+    def _draw(self, live: Live) -> None:
+        super()._draw(live)
+        self.pictures.put("\n".join(str(line) for line in self.picture().renderables))
 
-    def _received(self, topic: str, body: bytes, retained: bool) -> None:
-        super()._received(topic, body, retained)
-        self.calls.put(topic)
+    def shows(self, *texts: str) -> None:
+        """Wait until a picture has these texts."""
+        while not all(text in picture for picture in [self.pictures.get(timeout=PATIENCE_S)] for text in texts):
+            pass
 
 
-def test_the_view_of_a_lab_on_this_machine_follows_its_broker(tmp_path: Path) -> None:
-    async def publish(topic: str, body: bytes) -> None:
-        async with aiomqtt.Client(served.host, served.port) as client:
-            await client.publish(topic, body, qos=1, retain=True)
-
+def drawn_view(follow: BrokerAddress) -> Drawn:
     console = Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
-    topic = topics.state("lab", str(RUN["run"]), "device-3")
+    view = Drawn(console, CloudLog(lab_of().experiment, "b:1883"), lab="lab", follow=follow)
+    view.pictures = queue.Queue()
+    return view
+
+
+def test_the_view_of_a_lab_on_this_machine_asks_the_institutions_on_its_broker(tmp_path: Path) -> None:
+    async def publish() -> None:
+        async with aiomqtt.Client(served.host, served.port) as client:
+            await client.subscribe(topics.watch("lab", "+"))
+            with view.shown():
+                view.observe("run", RUN)
+                view.observe("status", asdict(record(child("institution-1"), at_s=1.0, key=Key(0, 109, 0))))
+                await anext(client.messages)  # it asks
+                presence = serialization.encode(Presence(NodeState.LOST, "device", reason="gone"), "s")
+                await client.publish(topics.state("lab", str(RUN["run"]), "device-3"), presence, qos=1, retain=True)
+                training = child("device-2", Step.TRAINING, done=1, total=2)
+                status = serialization.encode(record(training, at_s=7.0, key=Key(0, 109, 0)), "s")
+                await client.publish(topics.status("lab", str(RUN["run"]), "institution-1"), status, qos=1)
+                await asyncio.to_thread(view.shows, "training 50 %", "device-3: lost (gone)", "110.1")
+
     with broker.start(directory=tmp_path) as served:
-        lab = lab_of()
-        view = Followed(console, lab, follow=BrokerAddress(served.host, served.port))
-        with view.shown():
-            view.observe("run", RUN)
-            assert view.calls.get(timeout=PATIENCE_S) == "connected" and lab.deep
-            presence = Presence(NodeState.LOST, "device", reason="gone")
-            asyncio.run(publish(topic, serialization.encode(presence, "s")))
-            assert view.calls.get(timeout=PATIENCE_S) == topic
-        lines = [line.plain for line in view.picture().renderables if isinstance(line, Text)]
-    assert lines[-1] == "device-3: lost (gone)" and ["device-3", "lost", "gone"] in map(str.split, lines)
-    assert isinstance(console.file, io.StringIO) and "device-3: lost (gone)" in console.file.getvalue()
+        view = drawn_view(BrokerAddress(served.host, served.port))
+        asyncio.run(publish())
 
 
 def test_a_view_whose_broker_is_not_there_has_the_clouds_events() -> None:
-    lab = lab_of()
-    console = Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
-    view = Followed(console, lab, follow=BrokerAddress("127.0.0.1", free_port()))
+    view = drawn_view(BrokerAddress("127.0.0.1", free_port()))
     with view.shown():
         view.observe("run", RUN)
-        view.observe("progress", {"states": {"institution-0": IDLE}})
-    assert lab.cloud.children["institution-0"].state == "ready" and view.calls.empty()
+        view.observe("status", asdict(record(child("institution-0", Step.TRAINING), at_s=1.0, key=Key(0, 109, 0))))
+        view.shows("institution-0    ready")
+
+
+def test_a_record_survives_its_way_as_an_event() -> None:
+    others = (ChildCount(None, Step.IDLE, 3), ChildCount(NodeState.READY, Step.DONE, 4))
+    scores = (RoundScore(1, None, 0.5, 0.25), RoundScore(2, 0.5, None, None))
+    run = RunStatus(1, 2.0, 3.0, (PhaseSeconds("train", 0.5),), scores)
+    full = record(
+        child("a", Step.FETCHING, state=None, done=1, total=2, loss=0.5), child("b", text="why"), at_s=1.0,
+        key=Key(0, 1, 2), tiers=((1, 2),), others=others, run=run,
+    )  # fmt: skip
+    for status in (full, record(at_s=2.0)):
+        assert from_facts(Status, json.loads(json_text(asdict(status)))) == from_facts(Status, asdict(status)) == status

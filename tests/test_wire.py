@@ -26,6 +26,7 @@ from common.model.codecs import CODECS, codec_of
 from common.protocol import messages, serialization, topics
 from common.protocol.limits import NOISE_CHUNKS_MOST, SMALL_BYTES, STRANGER, SenderBounds
 from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
+from common.protocol.status import NAMED_MOST
 from common.text import JSON_MOST, escaped
 from tests.helpers.examples import examples
 
@@ -326,7 +327,9 @@ def largest(hint: Any, *, nodes: int) -> Any:
         return LARGEST.get(hint)
     if get_origin(hint) is tuple:
         item = get_args(hint)[0]
-        count = {Traffic: TIERS_MOST, Finding: serialization.ITEMS}.get(item, nodes)
+        bounded = {Traffic: TIERS_MOST, messages.LinkBytes: TIERS_MOST, messages.ChildStatus: NAMED_MOST}
+        bounded |= dict.fromkeys((Finding, messages.ChildCount), serialization.ITEMS)
+        count = bounded.get(item, nodes)
         return (largest(item, nodes=nodes),) * count
     if issubclass(hint, StrEnum):
         return max(hint, key=len)

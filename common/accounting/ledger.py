@@ -107,11 +107,13 @@ class Ledger:
 
         `wire` is in the child's own direction: it sends upward.
         """
-        links = {}
-        for name, page in self._pages.items():
-            there = page.link_before + page.link
-            links[name] = _link(BYTES(there), self._here(name), there.wire)
-        return links
+        return {name: self.link(name) for name in self._pages}
+
+    def link(self, child: str) -> Traffic:
+        """Return one child's link, see `links`."""
+        page = self._pages[child]
+        there = page.link_before + page.link
+        return _link(BYTES(there), self._here(child), there.wire)
 
     def tiers(self) -> tuple[Traffic, ...]:
         """Return the sums of the links to the children, then of those of each tier below.

@@ -59,7 +59,7 @@ class Attendance:
         self._owing: set[str] = set()
         self._met: dict[str, str] = {}  # the session of each child's last presence
         self._counted: dict[str, str] = {}  # the session that reported its samples
-        self._waits_for: dict[str, str] = {}
+        self.waits_for: dict[str, str] = {}  # whom each child that prepares waits for
         self._prepared_at: dict[str, float] = {}
 
     def receive(self, child: str, session: str, presence: Presence | None, *, published: bool) -> bool:
@@ -86,7 +86,7 @@ class Attendance:
 
     def preparing(self, child: str, waits_for: str, now: float) -> None:
         """Note a report of a child that prepares, and for whom it waits."""
-        self._waits_for[child], self._prepared_at[child] = waits_for, now
+        self.waits_for[child], self._prepared_at[child] = waits_for, now
 
     def farewell(self, child: str) -> None:
         """Note that a child has sent its final counts."""
@@ -128,7 +128,7 @@ class Attendance:
             elif name in hanging:
                 missing[name] = f"no progress in preparing for {idle_s:g} s"
             elif seen is not None and seen.state in LIVING:
-                waits_for = self._waits_for.get(name)
+                waits_for = self.waits_for.get(name)
                 missing[name] = f"waits for {waits_for}" if waits_for else "prepares"
             elif seen is not None and seen.state is NodeState.FAILED:
                 failed.add(name)

@@ -134,6 +134,7 @@ class Coordinator:
             self._received_model(child, now)
             child.result, child.moved = replace(message, inline=None), now  # the event has the model
             child.seconds = now - child.assigned
+            child.loss, child.worked_s = message.loss, message.train_s + message.wait_s + message.pause_s
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
             if not self._without_result.any(lambda c: c.result is None):
@@ -309,9 +310,20 @@ class Coordinator:
         """Return whether a child's result under this key is to be accepted or refused."""
         return self._serves(child := self._children[name], key) and child.state is ChildState.ANNOUNCED
 
-    def progress(self) -> dict[str, dict[str, object]]:
-        """Return the state of each child for display."""
-        return {name: child.display() for name, child in self._children.items()}
+    @property
+    def children(self) -> Mapping[str, ChildInRound]:
+        """The state of each child in the last round."""
+        return self._children
+
+    @property
+    def key(self) -> Key | None:
+        """The last round, None before the first."""
+        return self._key
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is open."""
+        return self._open
 
     def _earliest(self) -> float:
         """Return when a message or a decision becomes due in the present state; later events only delay it."""

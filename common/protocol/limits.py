@@ -40,6 +40,8 @@ from common.protocol.messages import (
     Reports,
     Result,
     RollCall,
+    Status,
+    StatusRequest,
     Task,
     WhoIsThere,
 )
@@ -50,6 +52,7 @@ TARGET_BYTES: Final = 400
 REPORT_BYTES: Final = 640
 TRAFFIC_BYTES: Final = 256
 FINDINGS_BYTES: Final = 131_072
+STATUS_BYTES: Final = 131_072  # short names and texts of the children that a status names, numbers of the rounds
 NODES_MOST: Final = 50_000
 NOISE_MOST: Final = 1 << 26  # bytes that calibrate a link
 NOISE_CHUNKS_MOST: Final = 4096
@@ -100,6 +103,7 @@ class SenderBounds:
             Probed: noise,
             Alive: presence + announces * announcement,
             Here: SMALL_BYTES + FINDINGS_BYTES,
+            Status: STATUS_BYTES,
         }
         self._bytes = {kind: min(most, MESSAGE_MOST) for kind, most in found.items()}
         self.most_of_all = max(self._bytes.values())
@@ -123,6 +127,15 @@ class Skipped:
 SKIPPED: Final = Skipped()
 
 
+_ASIDE: Final[Mapping[type[topics.Topic], type[Message]]] = {
+    topics.SeekTopic: WhoIsThere,
+    topics.RollTopic: RollCall,
+    topics.HereTopic: Here,
+    topics.WatchTopic: StatusRequest,
+    topics.StatusTopic: Status,
+}
+
+
 def bytes_on(topic: topics.Topic, sender: SenderBounds = ANYBODY) -> int:
     """Return the most bytes of a message on a topic, from a sender with these bounds."""
     if isinstance(topic, topics.ChunkTopic):
@@ -133,9 +146,7 @@ def bytes_on(topic: topics.Topic, sender: SenderBounds = ANYBODY) -> int:
         return sender.most(Presence)
     if isinstance(topic, topics.SpecTopic):
         return sender.most(Announcement)
-    if isinstance(topic, topics.HereTopic):
-        return sender.most(Here)
-    return sender.most(WhoIsThere if isinstance(topic, topics.SeekTopic) else RollCall)
+    return sender.most(_ASIDE[type(topic)])
 
 
 def skip_large(topic_text: str, size: int) -> Skipped | None:

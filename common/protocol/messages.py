@@ -353,7 +353,119 @@ class Here:
     findings: tuple[Finding, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """A watcher's request for the status of a run: its parents publish theirs for some seconds. It is repeated."""
+
+    run: NameText
+
+
+class Step(StrEnum):
+    """What a child does in its parent's round, in order."""
+
+    IDLE = "idle"
+    ASSIGNED = "assigned"
+    FETCHING = "fetching"
+    WAITING = "waiting"
+    TRAINING = "training"
+    OFFERING = "offering"
+    DONE = "done"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildStatus:
+    """A child as its parent knows it. `state`: its presence, None if there is none.
+
+    `done` of `total`: its progress within its step, 0 of 0 if it is unknown; `size`: bytes of the model in transfer.
+    `up`, `down`: MQTT bytes of its link, each counted on arrival. `loss` and `seconds`: of its last training, None and
+    0 before the first. `text`: whom it waits for, or why it failed or is refused.
+    """
+
+    name: NameText
+    state: NodeState | None
+    step: Step
+    done: int
+    total: int
+    size: int
+    epochs: int
+    up: int
+    down: int
+    loss: float | None
+    seconds: float
+    text: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class ChildCount:
+    """The number of children with one presence and one step."""
+
+    state: NodeState | None
+    step: Step
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBytes:
+    """MQTT bytes of all links of a tier below a node."""
+
+    up: int
+    down: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundScore:
+    """A closed global round: its training loss, and the score and loss of its model, None until it is evaluated.
+
+    A loss that is not finite is None, too.
+    """
+
+    global_round: int
+    train_loss: float | None
+    score: float | None
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSeconds:
+    """Seconds of one phase of the last global round."""
+
+    name: NameText
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run's progress: closed global rounds, their seconds, and of the last ones the scores and the mean seconds."""
+
+    closed: int = 0
+    elapsed_s: float = 0.0
+    round_s: float = 0.0
+    phases: tuple[PhaseSeconds, ...] = ()
+    scores: tuple[RoundScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a parent knows of its round and of its children, published while somebody asks for it.
+
+    `at_s`: seconds of its clock, which only differences have a meaning of. `key`: its children's last round, and
+    whether it is `open`; `measuring`: it calibrates the links. `tiers`: those below it, from its own links down.
+    `children`: all of them, or of many the missing and the slowest ones; `others`: the number of the rest. `run`: at
+    the cloud.
+    """
+
+    at_s: float
+    key: Key | None
+    open: bool
+    measuring: bool
+    tiers: tuple[LinkBytes, ...]
+    children: tuple[ChildStatus, ...]
+    others: tuple[ChildCount, ...]
+    run: RunStatus | None = None
+
+
 Message: TypeAlias = (
     Presence | Announcement | Probe | Probed | Task | Progress | Result | Acknowledgement | Ask | Gone | Reports
-    | Farewell | WhoIsThere | Alive | Preparing | Declined | Goodbye | RollCall | Here
+    | Farewell | WhoIsThere | Alive | Preparing | Declined | Goodbye | RollCall | Here | StatusRequest | Status
 )  # fmt: skip

@@ -17,7 +17,7 @@ from common.protocol.sender import Publication, Sender
 
 CHUNKS_IN_CLIENT: Final = 4
 NOISE_KEPT: Final = 4096  # blobs: two for each of 2,000 links
-OTHERS: Final = "others"  # in the counts: all nodes that look for a run and are not in it
+OTHERS: Final = "others"  # in the counts: nodes that look for a run and are not in it, and those that watch
 EARLY_S: Final = 0.0005  # the event loop sleeps whole milliseconds: half of one early is as accurate as half late
 CREDIT_S: Final = 0.02
 LEAD_S: Final = 0.02
@@ -113,6 +113,13 @@ class Outbox:
         counted = peer if peer in self._peers else OTHERS
         self._put(due, Publish(topic, body), counted, size, *_inline_bytes(message))
         return due
+
+    def publish(self, topic: str, message: Message, now: float) -> int:
+        """Publish a message for those that read a topic of this node; return its bytes. It waits for no peer's link."""
+        body = self._encoded(message)
+        size = packet_bytes(topic, len(body), qos=0)
+        self._put(now, Publish(topic, body), OTHERS, size, 0, 0)
+        return size
 
     def count_received(self, sender: str, topic: str, body: bytes, message: Message) -> None:
         """Count a peer's message, but no Goodbye: it answers the last count of this end, which cannot include it."""

@@ -51,12 +51,14 @@ from common.protocol.messages import (
     Progress,
     Reports,
     Result,
+    Status,
 )
 from common.protocol.outbox import Output
 from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received
 from common.protocol.presence import Identity
 from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
 from common.protocol.round_state import Assignment, Restarted, ResultAnnounced, Timeline
+from common.protocol.status import RunProgress, status_of
 from common.text import short
 
 RATED_CHUNKS: Final = 8  # smaller models do not show the rate of their link
@@ -113,6 +115,8 @@ class ParentSession:
         self._pending: dict[tuple[str, str], Result] = {}
         self._assignments: Mapping[str, Assignment] = {}
         self._now = 0.0
+        self.run: RunProgress | None = None  # at the cloud
+        self.measuring = False  # the links are being calibrated
 
     # Rounds
 
@@ -210,6 +214,7 @@ class ParentSession:
         """Publish this node's state, retained. One that ends the run ends all tasks."""
         if state not in LIVING:
             self.coordinator.end()
+            self.link.publishing.hasten()
         self.link.own.set_state(state, reason=reason, samples=samples, failure=failure)
 
     # Presence of the children
@@ -220,6 +225,21 @@ class ParentSession:
             hanging=set(self.coordinator.hanging(now)),
             other_releases=self.link.other_releases,
             idle_s=self.link.transfer.idle_s,
+        )
+
+    def status(self, now: float) -> Status:
+        """Return this node's status record."""
+        coordinator = self.coordinator
+        return status_of(
+            coordinator.children,
+            self.ledger,
+            now=now,
+            key=coordinator.key,
+            is_open=coordinator.is_open,
+            measuring=self.measuring,
+            waits_for=self.attendance.waits_for,
+            uploads=self.link.receiver.arrived(),
+            run=None if self.run is None else self.run.status,
         )
 
     @property
@@ -264,6 +284,7 @@ class ParentSession:
         """
         lab, run, me = self.link.identity.lab, self.link.identity.run, self.link.identity.name
         inboxes = [*(topics.inbox(lab, run, me, peer) for peer in self.peers), topics.seek(lab, me, "+")]
+        inboxes.append(topics.watch(lab, "+"))
         self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.coordinator.reconnected(now)
 
@@ -277,7 +298,12 @@ class ParentSession:
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, in order; nothing while the broker is away."""
-        return self.link.to_send(now, self._due(now))
+        link = self.link
+        if link.up and link.publishing.due(now):
+            own = link.identity
+            size = link.outbox.publish(topics.status(own.lab, own.run, own.name), self.status(now), now)
+            link.publishing.published(size, now)
+        return link.to_send(now, self._due(now))
 
     def tick(self, now: float) -> None:
         """Evaluate the state machines at this time."""
@@ -308,7 +334,7 @@ class ParentSession:
         at = min(self.link.next_deadline(now), self.targets.due)
         if self.link.up:
             due = self.coordinator.next_deadline()
-            at = min(at, self._absence.due, inf if due is None else due)
+            at = min(at, self._absence.due, self.link.publishing.next_deadline(), inf if due is None else due)
         return at if at < inf else None
 
     # Handling of what has come

@@ -29,7 +29,7 @@ from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.admission import Admission, Budget, PendingAnswers, PendingAsks, Refusal, Refusals, refusal_of
 from common.protocol.events import BrokerAway, BrokerDrops, NameTaken, NoiseFetched
-from common.protocol.limits import SKIPPED, SMALL_BYTES, Skipped
+from common.protocol.limits import SKIPPED, SMALL_BYTES, STRANGER, Skipped
 from common.protocol.manifest import chunk_bytes_for, renamed
 from common.protocol.messages import (
     Alive,
@@ -39,12 +39,14 @@ from common.protocol.messages import (
     Manifest,
     Message,
     Presence,
+    StatusRequest,
     WhoIsThere,
 )
-from common.protocol.outbox import Outbox, Output, Publish, Subscribe, Unsubscribe
+from common.protocol.outbox import OTHERS, Outbox, Output, Publish, Subscribe, Unsubscribe
 from common.protocol.presence import Identity, OwnPresence, PeerProofs
 from common.protocol.receiver import Landing, Receiver, ReceiverEvent
 from common.protocol.sender import Publication, Sender
+from common.protocol.status import Publishing
 
 SILENT_MOST_S: Final = 30.0
 LIVED_S: Final = 5.0  # a connection that lasts this long is none that the broker drops at once
@@ -152,6 +154,7 @@ class PeerLink:
         self.proofs = PeerProofs(peers, identity, silent_s=silent_s, persistent=seeks)
         self.admission = Admission()
         self.answers = Budget()
+        self.publishing = Publishing()
         self.events: deque[object] = deque()
         self.up = False
         self.away_since: float | None = None
@@ -233,6 +236,8 @@ class PeerLink:
                 self._state(topic, body, now, retained=retained)
             elif isinstance(topic, topics.SeekTopic):
                 self._sought(topic, body, now)
+            elif isinstance(topic, topics.WatchTopic) and not retained:
+                self._watched(text=topic_text, body=body, now=now)
         except WireError as error:
             if isinstance(error, OtherRelease) and sender in self._known:
                 self.other_releases[sender] = str(error)
@@ -475,6 +480,14 @@ class PeerLink:
         if ours and self.proofs.speaks(topic.child, session, now):
             self._take(Living(topic.child, session), now)
         self._ask_for_proof(topic.child, message, now)
+
+    def _watched(self, *, text: str, body: bytes, now: float) -> None:
+        _, message = serialization.decode(body, sender=STRANGER)
+        if not isinstance(message, StatusRequest):
+            raise WireError(f"a watcher does not send a {type(message).__name__}")
+        self.outbox.count_received(OTHERS, text, body, message)
+        if message.run == self.identity.run:
+            self.publishing.asked(now)
 
     def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
         if not self._questions.receive(asker, question, now=now):

@@ -238,6 +238,11 @@ class Receiver:
         fetch = self._begun((owner, blob))
         return fetch.left if fetch else 0
 
+    def arrived(self) -> dict[str, tuple[int, int]]:
+        """Return by owner how many chunks of each fetch under way have arrived, and how many it has."""
+        fetches = (*self._active.values(), *self._parked.values())
+        return {fetch.owner: (fetch.manifest.chunks - fetch.left, fetch.manifest.chunks) for fetch in fetches}
+
     def extras_in(self, owner: str, blob: str, index: int) -> int:
         """Return how many bytes of a chunk are extras, even if it is late; 0 for a blob that was not fetched lately."""
         for manifest in self._with_extras.get(owner, ()):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from math import inf
+from math import inf, nan
 from typing import Final, TypeAlias
 
 from common.experiment.devices import OnlineTimes
@@ -145,6 +145,8 @@ class ChildInRound:
     assigned: float = 0.0  # time of the assignment
     answer_s: float = 0.0  # from an assignment to the first message that answers it
     seconds: float = 0.0  # from the assignment to the announcement of the result
+    loss: float = nan  # of its last training, and the seconds that this took
+    worked_s: float = 0.0
     state: ChildState = ChildState.IDLE
     result: Result | None = None
     refusal: str = ""
@@ -235,17 +237,6 @@ class ChildInRound:
             self.carried_best = carried - self.carried_from
             if self.carried_best <= CHUNKS_CARRIED * self.chunk_bytes:
                 self.moved = now
-
-    def display(self) -> dict[str, object]:
-        """Return the state for display."""
-        return {
-            "presence": str(self.presence or "absent"),
-            "state": self.state.value,
-            "phase": str(self.mark[0]) if self.mark else "",
-            "epochs": self.assignment.epochs if self.assignment else 0,
-            "done": self.mark[1] if self.mark else 0,
-            "total": self.total if self.mark else 0,
-        }
 
     def go(self, cause: ChildCause) -> bool:
         """Apply a transition of the table; return whether there is one."""

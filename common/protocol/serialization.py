@@ -42,6 +42,8 @@ from common.protocol.messages import (
     Reports,
     Result,
     RollCall,
+    Status,
+    StatusRequest,
     Task,
     WhoIsThere,
 )
@@ -56,7 +58,7 @@ FIXARRAY, ARRAY16, FIXSTR = 0x90, b"\xdc", 0xA0  # of msgpack
 
 KINDS: Final[tuple[type[Message], ...]] = (
     Presence, Announcement, Task, Progress, Result, Acknowledgement, Ask, Gone, Reports, Farewell, Probe, Probed,
-    WhoIsThere, Alive, Preparing, Declined, Goodbye, RollCall, Here,
+    WhoIsThere, Alive, Preparing, Declined, Goodbye, RollCall, Here, StatusRequest, Status,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 # Of the messages that all versions can read: how many of their fields never change, and values of the others.
@@ -64,6 +66,8 @@ SHARED: Final[Mapping[type[Message], tuple[int, tuple[Any, ...]]]] = {
     RollCall: (1, ()),
     Here: (5, ("", "", "", "", 0.0, ())),
 }
+
+_Record = TypeVar("_Record")
 
 
 def encode(message: Message, session: str) -> bytes:
@@ -97,6 +101,18 @@ def decode_shared(data: bytes, *, sender: SenderBounds = ANYBODY) -> tuple[int, 
         tree = (*tree[:shared], *others)
     message: RollCall | Here = _DECODERS[kind](tree)
     return version, session, message
+
+
+def from_facts(kind: type[_Record], facts: Any) -> _Record:
+    """Return a record from its fields by name, as `dataclasses.asdict` and JSON have them. Raises WireError."""
+    return _record_decoder(kind)(_tree(facts))
+
+
+def _tree(facts: Any) -> Any:
+    """Return facts as `decode` expects them: the values alone."""
+    if isinstance(facts, (dict, list, tuple)):
+        return tuple(map(_tree, facts.values() if isinstance(facts, dict) else facts))
+    return facts
 
 
 def _read(
@@ -158,9 +174,6 @@ def _values(record: Any) -> tuple[Any, ...]:
 @cache
 def _names(kind: type[object]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))  # type: ignore[arg-type]  # a record's
-
-
-_Record = TypeVar("_Record")
 
 
 def _record_decoder(kind: type[_Record]) -> Callable[[Any], _Record]:

@@ -3,10 +3,12 @@
     fs1/{lab}/{run}/{node}/state                                  retained presence; the will is sent here
     fs1/{lab}/{run}/{node}/spec                                   retained experiment, for the node's children
     fs1/{lab}/{run}/{node}/inbox/{sender}                         control messages
+    fs1/{lab}/{run}/{node}/status                                 what a parent knows of its children, while asked
     fs1/{lab}/{run}/{node}/blob/{stream}/{blob}/{index}/{number}    chunks; stream = `all` or a receiver's name
     fs1/{lab}/seek/{parent}/{child}                               a child that looks for its parent's run
     fs1/{lab}/roll/{asker}                                        a question to all nodes of the lab
     fs1/{lab}/here/{asker}/{node}                                 a node's answer
+    fs1/{lab}/watch/{asker}                                       a watcher that asks the parents for their status
 
 Labs share a broker without reading each other's topics. A run's id contains a dash, so no run is named `seek`. A node
 writes only below its own name and, with its own name as the last level, into others' inboxes, seek and here topics.
@@ -29,9 +31,9 @@ _LEVEL: Final = re.compile(_NAME, re.ASCII)
 _TOPIC: Final = re.compile(
     rf"{ROOT}/(?P<lab>{_NAME})/"
     rf"(?:seek/(?P<parent>{_NAME})/(?P<child>{_NAME})"
-    rf"|roll/(?P<caller>{_NAME})|here/(?P<asker>{_NAME})/(?P<answerer>{_NAME})"
+    rf"|roll/(?P<caller>{_NAME})|watch/(?P<watcher>{_NAME})|here/(?P<asker>{_NAME})/(?P<answerer>{_NAME})"
     rf"|(?P<run>(?=[^/]*-){_NAME})/(?P<node>{_NAME})/"
-    rf"(?:(?P<state>state)|(?P<spec>spec)|inbox/(?P<sender>{_NAME})"
+    rf"(?:(?P<state>state)|(?P<spec>spec)|(?P<status>status)|inbox/(?P<sender>{_NAME})"
     rf"|blob/(?P<stream>{_NAME})/(?P<blob>[0-9a-f]{{16}})/(?P<index>\d{{1,9}})/(?P<number>\d{{1,18}})))",
     re.ASCII,
 )
@@ -104,8 +106,25 @@ class HereTopic:
     node: str
 
 
-OutsideRuns: TypeAlias = SeekTopic | RollTopic | HereTopic
-Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | OutsideRuns
+@dataclass(frozen=True, slots=True)
+class WatchTopic:
+    """Request of `asker` for the status of a run."""
+
+    lab: str
+    asker: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatusTopic:
+    """Status of the parent `node`."""
+
+    lab: str
+    run: str
+    node: str
+
+
+OutsideRuns: TypeAlias = SeekTopic | RollTopic | HereTopic | WatchTopic
+Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | StatusTopic | OutsideRuns
 
 
 def check_lab(name: str) -> str:
@@ -141,6 +160,8 @@ def parse(topic: str) -> Topic:
         return StateTopic(lab, run, node)
     if match["spec"]:
         return SpecTopic(lab, run, node)
+    if match["status"]:
+        return StatusTopic(lab, run, node)
     if match["sender"]:
         return InboxTopic(lab, run, node, match["sender"])
     return ChunkTopic(lab, run, node, match["stream"], match["blob"], int(match["index"]), int(match["number"]))
@@ -150,6 +171,8 @@ def _outside_runs(match: re.Match[str]) -> OutsideRuns:
     lab = match["lab"]
     if match["parent"]:
         return SeekTopic(lab, match["parent"], match["child"])
+    if match["watcher"]:
+        return WatchTopic(lab, match["watcher"])
     return RollTopic(lab, match["caller"]) if match["caller"] else HereTopic(lab, match["asker"], match["answerer"])
 
 
@@ -178,6 +201,16 @@ def here(lab: str, asker: str, node: str) -> str:
     return f"{ROOT}/{lab}/here/{asker}/{node}"
 
 
+def watch(lab: str, asker: str) -> str:
+    """Return the topic of a request for the status of a run; `+` as the asker matches every asker."""
+    return f"{ROOT}/{lab}/watch/{asker}"
+
+
+def status(lab: str, run: str, node: str) -> str:
+    """Return the topic of a parent's status; `+` as the run matches every run."""
+    return f"{ROOT}/{lab}/{run}/{node}/status"
+
+
 def chunk(lab: str, run: str, node: str, stream: str, blob: str, index: int, number: int) -> str:
     """Return the topic of one publication of a chunk."""
     return f"{ROOT}/{lab}/{run}/{node}/blob/{stream}/{blob}/{index}/{number}"
@@ -197,6 +230,6 @@ def sender_of(topic: Topic) -> str:
     """Return the node that may publish on a topic."""
     if isinstance(topic, InboxTopic):
         return topic.sender
-    if isinstance(topic, RollTopic):
+    if isinstance(topic, RollTopic | WatchTopic):
         return topic.asker
     return topic.child if isinstance(topic, SeekTopic) else topic.node

@@ -32,7 +32,8 @@ class LabClient:
     """A client of one broker, where its id begins with `name`; the task that keeps its connection has that name, too.
 
     `reads`: the topics that it subscribes to. `received` gets each message: its topic, its bytes, and whether it was
-    retained. Messages for which it raises WireError are ignored. `subscribed` is called after each connect.
+    retained. Messages for which it raises WireError are ignored. `subscribed` is called after each connect, `lost` when
+    the connection is lost, and `refused` with each topic that the broker does not let it read.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class LabClient:
         reads: Sequence[str],
         received: Callable[[topics.Topic, bytes, bool], None],
         subscribed: Callable[[], None] = nothing,
+        lost: Callable[[], None] = nothing,
+        refused: Callable[[str], None] = lambda topic: None,
         world: World = REAL,
     ) -> None:
         self.address = address
@@ -51,14 +54,20 @@ class LabClient:
         self._reads = reads
         self._take = received
         self._subscribed = subscribed
+        self._refused = refused
         self.once_connected = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._connection = world.connection(
             address,
-            Handlers(self._received, self._connected),
+            Handlers(self._received, self._connected, lost),
             client_id=f"{name}-{self.session}",
             keepalive_s=TransferSettings().keepalive_s,
         )
+
+    @property
+    def up(self) -> bool:
+        """Whether the broker is connected."""
+        return self._connection.up
 
     @asynccontextmanager
     async def connected(self, *, timeout_s: float = inf) -> AsyncIterator[None]:
@@ -105,7 +114,7 @@ class LabClient:
 
     def subscribe(self, topic: str) -> None:
         """Read another topic, until the connection is lost."""
-        self._connection.subscribe([topic], qos=0)
+        self._connection.subscribe([topic], qos=0, refused=self._refused)
 
     async def _keep(self, timeout_s: float) -> None:
         while True:
@@ -128,7 +137,7 @@ class LabClient:
                 pass
 
     async def _connected(self) -> None:
-        self._connection.subscribe(list(self._reads), qos=0)
+        self._connection.subscribe(list(self._reads), qos=0, refused=self._refused)
         self.once_connected.set()
         self._subscribed()
 

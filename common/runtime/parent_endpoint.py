@@ -227,7 +227,11 @@ class ParentEndpoint(Endpoint):
     async def measure(self, links: Links) -> None:
         """Calibrate the links to the ready children. Raises InvalidExperiment if one differs from its declaration."""
         ready = [name for name in self.peers if name in self.samples]
-        self.ledger.measured = await measure_all(self.probes, self.link.ways, links, ready)
+        self.session.measuring = True
+        try:
+            self.ledger.measured = await measure_all(self.probes, self.link.ways, links, ready)
+        finally:
+            self.session.measuring = False
         for name, measured in self.ledger.measured.items():
             facts = {"node": name, "up_mbit": measured.up * 8e-6, "down_mbit": measured.down * 8e-6}
             self._observe("measured", {key: fact for key, fact in facts.items() if fact})

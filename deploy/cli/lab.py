@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from common.errors import NoProgress
 from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
 from deploy.cli.roles import ROLL_S, LabBrokerOption
@@ -38,12 +40,15 @@ def status(
 ) -> None:
     """List the nodes that stay in a lab: role, parent, run, release, host, accelerators and data sets.
 
-    Institutions and devices answer, whether they wait or take part in a run. With brokers of their own the devices of
-    an institution answer on that broker: with the lab's file all brokers are asked, and nodes that are away are listed,
-    too. Exit code 5: nobody answered, or a node of the lab's file is away.
+    Institutions and devices answer, whether they wait or take part in a run; the progress of that run is reported on
+    standard error. With brokers of their own the devices of an institution answer on that broker: with the lab's file
+    all brokers are asked, and nodes that are away are listed, too. Exit code 5: nobody answered, or a node of the lab's
+    file is away.
     """
     from common.runtime.roll import call_rolls
     from deploy.kits.lab import reach
+    from deploy.watching.follower import Follower
+    from deploy.watching.formatting import progress
 
     async def ask() -> None:
         reached = reach(lab, None if broker is None else [broker], login)
@@ -73,6 +78,10 @@ def status(
         for each in found:
             if each.other_release:
                 logs.write_line(f"{each.node}: {each.other_release}")
+        if runs := {each.here.run for each in found if each.here.run}:
+            follower = Follower(brokers, lab=reached.name, run=max(runs), connect_timeout_s=connect_timeout)
+            with suppress(NoProgress):  # its cloud is away, and its announcement with it
+                await follower.look(lambda watched, now: logs.write_line(progress(watched)), timeout_s=wait)
         if not found:
             logs.write_line(
                 f"nobody of lab {reached.name} answered on broker {', '.join(map(str, brokers))} within {wait:g} s"

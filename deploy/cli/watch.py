@@ -41,10 +41,6 @@ def watch(
             show_default=False,
         ),
     ] = None,
-    light: Annotated[
-        bool,
-        typer.Option("--light", help="Receive the messages of the cloud's links only: see above.", show_default=False),
-    ] = False,
     output: Annotated[
         Literal["table", "json"], typer.Option("--format", help="Standard output: text or JSON lines.")
     ] = "table",
@@ -55,15 +51,13 @@ def watch(
     *,
     login: Login,
 ) -> None:
-    """Watch a run from its brokers: presence, rounds, transfers, training progress and bytes, but not accuracy.
+    """Watch a run: presence, rounds, accuracy, transfers, training progress and bytes.
 
-    `watch` only subscribes: to presence and control messages, never to chunks of models. Start it on the broker's host:
-    its subscriptions take bandwidth of the broker, but none of the lab's links. Models that travel inside control
-    messages (up to transfer.inline_bytes) are received too. --light leaves out all messages below the
-    cloud's children.
+    `watch` subscribes to the nodes' presence, and asks the parents for their status. While somebody asks, each of them
+    publishes one record a second; nothing else is sent, and no model is received.
 
     A preparing node is shown with the nodes that it waits for. A `?` after a state means that the broker retained it
-    and the node has sent nothing since `watch` started.
+    and the node has sent nothing since `watch` started. A cloud that hangs is shown with the age of its last record.
 
     It ends with the run. Exit codes: 0 finished, 1 failed, 5 the cloud was absent for transfer.idle_s.
     """
@@ -73,9 +67,7 @@ def watch(
 
     async def follow() -> None:
         reached = reach(lab, broker, login)
-        follower = Follower(
-            reached.addresses(OPERATOR), lab=reached.name, run=run, light=light, connect_timeout_s=connect_timeout
-        )
+        follower = Follower(reached.addresses(OPERATOR), lab=reached.name, run=run, connect_timeout_s=connect_timeout)
         with logs.limited("fedstrata.connection", logging.ERROR):  # the screen shows lost brokers
             if once:
                 await follower.look(partial(look, json_lines=output == "json", devices=devices), timeout_s=timeout)

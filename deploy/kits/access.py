@@ -2,7 +2,8 @@
 
 A node publishes below its own name and, as the last level, its own name into others' topics. It receives what is
 below its own name, its parent's state and models, and its children's. So a sender's name in a topic is true, and no
-node reads the models of another branch. The lab's `operator` (watch, lab status, doctor) receives everything.
+node reads the models of another branch. The lab's `operator` (watch, lab status, doctor) receives everything. It asks
+all nodes who they are, and the parents for their status; they answer below their own names.
 """
 
 from __future__ import annotations
@@ -43,28 +44,32 @@ def common(lab: str) -> Access:
         publish=(
             topics.state(lab, "+", NODE),
             topics.spec(lab, "+", NODE),
+            topics.status(lab, "+", NODE),
             f"{ROOT}/{lab}/+/{NODE}/blob/#",
             topics.inbox(lab, "+", "+", NODE),
             topics.here(lab, "+", NODE),
         ),
-        receive=(f"{ROOT}/{lab}/+/{NODE}/#", topics.here(lab, NODE, "+"), topics.roll(lab, "+"), STATISTICS),
+        receive=(
+            f"{ROOT}/{lab}/+/{NODE}/#",  # also what children seek
+            topics.here(lab, NODE, "+"),
+            topics.roll(lab, "+"),
+            topics.watch(lab, "+"),
+            STATISTICS,
+        ),
     )
 
 
 def users(lab: Lab, broker: str) -> dict[str, Access]:
     """Return the users of one broker of a lab, each with what it may do besides `common`."""
     name = lab.name
-    found = {OPERATOR: Access((topics.roll(name, OPERATOR),), (f"{ROOT}/{name}/#",))}
+    found = {OPERATOR: Access((topics.roll(name, OPERATOR), topics.watch(name, OPERATOR)), (f"{ROOT}/{name}/#",))}
     found[CLOUD] = Access((topics.roll(name, CLOUD),))  # on all brokers, to find who is there
     if lab.meeting_place(CLOUD) == broker:
         found[CLOUD] += Access((topics.seek(name, CLOUD, CLOUD),))
     for child, parent in lab.parents.items():
         if lab.meeting_place(parent) != broker:
             continue
-        found.setdefault(parent, Access())
-        if not found[parent].receive:
-            found[parent] += Access(receive=(topics.seek(name, parent, "+"),))
-        found[parent] += Access(receive=_from(name, child, to=parent))
+        found[parent] = found.get(parent, Access()) + Access(receive=_from(name, child, to=parent))
         upward = Access(
             (topics.seek(name, parent, child),), (topics.spec(name, "+", parent), *_from(name, parent, to=child))
         )

@@ -197,7 +197,7 @@ class LocalLab:
                     continue
                 return CLOUD
             event, facts = item
-            self._began = self._began or event == "progress"
+            self._began = self._began or event == "begun"
             if event == "begun":
                 network.begun(float(str(facts["elapsed_s"])))
             if event == "run":

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from common.accounting.child_report import ChildReport
-from common.protocol.messages import Key, NodeState
+from common.protocol.messages import NodeState, Step
+from common.protocol.status import STEPS
 from deploy.console.tabular import size
-from deploy.watching.lab import WatchedLab
-from deploy.watching.node import Node, NodeStep
+from deploy.watching.lab import AT_WORK, Node, WatchedLab, is_gone
 
 BARS: Final = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 FULL_LEAST: Final = 0.05  # of the greatest value: the least full height of a sparkline
 NOTED: Final = ("restarted", "refused", "declined", "warning")
-GONE: Final = (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED)
+GREATEST: Final = 1e300  # differences of smaller values are finite
+ORDER: Final = (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED, "absent", *STEPS)
 
 
-def line(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> str | None:
+def line(lab: WatchedLab, event: str, facts: Mapping[str, Any]) -> str | None:
     """Return the log line for an event, or None if the event is not logged."""
     reason = f" ({facts['reason']})" if "reason" in facts else ""
     text: str | None = None
@@ -28,11 +27,11 @@ def line(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> s
             nodes = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
             text = f"run {facts['run']}: {facts['experiment']}, {nodes}, {facts['global_rounds']} global rounds"
         case "global_round":
-            loss = "" if lab.loss is None else f"  loss {lab.loss:.4f}"
-            flows = lab.flows(now)
-            both = {tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total for tier in lab.experiment.tier_names}
-            traffic = ", ".join(f"{tier} {size(total)}" for tier, total in both.items())
-            text = f"global round {facts['global_round']}/{lab.experiment.rounds}{loss}  {traffic}"
+            loss = "" if facts["loss"] is None else f"  training loss {facts['loss']:.4f}"
+            text = f"global round {facts['global_round']}/{lab.experiment.rounds}{loss}  {traffic(lab)}"
+        case "evaluated":
+            loss = "" if facts["loss"] is None else f"  loss {facts['loss']:.4f}"
+            text = f"global round {facts['global_round']}: {lab.experiment.score.label} {facts['score']:.4f}{loss}"
         case "state" if facts["state"] not in (NodeState.INIT, "left"):
             text = f"{facts['node']}: {facts['state']}{reason}"
         case "warning":
@@ -48,64 +47,75 @@ def line(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> s
     return text
 
 
-def note(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> str | None:
+def note(lab: WatchedLab, event: str, facts: Mapping[str, Any]) -> str | None:
     """Return what a live view keeps of an event below the tree, failures and restarts, or None."""
-    gone = event == "state" and facts["state"] in GONE
-    return line(lab, event, facts, now) if gone or event in NOTED else None
+    gone = event == "state" and is_gone(facts["state"])
+    return line(lab, event, facts) if gone or event in NOTED else None
+
+
+def progress(lab: WatchedLab) -> str:
+    """Return the progress of a run in one line."""
+    if lab.cloud.status is None:
+        return f"run {lab.run}: no status from the cloud"
+    score = "" if lab.score is None else f"  {lab.experiment.score.label} {lab.score:.4f}"
+    return f"run {lab.run}: global round {lab.global_round}/{lab.experiment.rounds}{score}  {traffic(lab)}"
+
+
+def traffic(lab: WatchedLab) -> str:
+    """Return the bytes of each tier in both directions together."""
+    flows = lab.flows()
+    both = {tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total for tier in lab.experiment.tier_names}
+    return ", ".join(f"{tier} {size(total)}" for tier, total in both.items())
 
 
 def facts_of(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> dict[str, object]:
     """Return an event's JSON object; `at_s` counts from the watch's start. A global round's has the sums so far."""
     content: dict[str, object] = {"event": event, "at_s": round(now - lab.began, 3), **facts}
-    return content | sums(lab, now) if event in ("global_round", "end") else content
+    return content | sums(lab) if event in ("global_round", "end") else content
 
 
-def sums(lab: WatchedLab, now: float) -> dict[str, object]:
-    """Return the training loss, and the bytes of each tier and direction."""
-    return {"loss": lab.loss, **{f"{name}_bytes": flow.total for name, flow in lab.flows(now).items()}}
+def sums(lab: WatchedLab) -> dict[str, object]:
+    """Return the last training loss and score, and the bytes of each tier and direction."""
+    flows = {f"{name}_bytes": flow.total for name, flow in lab.flows().items()}
+    return {"train_loss": lab.loss, "score": lab.score, **flows}
 
 
 def tree(lab: WatchedLab, now: float) -> dict[str, object]:
     """Return the whole state of a run as a JSON object."""
     facts = {"run": lab.run, "experiment": lab.experiment.name, "global_rounds": lab.experiment.rounds}
+    facts |= {"global_round": lab.global_round, **sums(lab)}
+    facts |= {"phases": {each.name: each.seconds for each in lab.progress.phases}}
     brokers = {broker.address: "connected" if broker.up else "away" for broker in lab.brokers}
-    nodes = {lab.cloud.name: branch(lab.cloud, now)}
-    return {**facts, "global_round": lab.global_round, **sums(lab, now), "brokers": brokers, "nodes": nodes}
+    return {**facts, "brokers": brokers, "nodes": {lab.cloud.name: branch(lab, lab.cloud, now)}}
 
 
-def branch(node: Node, now: float) -> dict[str, object]:
+def branch(lab: WatchedLab, node: Node, now: float) -> dict[str, object]:
     """Return the state of a node and of the nodes below it."""
     facts: dict[str, object] = {"role": node.role, "state": node.state}
     if node.alive:
         facts["proven"] = node.proven
-    if node.waits_for:
-        facts["waits_for"] = node.waits_for
-    if node.key is not None:
-        facts |= {
-            "global_round": node.key.global_round + 1,
-            "local_round": node.key.local_round + 1,
-            "epochs": node.epochs,
-        }
-        facts |= {"step": node.step.name.lower(), "done": round(node.done, 4)}
-    if node.up.known:
-        facts |= {"up_bytes": node.up.total, "down_bytes": node.down.total}
-        facts |= {"up_bytes_s": round(node.up.rate(now)), "down_bytes_s": round(node.down.rate(now))}
+    if node.text:
+        facts["text"] = node.text
+    if (entry := node.entry) is not None:
+        facts |= {"step": entry.step, "done": round(node.done, 4), "epochs": entry.epochs}
+        facts |= {"up_bytes": entry.up, "down_bytes": entry.down}
+    if node.status is not None:
+        facts["status_s"] = round(now - node.received_at, 1)  # its age
+        if node.key is not None:
+            facts |= {"global_round": node.key.global_round + 1, "local_round": node.key.local_round + 1}
     if node.children:
-        facts["children"] = {name: branch(child, now) for name, child in node.children.items()}
+        facts["children"] = {name: branch(lab, child, now) for name, child in node.children.items()}
     return facts
 
 
 def activity(node: Node) -> str:
-    """Return a node's activity: its step in the current round, else its state."""
-    return _activity(node, node.parent.round_key if node.parent is not None else None)
-
-
-def _activity(node: Node, round_key: Key | None) -> str:
-    if node.state in GONE or (node.key is None and not node.measuring):
-        return "preparing" if node.preparing and node.state not in GONE else node.state
-    if node.measuring:
+    """Return a node's activity: its step in its parent's round, else its state."""
+    if node.state == NodeState.INIT and node.text:
+        return "preparing"
+    above = None if node.parent is None else node.parent.status
+    if above is not None and above.measuring and node.alive:
         return "measuring"
-    return node.step.name.lower() if node.key == round_key else node.state
+    return node.state if is_gone(node.state) or node.step in (None, Step.IDLE) else str(node.step)
 
 
 def counts(node: Node, children: Sequence[Node] | None = None) -> str:
@@ -114,31 +124,32 @@ def counts(node: Node, children: Sequence[Node] | None = None) -> str:
     `children`: some of the node's, by default all.
     """
     children = list(node.children.values()) if children is None else children
-    round_key = node.round_key
-    found = Counter(_activity(child, round_key) for child in children)
-    order = [*GONE, "absent", *(step.name.lower() for step in NodeStep)]
-    parts = sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
-    text = ", ".join(f"{found[name]} {name}" for name in parts)
-    takes_part = [child for child in children if child.key is not None and child.key == round_key]
-    working = [child for child in takes_part if child.step < NodeStep.DONE and child.state not in GONE]
+    unnamed = {child.name for child in node.children.values() if child.entry is None}
+    found: Counter[str] = Counter()
+    if node.status is not None and node.status.others and unnamed <= {child.name for child in children}:
+        for group in node.status.others:
+            state = "absent" if group.state is None else group.state
+            idle = group.step is Step.IDLE or is_gone(state) or state == "absent"
+            found[str(state if idle else group.step)] += group.count
+        children = [child for child in children if child.entry is not None]
+    found.update(map(activity, children))
+    text = ", ".join(f"{found[name]} {name}" for name in sorted(found, key=_place))
+    working = [child for child in children if child.works and not is_gone(child.state)]
     if working:
         first, *others = sorted(working, key=_progress)
         alone = not others or _progress(others[0]) > _progress(first)
         return f"{text}; slowest {first.name}, {step(first)}" if alone else text
-    reports = [child.report for child in children if child.report is not None]
-    if reports and not takes_part:
-        slow = max(reports, key=seconds)
-        return f"{text}; slowest {slow.name}, {seconds(slow):.1f} s in its last global round"
-    return text
+    worked = [(child.entry.seconds, child.name) for child in children if child.entry is not None]
+    seconds, name = max(worked, default=(0.0, ""))
+    return f"{text}; slowest {name}, {seconds:.1f} s in its last round" if seconds > 0 else text
 
 
-def _progress(child: Node) -> tuple[NodeStep, float]:
-    return child.step, child.done
+def _place(name: str) -> tuple[int, str]:
+    return ORDER.index(name) if name in ORDER else len(ORDER), name
 
 
-def seconds(report: ChildReport) -> float:
-    """Return the seconds of a device's work in a global round, without transfers."""
-    return report.train_s + report.wait_s + report.pause_s
+def _progress(child: Node) -> tuple[int, float]:
+    return STEPS.index(child.step or Step.IDLE), child.done
 
 
 def step(node: Node) -> str:
@@ -148,9 +159,7 @@ def step(node: Node) -> str:
 
 def advances(node: Node) -> bool:
     """Return whether a node is in a step whose progress is known. An aggregator reports none of its training."""
-    unknown = not node.measured or (node.children and node.step is NodeStep.TRAINING)
-    measured = node.step in (NodeStep.FETCHING, NodeStep.TRAINING, NodeStep.OFFERING) and not unknown
-    return measured and activity(node) == node.step.name.lower()
+    return node.entry is not None and node.entry.total > 0 and node.step in AT_WORK and activity(node) == node.step
 
 
 def missing(lab: WatchedLab) -> list[str]:
@@ -159,16 +168,15 @@ def missing(lab: WatchedLab) -> list[str]:
 
 
 def _missing(node: Node, lab: WatchedLab) -> Iterator[str]:
-    """Yield the absent nodes below a node that waits for them; where the lab is not `deep`, those that it reports."""
+    """Yield the absent nodes below a node that waits for them; those that it reports, where they are not seen."""
     for child in node.children.values():
         if not child.alive:
             yield child.name if node is lab.cloud else f"{child.name} of {node.name}"
-        elif lab.deep and child.state == NodeState.INIT:
+        elif child.state == NodeState.INIT and any(below.state != "absent" for below in child.children.values()):
             yield from _missing(child, lab)
-        else:
-            below = lab.experiment.tree.children.get(child.name, ())
-            named = [reason.split(" ")[0] for reason in child.waits_for.split("; ")]
-            yield from (f"{name} of {child.name}" for name in named if name in below)
+        elif child.state == NodeState.INIT:
+            named = [reason.split(" ")[0] for reason in child.text.split("; ")]
+            yield from (f"{name} of {child.name}" for name in named if name in child.children)
 
 
 def sparkline(values: Sequence[float], *, most: int) -> str:
@@ -176,7 +184,7 @@ def sparkline(values: Sequence[float], *, most: int) -> str:
 
     Their full height is the greatest difference, or FULL_LEAST of the greatest value: small changes look small.
     """
-    shown = [value for value in values if math.isfinite(value)][-most:]
+    shown = [value for value in values if abs(value) < GREATEST][-most:]
     if len(shown) < 2:
         return ""
     low, high = min(shown), max(shown)

@@ -1,55 +1,39 @@
-"""State of a run, built from the messages on its brokers: a tree of nodes, and events. Sans-IO.
+"""State of a run for a live view: each node's presence, joined with the status records of the parents. Sans-IO.
 
-The messages show each node's presence and round, the progress of transfers and trainings, bytes and training losses.
-They do not show accuracies and aggregation decisions, which the cloud does not publish: `deploy.watching.cloud_feed`
-adds them in the process that has the cloud's events.
+Presence is the base, as a view is needed most when the cloud hangs: then its last record is shown with its age.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from common.errors import FedstrataError, NoProgress, RunFailed, WireError
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
-from common.protocol.messages import (
-    Acknowledgement,
-    Alive,
-    Ask,
-    Declined,
-    Farewell,
-    Message,
-    NodeState,
-    Preparing,
-    Presence,
-    Probe,
-    Probed,
-    Progress,
-    Reports,
-    Result,
-    Task,
-)
-from deploy.watching.meter import RateMeter
-from deploy.watching.node import Node, TierMeters
+from common.protocol.messages import LIVING, ChildStatus, Key, LinkBytes, NodeState, Presence, RunStatus, Status, Step
+from common.protocol.status import ROUNDS_KEPT, STEPS
 
 GOODBYE_S: Final = 12.0  # a cloud that has finished leaves within this time
 EVENTS_KEPT: Final = 10_000
-GLOBAL_ROUNDS_KEPT: Final = 10
-SCORES_KEPT: Final = 40
-SILENT_S: Final = 15.0  # a working child sends a message every two seconds
+SILENT_S: Final = 5.0  # without a record of a parent that is asked for one every second
+WARN_S: Final = 15.0
+LEAST_S: Final = 0.1  # between two records
+RATE_S: Final = 5.0  # over which a rate is taken; a working child reports its bytes every two seconds
+SESSIONS_KEPT: Final = 8
 OVER: Final = ("left", NodeState.FINISHED, NodeState.FAILED)
+AT_WORK: Final = STEPS[STEPS.index(Step.ASSIGNED) : STEPS.index(Step.DONE)]
 
 Event: TypeAlias = tuple[str, dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Traffic in one direction: total bytes in the byte ledger, and bytes per second."""
+    """Traffic in one direction: total MQTT bytes in the byte ledger, and bytes per second."""
 
     total: int
     rate: float
@@ -64,13 +48,141 @@ class WatchedBroker:
     since: float
 
 
+@dataclass(slots=True)
+class Node:
+    """One node. `states`: its state by broker, `left` if it has cleared its presence there.
+
+    shown_state: the state of the last event    entry: what its parent's last record has on it
+    status: its own last record, if it is a parent    received_at: when that arrived    history: bytes of the last ones
+    proven: its session has shown itself since the watch began, so it is not only a retained presence
+    """
+
+    name: str
+    role: str
+    parent: Node | None = None
+    children: dict[str, Node] = field(default_factory=dict)
+    states: dict[int, str] = field(default_factory=dict)
+    shown_state: str = ""
+    reason: str = ""
+    session: str = ""
+    retired: deque[str] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))
+    proven: bool = False
+    entry: ChildStatus | None = None
+    status: Status | None = None
+    received_at: float = -math.inf
+    history: deque[Status] = field(default_factory=deque)
+
+    @property
+    def state(self) -> str:
+        """Its presence at the first broker that has one, else what its parent reports: `absent` if nobody saw one."""
+        if self.states:
+            return self.states[min(self.states)]
+        if self.entry is not None and self.entry.state is not None:
+            return self.entry.state
+        return "absent" if self.status is None else NodeState.READY
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is initialising or ready."""
+        return self.state in LIVING
+
+    @property
+    def step(self) -> Step | None:
+        """Its step in its parent's last round, None if it is not known."""
+        return None if self.entry is None else self.entry.step
+
+    @property
+    def works(self) -> bool:
+        """Whether its parent's open round waits for it."""
+        is_open = self.parent is None or self.parent.status is None or self.parent.status.open
+        return is_open and self.step in AT_WORK
+
+    @property
+    def done(self) -> float:
+        """Its progress within its step, 0 to 1; 0 if that is not known."""
+        return min(1.0, self.entry.done / self.entry.total) if self.entry is not None and self.entry.total else 0.0
+
+    @property
+    def text(self) -> str:
+        """Why it is not at work: its own reason, or its parent's."""
+        return self.reason or ("" if self.entry is None else self.entry.text)
+
+    @property
+    def key(self) -> Key | None:
+        """Its children's last round, None if it is not known."""
+        return None if self.status is None else self.status.key
+
+    @property
+    def participants(self) -> tuple[int, int]:
+        """How many of its children have answered in its last round, and how many take part; 0 of 0 if unknown."""
+        if self.status is None or self.status.key is None:
+            return 0, 0
+        steps = [(child.step, 1, child.state) for child in self.status.children]
+        steps += [(group.step, group.count, group.state) for group in self.status.others]
+        part = [(step, count) for step, count, state in steps if step is not Step.IDLE and not is_gone(state)]
+        return sum(count for step, count in part if step not in AT_WORK), sum(count for _, count in part)
+
+    def rates(self) -> Mapping[str, tuple[float, float]]:
+        """Return the bytes per second up and down of each child's link, over the last records."""
+        if len(self.history) < 2:
+            return {}
+        first, last = self.history[0], self.history[-1]
+        before, seconds = {each.name: each for each in first.children}, _between(first, last)
+        return {
+            each.name: (max(0, each.up - known.up) / seconds, max(0, each.down - known.down) / seconds)
+            for each in last.children
+            if (known := before.get(each.name)) is not None
+        }
+
+    def take(self, status: Status, now: float) -> bool:
+        """Take a record of its own; return False for one that is not newer than the last one."""
+        if not math.isfinite(status.at_s):
+            return False
+        if self.status is not None and status.at_s <= self.status.at_s < status.at_s + RATE_S:
+            return False
+        if self.status is not None and status.at_s <= self.status.at_s:
+            self.history.clear()  # of another clock
+        self.history.append(status)
+        while status.at_s - self.history[0].at_s > RATE_S and len(self.history) > 2:
+            self.history.popleft()
+        self.status, self.received_at, self.proven = status, now, True
+        named = {each.name: each for each in status.children}
+        for name, child in self.children.items():
+            child.entry = named.get(name)
+            child.proven = child.proven or (child.entry is not None and child.entry.state in LIVING)
+        return True
+
+    def on_presence(self, broker: int, session: str, presence: Presence | None, *, retained: bool = False) -> bool:
+        """Process its presence; None = cleared. Return False for the last presence of a process that was replaced."""
+        if presence is None:
+            self.states[broker] = "left"
+            return True
+        if presence.state not in LIVING and self.session not in ("", session):
+            return False
+        if presence.state in LIVING:
+            if session in self.retired:  # the broker's order decides which session holds the name
+                self.retired.remove(session)
+            if self.session not in ("", session):
+                self.retired.append(self.session)
+            self.proven = (self.proven and session == self.session) or not retained
+            self.session = session
+        self.states[broker] = str(presence.state)
+        self.reason = presence.reason
+        return True
+
+
+def is_gone(state: str | None) -> bool:
+    """Return whether this is the state of a node that was there."""
+    return state in (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED)
+
+
 class WatchedLab:
     """One run. The caller passes in every message and the time, and takes the events until the run has ended.
 
     Messages of other labs and runs are ignored.
 
     `brokers`: their addresses, the cloud's first. If a node is on several brokers, the first one's state counts.
-    `deep`: whether messages of the links below the cloud's are received; if not, little is known of the nodes there.
+    `follows`: the messages on these brokers are received; else only the cloud's record is.
     """
 
     def __init__(
@@ -81,63 +193,85 @@ class WatchedLab:
         brokers: Sequence[str],
         now: float,
         lab: str = topics.DEFAULT_LAB,
-        deep: bool = True,
+        follows: bool = True,
     ) -> None:
         self.run = run
         self.name = lab
-        self.deep = deep
+        self.follows = follows
         self.folder = ""
-        self.closed = 0  # global rounds, by the cloud's events
-        self.losses: deque[float] = deque(maxlen=SCORES_KEPT)  # of training, by global round
-        self.evaluations: deque[tuple[float, float]] = deque(maxlen=SCORES_KEPT)  # score and loss
-        self.counted: dict[str, RateMeter] = {}  # the cloud's own counts by tier and direction, if they are known
         self.experiment = experiment
         self.brokers = [WatchedBroker(address, True, now) for address in brokers]
+        self.progress = RunStatus()
         self.cloud = Node(CLOUD, "cloud")
         self.nodes = {CLOUD: self.cloud}
         for parent, children in experiment.tree.children.items():
             for name in children:
                 role = "institution" if name in experiment.tree.children else "device"
-                node = self._add(name, role, self.nodes[parent])
-                node.below = tuple(TierMeters() for _ in experiment.tiers[experiment.tree.depth(name) :])
-        self.received = RateMeter()
-        self._received_bytes = 0
-        self.controls = 0
-        self.ignored = 0
+                above = self.nodes[parent]
+                self.nodes[name] = above.children[name] = Node(name, role, above)
         self.began = now
         self.end: FedstrataError | None = None
         self.ended = False
-        self._starts: deque[float] = deque(maxlen=GLOBAL_ROUNDS_KEPT)
-        self._alive_at = now
+        self._asked_since = self._closed_at = self._alive_at = now
         self._finished_at: float | None = None
-        self._ready_at: float | None = None
+        self._warned = False
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)  # until they are shown, twice a second
         facts = {"run": run, "experiment": experiment.name, "global_rounds": experiment.rounds}
         self._emit("run", {**facts, "nodes": experiment.count_by_kind()})
 
     # Inputs
 
-    def receive(self, broker: int, topic_text: str, body: bytes, now: float, *, retained: bool = False) -> None:
-        """Process a message of the broker with this index. Malformed messages are counted in `ignored`."""
-        self._received_bytes += len(topic_text) + len(body)
-        self.received.take(self._received_bytes, now)
-        try:
-            topic = topics.parse(topic_text)
-            if isinstance(topic, topics.OutsideRuns) or (topic.lab, topic.run) != (self.name, self.run):
-                return
-            if isinstance(topic, topics.StateTopic):
-                self._state(broker, topic.node, body, retained=retained)
-            elif isinstance(topic, topics.InboxTopic):
-                self._control(broker, topic, body, now)
-        except WireError:
-            self.ignored += 1
+    def receive(self, broker: int, topic: topics.Topic, body: bytes, now: float, *, retained: bool = False) -> None:
+        """Process a message of the broker with this index. Raises WireError."""
+        if not isinstance(topic, topics.StateTopic | topics.StatusTopic):
+            return
+        if (topic.lab, topic.run) != (self.name, self.run):
+            return
+        if (node := self.nodes.get(topic.node)) is None:
+            raise WireError(f"unknown node: {topic.node}")
+        session, message = serialization.decode(body) if body else ("", None)
+        if isinstance(topic, topics.StatusTopic):
+            if not isinstance(message, Status):
+                raise WireError("not a status, on a status topic")
+            self.take(topic.node, message, now)
+        elif message is not None and not isinstance(message, Presence):
+            raise WireError("not a presence, on a state topic")
+        elif message is not None or node.states:  # else an earlier process cleared it
+            self._present(node, broker, session, message, retained=retained)
+
+    def take(self, name: str, status: Status, now: float) -> None:
+        """Process a parent's record."""
+        node = self.nodes[name]
+        before = {child: each.entry for child, each in node.children.items()}
+        if not node.take(status, now):
+            return
+        if node is self.cloud:
+            self._warned = False
+            if status.run is not None:
+                self.report(status.run, now)
+        for child in node.children.values():
+            self._compare(child, before[child.name])
+
+    def report(self, progress: RunStatus, now: float) -> None:
+        """Process the run's progress."""
+        before, self.progress = self.progress, progress
+        if progress.closed != before.closed:
+            self._closed_at = now
+        known = {each.global_round: each for each in before.scores}
+        for each in progress.scores[-ROUNDS_KEPT:]:
+            place = {"global_round": each.global_round}
+            if each.global_round not in known:
+                self._emit("global_round", {**place, "loss": each.train_loss})
+            old = known.get(each.global_round)
+            if each.score is not None and (old is None or old.score is None):
+                self._emit("evaluated", {**place, "score": each.score, "loss": each.loss})
 
     def connected(self, broker: int, now: float) -> None:
         """Record that a broker is connected again. Its retained messages follow; it may have lost some of them."""
         self._set_broker(broker, up=True, now=now)
+        self._asked_since = now
         for node in self.nodes.values():
             node.states.pop(broker, None)
-            node.assigned_by = ""
 
     def disconnected(self, broker: int, now: float) -> None:
         """Record that a broker is disconnected."""
@@ -154,7 +288,10 @@ class WatchedLab:
             self._finished_at = now
         elif not over:
             self._finished_at = None
-        self._check_silence(now)
+        if (silent_s := self.silent_s(self.cloud, now)) >= WARN_S and not self._warned:
+            self._warned = True
+            why = "it hangs, or the broker's access rules do not let this login ask"
+            self._emit("warning", {"reason": f"no status from the cloud for {silent_s:.0f} s: {why}"})
         idle_s = self.experiment.transfer.idle_s
         if failed is not None and over:
             self._finish(RunFailed(f"{failed.name} gave up: {failed.reason}"))
@@ -176,172 +313,93 @@ class WatchedLab:
     @property
     def global_round(self) -> int:
         """The current global round, counted from 1; 0 before the first."""
-        key = self.cloud.round_key
-        return max(self.closed, key.global_round + 1 if key is not None else 0)
+        key = self.cloud.key
+        return max(self.progress.closed, key.global_round + 1 if key is not None else 0)
 
     @property
     def begun(self) -> bool:
         """Whether a global round has begun, by what was received so far."""
-        return bool(self._starts)
+        return self.cloud.key is not None or bool(self.progress.scores)
 
     @property
     def loss(self) -> float | None:
-        """The mean training loss of the last results that the cloud received, weighted by their samples, or None."""
-        results = [node.result for node in self.cloud.children.values() if node.result is not None]
-        results = [result for result in results if math.isfinite(result.loss)]
-        samples = sum(result.samples for result in results)
-        return sum(result.loss * result.samples for result in results) / samples if samples else None
+        """The training loss of the last global round, None if it is not known."""
+        losses = [each.train_loss for each in self.progress.scores if each.train_loss is not None]
+        return losses[-1] if losses else None
 
-    def flows(self, now: float) -> dict[str, Flow]:
-        """Return each tier's traffic, `wan_up`, `wan_down` and so on, in MQTT bytes counted by the nodes.
+    @property
+    def score(self) -> float | None:
+        """The score of the last evaluated global round, None if there is none."""
+        scores = [each.score for each in self.progress.scores if each.score is not None]
+        return scores[-1] if scores else None
 
-        A parent reports the sums of the tiers below it. Without that report, its children's own counts are summed. The
-        cloud's own counts, where they are known, are those of links.csv.
+    def silent_s(self, node: Node, now: float) -> float:
+        """Return for how many seconds a parent's record is missing, 0 if none is due.
+
+        Of the cloud it is due while it has not left, of an institution once one was received.
         """
-        if self.counted:
-            return {name: _sum((meter,), now) for name, meter in self.counted.items()}
+        if node.state in ("absent", *OVER) or not all(broker.up for broker in self.brokers):
+            return 0.0
+        if node is not self.cloud and node.status is None:
+            return 0.0
+        silent_s = now - max(node.received_at, self._asked_since)
+        return silent_s if silent_s >= SILENT_S else 0.0
+
+    def flows(self) -> dict[str, Flow]:
+        """Return each tier's traffic, `wan_up`, `wan_down` and so on, in MQTT bytes as parents count them."""
         flows = {}
         for depth, tier in enumerate(self.experiment.tier_names):
-            meters = list(_meters(self.cloud, depth))
-            flows[f"{tier}_up"] = _sum((each.up for each in meters), now)
-            flows[f"{tier}_down"] = _sum((each.down for each in meters), now)
+            pairs = list(_tiers(self.cloud, depth))
+            for way in ("up", "down"):
+                counts = [(getattr(old, way), getattr(new, way), seconds) for old, new, seconds in pairs]
+                rate = sum(max(0, new - old) / seconds for old, new, seconds in counts)
+                flows[f"{tier}_{way}"] = Flow(sum(new for _, new, _ in counts), rate)
         return flows
 
     def left_s(self, now: float) -> float | None:
         """Return the remaining seconds, extrapolated from the last global rounds, or None before the first is over."""
-        seen = len(self._starts) - 1
-        if seen < 1:
+        if not 0 < self.progress.round_s < math.inf:
             return None
-        each = (self._starts[-1] - self._starts[0]) / seen
-        return max(0.0, each * (self.experiment.rounds - self.global_round + 1) - (now - self._starts[-1]))
+        rounds = self.experiment.rounds - self.progress.closed
+        return max(0.0, self.progress.round_s * rounds - (now - self._closed_at))
 
-    def follow_below(self) -> None:
-        """Begin to receive the messages of all links, in place of the cloud's events."""
-        self.deep = True
-        for node in self.cloud.children.values():
-            node.measured, node.waits_for = True, ""
-
-    def begin_round(self, now: float) -> None:
-        """Record that a global round begins, and the training loss of the last one."""
-        self._starts.append(now)
-        if self.loss is not None:
-            self.losses.append(self.loss)
-
-    # Messages
-
-    def _state(self, broker: int, name: str, body: bytes, *, retained: bool) -> None:
-        node = self._node(name)
-        session, message = serialization.decode(body) if body else ("", None)
-        if not (message is None or isinstance(message, Presence)):
-            raise WireError("not a presence, on a state topic")
-        if message is not None or node.states:  # else an earlier process cleared it
-            self._present(node, broker, session, message, retained=retained)
+    # Helpers
 
     def _present(self, node: Node, broker: int, session: str, presence: Presence | None, *, retained: bool) -> None:
         before = node.session
         if not node.on_presence(broker, session, presence, retained=retained):
             return
-        self._check_session(node, before)
+        if before and node.session != before:
+            self._emit("restarted", {"node": node.name})
+        self._check_state(node)
+
+    def _check_state(self, node: Node) -> None:
         if node.shown_state != node.state:
             node.shown_state = node.state
-            reason = {"reason": node.reason} if node.reason else {}
+            reason = {"reason": node.text} if node.text else {}
             self._emit("state", {"node": node.name, "role": node.role, "state": node.state, **reason})
 
-    def _control(self, broker: int, topic: topics.InboxTopic, body: bytes, now: float) -> None:
-        sender, receiver = self._node(topic.sender), self._node(topic.node)
-        if sender.parent is not receiver and receiver.parent is not sender:
-            raise WireError("sender and receiver are not parent and child")
-        session, message = serialization.decode(body)
-        if isinstance(message, Alive) and session not in sender.retired:
-            self._present(sender, broker, session, message.presence, retained=False)
-        if not sender.is_from(session):
+    def _compare(self, child: Node, before: ChildStatus | None) -> None:
+        """Emit what a new record of its parent has on a child."""
+        entry = child.entry
+        if entry is None:
             return
-        self.controls += 1
-        if receiver.parent is sender:
-            self._from_parent(receiver, session, message, now)
-        else:
-            self._from_child(sender, message, now)
-
-    def _from_parent(self, child: Node, session: str, message: Message, now: float) -> None:
-        if isinstance(message, Task):
-            self._check_begin(child, child.on_task(message, session), now)
-        elif isinstance(message, Ask):
-            child.on_parent_ask(message)
-        elif isinstance(message, Probe):
-            child.measuring = True
-        elif isinstance(message, Acknowledgement) and child.on_acknowledgement(message):
-            self._emit("refused", {**_round(child), "reason": message.reason})
-
-    def _from_child(self, child: Node, message: Message, now: float) -> None:
-        if isinstance(message, Progress):
-            self._check_begin(child, child.on_progress(message, now), now)
-        elif isinstance(message, Ask):
-            child.on_ask(message)
-        elif isinstance(message, Probed):
-            child.measuring = False
-        elif isinstance(message, Result):
-            begins, first = child.on_result(message, now)
-            self._check_begin(child, begins, now)
-            if first:
-                self._emit("result", _result(child, message))
-        elif isinstance(message, Reports):
-            child.take_reports(message.children)
-        elif isinstance(message, Farewell):
-            child.on_farewell(message.traffic, message.below, now)
-        elif isinstance(message, Preparing) and child.on_preparing(message):
-            self._emit("waiting", {"node": child.name, "waits_for": child.waits_for})
-        elif isinstance(message, Declined) and child.on_declined(message):
-            self._emit("declined", {**_round(child), "reason": message.reason})
-
-    def _check_begin(self, child: Node, begins: bool, now: float) -> None:
-        """Emit an event if `begins` and this child is the first of its parent's round."""
-        parent, key = child.parent, child.key
-        if not begins or parent is None or key is None or key != parent.round_key or len(parent.participants()) > 1:
+        if not child.states and entry.state is not None:
+            self._check_state(child)
+        if not entry.text or (before is not None and before.text == entry.text):
             return
-        if parent is self.cloud:
-            self.begin_round(now)
-            self._emit("global_round", {"global_round": key.global_round + 1})
-        else:
-            self._emit(
-                "local_round",
-                {"node": parent.name, "global_round": key.global_round + 1, "local_round": key.local_round + 1},
-            )
-
-    # Helpers
-
-    def _add(self, name: str, role: str, parent: Node) -> Node:
-        node = self.nodes[name] = parent.children[name] = Node(name, role, parent)
-        return node
-
-    def _node(self, name: str) -> Node:
-        if name not in self.nodes:
-            raise WireError(f"unknown node: {name}")
-        return self.nodes[name]
-
-    def _check_session(self, node: Node, before: str) -> None:
-        """Handle a node's new session: its children's rounds start again."""
-        if not before or node.session == before:
-            return
-        self._emit("restarted", {"node": node.name})
-        for child in node.children.values():
-            child.on_parent_restart(node.session)
+        if entry.step is Step.REFUSED:
+            self._emit("refused", {"node": child.name, "reason": entry.text})
+        elif entry.state is NodeState.INIT:
+            self._emit("waiting", {"node": child.name, "waits_for": entry.text})
+        elif entry.step is Step.ASSIGNED and entry.state is NodeState.READY and entry.text != child.reason:
+            self._emit("declined", {"node": child.name, "reason": entry.text})
 
     def _roots(self) -> list[Node]:
         """Return the nodes whose states decide when the run ends: the cloud, or if it is unseen the institutions."""
         if self.cloud.states or self.cloud.shown_state:
             return [self.cloud]
         return [node for node in self.cloud.children.values() if node.states]
-
-    def _check_silence(self, now: float) -> None:
-        """Warn once if a working lab's messages are not received: access rules may hide topics from this login."""
-        parts = (self.cloud, *self.cloud.children.values())
-        if self.controls or any(node.state != NodeState.READY for node in parts):
-            self._ready_at = None
-        elif self._ready_at is None:
-            self._ready_at = now
-        elif now >= self._ready_at + SILENT_S:
-            self._ready_at = math.inf
-            self._emit("warning", {"reason": "no control message received: check that this login may read the inboxes"})
 
     def _set_broker(self, place: int, *, up: bool, now: float) -> None:
         broker = self.brokers[place]
@@ -359,31 +417,19 @@ class WatchedLab:
             self._events.append((event, facts))
 
 
-def _meters(node: Node, depth: int) -> Iterator[TierMeters | Node]:
-    """Yield the meters of a tier below a node; `depth` 0: of the links to its children."""
-    for child in node.children.values():
-        if depth == 0:
-            yield child
-        elif child.below[depth - 1].up.known:
-            yield child.below[depth - 1]
-        else:
-            yield from _meters(child, depth - 1)
+def _tiers(node: Node, depth: int) -> Iterator[tuple[LinkBytes, LinkBytes, float]]:
+    """Yield the counts of a tier below a node at two times, with the seconds between.
+
+    `depth` 0: of the links to its children. Where its own record is not known, those of its children are.
+    """
+    if node.status is not None and depth < len(node.status.tiers):
+        first, last = node.history[0], node.history[-1]
+        yield (first if depth < len(first.tiers) else last).tiers[depth], last.tiers[depth], _between(first, last)
+    elif depth:
+        for child in node.children.values():
+            yield from _tiers(child, depth - 1)
 
 
-def _sum(meters: Iterable[RateMeter], now: float) -> Flow:
-    counted = list(meters)
-    return Flow(sum(meter.total for meter in counted), sum(meter.rate(now) for meter in counted))
-
-
-def _round(child: Node) -> dict[str, object]:
-    key = child.key
-    place = {} if key is None else {"global_round": key.global_round + 1, "local_round": key.local_round + 1}
-    return {"node": child.name, **place}
-
-
-def _result(child: Node, result: Result) -> dict[str, object]:
-    seconds = {"train_s": result.train_s, "wait_s": result.wait_s, "pause_s": result.pause_s}
-    finite = {name: value if math.isfinite(value) else None for name, value in {"loss": result.loss, **seconds}.items()}
-    counts = {"samples": result.samples, "epochs": result.epochs, "steps": result.steps}
-    place = {"global_round": result.key.global_round + 1, "local_round": result.key.local_round + 1}
-    return {"node": child.name, "role": child.role, **place, **counts, **finite}
+def _between(first: Status, last: Status) -> float:
+    """Return the seconds between two records, at least LEAST_S."""
+    return max(LEAST_S, last.at_s - first.at_s)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
-from deploy.watching.formatting import GONE
-from deploy.watching.node import Node
-
-MISSING: Final = (*GONE, "absent")
+from common.protocol.messages import Step
+from common.protocol.status import STEPS
+from deploy.watching.lab import Node, is_gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +84,13 @@ def _urgencies(root: Node, nodes: list[Node]) -> dict[int, tuple[bool, int, int,
     by their progress in the round.
     """
     found: dict[int, tuple[bool, int, int, bool, int, float]] = {}
-    depths, keys, gone = {id(root): 0}, {id(root): root.round_key}, Counter[int]()
+    depths, gone = {id(root): 0}, Counter[int]()
     for node in nodes:
         home = id(node.parent)
-        depths[id(node)], keys[id(node)] = depths[home] + 1, node.round_key
-        missing = node.state in MISSING
+        depths[id(node)] = depths[home] + 1
+        missing = is_gone(node.state) or node.state == "absent"
         gone[home] += missing
-        works = node.key is not None and node.key == keys[home]
         rank = gone[home] if missing else 0
-        found[id(node)] = (not missing, rank, depths[id(node)], not works, node.step, round(node.done, 1))
+        step = STEPS.index(node.step or Step.IDLE)
+        found[id(node)] = (not missing, rank, depths[id(node)], not node.works, step, round(node.done, 1))
     return found

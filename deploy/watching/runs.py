@@ -15,12 +15,8 @@ from common.protocol.messages import Announcement, NodeState, Presence
 SETTLE_S: Final = 0.5  # retained messages arrive at once, but in any order
 DEVICES_MOST: Final = 100_000
 HELD_MOST: Final = 64_000_000  # characters
+NAMES_COST: Final = 200  # of each, for the names of its run and its node
 ALIVE: Final = (NodeState.INIT, NodeState.READY)
-
-
-def filters(lab: str) -> tuple[str, str]:
-    """Return the topics on which a lab's runs are announced."""
-    return topics.spec(lab, "+", "+"), topics.state(lab, "+", "+")
 
 
 @dataclass(slots=True)
@@ -43,10 +39,10 @@ class Runs:
         self._settled_at: float | None = None
         self.ignored = 0
 
-    def receive(self, topic_text: str, body: bytes, now: float) -> None:
-        """Process a message on a topic of `filters`. Malformed messages are counted in `ignored`."""
+    def receive(self, topic: topics.Topic, body: bytes, now: float) -> None:
+        """Process an announcement or a presence. Malformed messages are counted in `ignored`."""
         try:
-            self._take(topic_text, body)
+            self._take(topic, body)
         except WireError:
             self.ignored += 1
         if self._settled_at is None and self._candidates():
@@ -67,7 +63,7 @@ class Runs:
                     return name, _read(announced[node])
                 except InvalidExperiment:
                     self.ignored += 1
-                    self._held -= _cost(topics.spec(self.lab, name, node), announced.pop(node))
+                    self._held -= _cost(announced.pop(node))
         self._settled_at = None
         return None
 
@@ -80,14 +76,13 @@ class Runs:
             return [name for name in self.names() if name == self._wanted]
         return [name for name in self.names() if self._runs[name].announced.keys() & self._runs[name].alive.keys()]
 
-    def _take(self, topic_text: str, body: bytes) -> None:
-        topic = topics.parse(topic_text)
+    def _take(self, topic: topics.Topic, body: bytes) -> None:
         if topic.lab != self.lab or not isinstance(topic, (topics.SpecTopic, topics.StateTopic)):
             raise WireError("not an announcement of this lab")
         message = serialization.decode(body)[1] if body else None
         run = self._runs.setdefault(topic.run, _Run())
         held: dict[str, str] = run.announced if isinstance(topic, topics.SpecTopic) else run.alive
-        self._held -= _cost(topic_text, held.pop(topic.node, None))
+        self._held -= _cost(held.pop(topic.node, None))
         if isinstance(topic, topics.SpecTopic) and isinstance(message, Announcement):
             text = message.experiment
         elif isinstance(topic, topics.StateTopic) and isinstance(message, Presence) and message.state in ALIVE:
@@ -96,9 +91,9 @@ class Runs:
             if not (run.announced or run.alive):
                 del self._runs[topic.run]
             return
-        if self._held + _cost(topic_text, text) > HELD_MOST:
+        if self._held + _cost(text) > HELD_MOST:
             raise WireError(f"announcements of more than {HELD_MOST} characters")
-        self._held += _cost(topic_text, text)
+        self._held += _cost(text)
         held[topic.node] = text
 
 
@@ -111,5 +106,5 @@ def _read(text: str) -> Experiment:
     return experiment
 
 
-def _cost(topic: str, text: str | None) -> int:
-    return 0 if text is None else len(topic) + len(text)
+def _cost(text: str | None) -> int:
+    return 0 if text is None else NAMES_COST + len(text)

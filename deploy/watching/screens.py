@@ -63,7 +63,7 @@ class Lines:
         """Print an event."""
         if self._json_lines:
             print(json_text(formatting.facts_of(lab, event, facts, now)), flush=True)
-        elif (line := formatting.line(lab, event, facts, now)) is not None:
+        elif (line := formatting.line(lab, event, facts)) is not None:
             print(line, flush=True)
 
     def draw(self, lab: WatchedLab, now: float) -> None:
@@ -86,7 +86,7 @@ class Terminal:
 
     def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
         """Add a note for failures and restarts."""
-        if (note := formatting.note(lab, event, facts, now)) is not None:
+        if (note := formatting.note(lab, event, facts)) is not None:
             self._notes.append(note)
 
     def draw(self, lab: WatchedLab, now: float) -> None:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import shlex
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console, Group
 from rich.live import Live
 
+from common.errors import FedstrataError
 from common.experiment.schema import Experiment
 from common.net.address import BrokerAddress
+from common.protocol.messages import Status
+from common.protocol.round_state import HEARTBEAT_S
+from common.protocol.serialization import from_facts
+from common.protocol.status import RunProgress
 from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
 from deploy.console.logs import as_json, shows_activity, write_line
 from deploy.console.tabular import size
 from deploy.watching import formatting
-from deploy.watching.cloud_feed import CloudFeed, number, tiers_in
+from deploy.watching.follower import Follower
 from deploy.watching.lab import WatchedLab
 from deploy.watching.screens import view_of
-from deploy.watching.subscription import Subscription
 from deploy.watching.view import NOTES
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 
 DRAWS_PER_S: Final = 2.0
 NODES_PER_S: Final = 1000  # drawn, at most, so that a large lab's view takes some 1 % of a core
-FOLLOWED_MOST: Final = 64  # devices: the messages of more would take CPU from the lab on this machine
+CONNECT_S: Final = 5 * HEARTBEAT_S
 
 
 @contextmanager
@@ -48,92 +52,164 @@ def show(
 ) -> Iterator[Observe]:
     """Yield a callback for the cloud's events. It shows them on standard error, or prints them as JSON lines.
 
-    `broker`: its address, to be shown. `follow`: the broker of a lab on this machine, whose messages the live view
-    receives too, and so shows each device.
+    `broker`: its address, to be shown. `follow`: the broker of a lab on this machine, where the live view gets the
+    status of the other parents, and so shows each device.
     """
     if json_lines:
         yield lambda event, facts: print(json_text({"event": event, **facts}), flush=True)
         return
     errors = Console(stderr=True)
-    watched = WatchedLab("", experiment, brokers=[broker] if broker else [], now=time.monotonic(), lab=lab, deep=False)
-    feed = CloudFeed(watched)
+    log = CloudLog(experiment, broker)
     if not errors.is_terminal or errors.is_dumb_terminal or as_json():
 
-        def log(event: str, facts: dict[str, object]) -> None:
-            feed.take(event, facts, time.monotonic())
-            if shows_activity() and (line := feed.line(event, facts)) is not None:
+        def write(event: str, facts: dict[str, object]) -> None:
+            log.take(event, facts)
+            if shows_activity() and (line := log.line(event, facts)) is not None:
                 write_line(line)
 
-        yield log
+        yield write
     else:
-        few = sum(experiment.sizes()[-1]) <= FOLLOWED_MOST
-        with LiveView(errors, feed, watched, follow=follow if few else None).shown() as view:
+        with LiveView(errors, log, lab=lab, follow=follow).shown() as view:
             yield view.observe
-    if feed.finished:
-        print(summary(feed.finished, label=experiment.score.label), flush=True)
+    if log.finished:
+        print(summary(log.finished, label=experiment.score.label), flush=True)
         if shows_activity():
-            write_line(f"report it with: fedstrata report {_name(Path(str(feed.run['folder'])))}")
+            write_line(f"report it with: fedstrata report {_name(Path(str(log.run['folder'])))}")
+
+
+class CloudLog:
+    """Log lines of a cloud's events. `run`, `row` and `finished`: the facts of the last event of that kind."""
+
+    def __init__(self, experiment: Experiment, broker: str = "") -> None:
+        self.experiment = experiment
+        self.broker = broker
+        self.run: Mapping[str, Any] = {}
+        self.row: Mapping[str, Any] = {}
+        self.finished: Mapping[str, Any] = {}
+
+    def take(self, event: str, facts: Mapping[str, Any]) -> None:
+        """Take an event."""
+        if event == "run":
+            self.run = facts
+        elif event == "global_round":
+            self.row = facts
+        elif event == "finished":
+            self.finished = facts
+
+    def line(self, event: str, facts: Mapping[str, Any]) -> str | None:
+        """Return the log line for an event, or None if the event is not logged."""
+        match event:
+            case "run":
+                lab = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
+                model = f"{facts['model']} ({size(facts['model_bytes'])})"
+                where = f"in {facts['folder']}" + (f", broker {self.broker}" if self.broker else "")
+                return f"run {facts['run']}: {facts['experiment']}, {lab}, {model}, {where}"
+            case "evaluated":
+                row = self.row
+                traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in tiers_in(row))
+                return (
+                    f"global round {facts['global_round']}/{self.run.get('global_rounds', '?')}  "
+                    f"{self.experiment.score.label} {number(facts['score']):.4f}  "
+                    f"loss {number(facts['loss']):.4f}  "
+                    f"{row.get('elapsed_s', 0):.1f} s  {traffic}"
+                )
+            case "refused":
+                return f"refused {facts['node']}'s model: {facts['reason']}"
+            case "warning":
+                return f"warning: {facts['reason']}"
+            case "child" if facts["state"] in ("ready", "lost", "failed", "disconnected"):
+                reason = f" ({facts['reason']})" if facts.get("reason") else ""
+                return f"{facts['node']}: {facts['state']}{reason}"
+        return None
 
 
 class LiveView:
-    """Live view of a run, from its cloud's events and the messages on a broker. Its calls come from several threads."""
+    """Live view of a run, from the events of its cloud, and the status of the other parents if it may ask for them.
 
-    def __init__(self, console: Console, feed: CloudFeed, lab: WatchedLab, *, follow: BrokerAddress | None) -> None:
+    It is drawn in a thread of its own, in which everything is that it shows.
+    """
+
+    def __init__(self, console: Console, log: CloudLog, *, lab: str, follow: BrokerAddress | None) -> None:
         self._console = console
-        self._feed = feed
-        self._lab = lab
+        self._log = log
+        self._lab_name = lab
         self._follow = follow
-        self._subscription: Subscription | None = None
+        self._progress = RunProgress()
         self._notes: deque[str] = deque(maxlen=NOTES)
-        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._closed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+        brokers = [log.broker] if log.broker else []
+        self.lab = WatchedLab(
+            "", log.experiment, brokers=brokers, now=self._loop.time(), lab=lab, follows=follow is not None
+        )
 
     @contextmanager
     def shown(self) -> Iterator[LiveView]:
         """Show the view; it stays on the screen unless the run finishes."""
-        rate = min(DRAWS_PER_S, NODES_PER_S / len(self._lab.nodes))
-        live = Live(console=self._console, get_renderable=self.picture, refresh_per_second=rate, transient=True)
+        thread = threading.Thread(target=self._run, name="live view", daemon=True)
+        thread.start()
         try:
-            with live:
-                try:
-                    yield self
-                finally:
-                    live.transient = bool(self._feed.finished)
+            yield self
         finally:
-            if self._subscription is not None:
-                self._subscription.close()
+            with suppress(RuntimeError):  # its thread has ended by itself
+                self._loop.call_soon_threadsafe(self._closed.set)
+            thread.join()
 
     def observe(self, event: str, facts: dict[str, object]) -> None:
-        """Take an event of the cloud."""
-        with self._lock:
-            self._feed.take(event, facts, time.monotonic())
-            if (note := self._feed.note(event, facts)) is not None:
-                self._notes.append(note)
-        if event == "run" and self._follow is not None and self._subscription is None:
-            run = str(facts["run"])
-            self._subscription = Subscription(
-                self._follow, lab=self._lab.name, run=run, received=self._received, connected=self._connected
-            )
+        """Take an event of the cloud, in any thread."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._take, event, facts)
 
     def picture(self) -> Group:
         """Return the lines of the current state."""
-        with self._lock:
-            return Group(*view_of(self._console).picture(self._lab, time.monotonic(), [*self._notes]))
+        return Group(*view_of(self._console).picture(self.lab, self._loop.time(), [*self._notes]))
 
-    def _received(self, topic: str, body: bytes, retained: bool) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self._lab.receive(0, topic, body, now, retained=retained)
-            while (event := self._lab.next_event()) is not None:
-                if (note := formatting.note(self._lab, *event, now)) is not None:
-                    self._notes.append(note)
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._show())
 
-    def _connected(self, up: bool) -> None:
-        with self._lock:
-            if up:
-                self._lab.follow_below()
-                self._lab.connected(0, time.monotonic())
-            else:
-                self._lab.disconnected(0, time.monotonic())
+    async def _show(self) -> None:
+        pause_s = max(1 / DRAWS_PER_S, len(self.lab.nodes) / NODES_PER_S)
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:
+            while not self._closed.is_set():
+                self._draw(live)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._closed.wait()
+            self._draw(live)
+            live.transient = bool(self._log.finished)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait((self._following,))
+
+    def _draw(self, live: Live) -> None:
+        while (event := self.lab.next_event()) is not None:
+            if self.lab.follows and (note := formatting.note(self.lab, *event)) is not None:
+                self._notes.append(note)
+        live.update(self.picture(), refresh=True)
+
+    def _take(self, event: str, facts: Mapping[str, Any]) -> None:
+        lab, now = self.lab, self._loop.time()
+        self._log.take(event, facts)
+        self._progress.take(event, facts)
+        lab.report(self._progress.status, now)
+        if event == "status":
+            lab.take(lab.cloud.name, from_facts(Status, facts), now)
+        elif event == "run":
+            lab.run, lab.folder = str(facts["run"]), str(facts["folder"])
+            if self._follow is not None and self._following is None:
+                self._following = self._loop.create_task(self._keep_following(self._follow), name="follow")
+        elif event == "warning" or (event in ("refused", "child") and not lab.follows):
+            lost = event != "child" or facts["state"] in ("lost", "failed")
+            if lost and (line := self._log.line(event, facts)) is not None:
+                self._notes.append(line)
+
+    async def _keep_following(self, broker: BrokerAddress) -> None:
+        follower = Follower([broker], lab=self._lab_name, run=self.lab.run, connect_timeout_s=CONNECT_S)
+        with suppress(FedstrataError):  # the view has the cloud's events still
+            await follower.feed(self.lab)
+        self.lab.follows = False
 
 
 def _name(folder: Path) -> str:
@@ -162,3 +238,17 @@ def summary(facts: Mapping[str, Any], *, label: str) -> str:
     )
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def tiers_in(names: Iterable[str]) -> list[str]:
+    """Return the tiers whose bytes have these columns or facts, from the cloud down."""
+    return [name.removesuffix("_up_bytes") for name in names if name.endswith("_up_bytes")]
+
+
+def number(fact: float | None) -> float:
+    """Return a number of an event, NaN where it was not finite: JSON has no such numbers."""
+    return math.nan if fact is None else fact
+
+
+def _both(row: Mapping[str, Any], tier: str) -> int:
+    return int(row.get(f"{tier}_up_bytes", 0)) + int(row.get(f"{tier}_down_bytes", 0))

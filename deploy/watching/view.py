@@ -13,18 +13,18 @@ from typing import Final, TypeAlias
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from common.protocol.messages import NodeState
+from common.protocol.messages import NodeState, Step
 from deploy.console.tabular import age, size
-from deploy.watching.formatting import GONE, activity, advances, counts, missing, seconds, sparkline, step
-from deploy.watching.lab import Flow, WatchedLab
-from deploy.watching.node import Node, NodeStep
+from deploy.watching.formatting import activity, advances, counts, missing, sparkline, step
+from deploy.watching.lab import Flow, Node, WatchedLab, is_gone
 from deploy.watching.rows import HiddenNodes, below, rows_of
 
 # Okabe and Ito's colours, safe for colour-blind readers. All information is in the text, too.
 GREEN, ORANGE, SKY, RED = "#009e73", "#e69f00", "#56b4e9", "#d55e00"
 STYLES: Final[Mapping[str, str]] = {
-    **dict.fromkeys(GONE, f"bold {RED}"), "refused": f"bold {RED}", "done": GREEN, NodeState.FINISHED: GREEN,
-    "training": ORANGE, "fetching": SKY, "offering": SKY, "measuring": SKY, "absent": "dim", "left": "dim",
+    **dict.fromkeys((NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED, "refused"), f"bold {RED}"),
+    "done": GREEN, NodeState.FINISHED: GREEN, "training": ORANGE,
+    "fetching": SKY, "offering": SKY, "measuring": SKY, "absent": "dim", "left": "dim",
 }  # fmt: skip
 NOTES: Final = 3
 WIDE: Final = 90
@@ -70,7 +70,7 @@ class View:
     def picture(self, lab: WatchedLab, now: float, notes: Sequence[str]) -> list[Text]:
         """Return the lines of the current state, with the last of the notes below."""
         lines = self._head(lab, now)
-        if any(node.states for node in lab.nodes.values()):
+        if any(node.state != "absent" for node in lab.nodes.values()):
             rest = len(lines) + 3 + len(notes[-NOTES:])  # with the titles, the line above them, and the cursor's line
             room = None if self.height is None else max(1, self.height - rest)
             lines += [Text(), *self._tree(lab, now, room=room)]
@@ -96,12 +96,14 @@ class View:
             if not broker.up:
                 text = f"broker {broker.address} disconnected for {now - broker.since:.0f} s"
                 lines.append(Text(text, f"bold {RED}"))
+        if silent_s := lab.silent_s(lab.cloud, now):
+            lines.append(Text(f"no status from the cloud for {silent_s:.0f} s", f"bold {RED}"))
         if absent := missing(lab):
             more = f"; {len(absent) - MISSING_MOST} more" if len(absent) > MISSING_MOST else ""
             text = f"waiting for {'; '.join(absent[:MISSING_MOST])}{more}"
             lines += [Text(line, ORANGE) for line in wrap(text, self.width or len(text))]
-        flows = lab.flows(now)
-        if lab.begun and any(flow.total for flow in flows.values()):
+        flows = lab.flows()
+        if any(flow.total for flow in flows.values()):
             tiers = lab.experiment.tier_names
             for tier in tiers:
                 up, down = flows[f"{tier}_up"], flows[f"{tier}_down"]
@@ -110,15 +112,15 @@ class View:
 
     def _scores(self, lab: WatchedLab) -> list[Text]:
         """Return the line of the score and the test loss, or where those are unknown of the training loss."""
-        scores = []
-        if lab.evaluations:
-            found, losses = zip(*lab.evaluations, strict=True)
-            scores = [(lab.experiment.score.label, found[-1], found), ("loss", losses[-1], losses)]
-        elif (loss := lab.loss) is not None:
-            scores = [("training loss", loss, tuple(lab.losses))]
+        rounds = lab.progress.scores
+        found = [each.score for each in rounds if each.score is not None]
+        losses = [each.loss for each in rounds if each.loss is not None]
+        training = [each.train_loss for each in rounds if each.train_loss is not None]
+        scores = [(lab.experiment.score.label, found), ("loss", losses)] if found else [("training loss", training)]
+        scores = [(name, values) for name, values in scores if values]
         most = SPARK_WIDE if self._is_wide else SPARK_NARROW
-        bars = ["" if self.plain else sparkline(values, most=most) for _, _, values in scores]
-        parts = [f"{name} {value:.4f} {bar}".rstrip() for (name, value, _), bar in zip(scores, bars, strict=True)]
+        bars = ["" if self.plain else sparkline(values, most=most) for _, values in scores]
+        parts = [f"{name} {values[-1]:.4f} {bar}".rstrip() for (name, values), bar in zip(scores, bars, strict=True)]
         return [Text("   ".join(parts))] if parts else []
 
     @property
@@ -129,18 +131,19 @@ class View:
         """Return the titles and the rows of the tree."""
 
         def openable(node: Node) -> bool:
-            return (self.devices is not False or node.role != "device") and (lab.deep or node.parent is lab.cloud)
+            return (self.devices is not False or node.role != "device") and (lab.follows or is_known(node))
 
         rows = rows_of(lab.cloud, room=room, openable=openable)
-        cells = [{} if isinstance(row, HiddenNodes) else _cells(lab, row, now, depth) for depth, row in rows]
+        rates = {each.name: each.rates() for each in lab.nodes.values() if each.status is not None}
+        cells = [{} if isinstance(row, HiddenNodes) else _cells(lab, row, rates, depth) for depth, row in rows]
         widths = {column: self._width(column, cells) for column in COLUMNS if self._has(column, cells)}
         lines = [self._line({column: column.title for column in COLUMNS}, widths, "dim")]
         for (depth, row), content in zip(rows, cells, strict=True):
             if isinstance(row, HiddenNodes):
                 lines.append(Text(f"{'  ' * depth}{_hidden(lab, row)}", style="dim"))
             else:
-                line = self._line(content, widths, f"bold {RED}" if row.state in GONE else "")
-                self._part(line, lab, row)
+                line = self._line(content, widths, f"bold {RED}" if is_gone(row.state) else "")
+                self._part(line, lab, row, now)
                 lines.append(line)
         return lines
 
@@ -166,42 +169,40 @@ class View:
                 line.append(f"{text:>{width}} ", style=style if style == "dim" else "")
         return line
 
-    def _part(self, line: Text, lab: WatchedLab, node: Node) -> None:
+    def _part(self, line: Text, lab: WatchedLab, node: Node, now: float) -> None:
         """Add the node's activity: a progress bar if there is a measure of it, and text."""
         children = list(node.children.values())
-        working = [child for child in node.participants() if child.state not in GONE]
-        done = sum(child.step >= NodeStep.DONE for child in working)
-        if node.state in GONE:
-            line.append(node.reason, style=RED)
+        done, working = node.participants
+        waits = node.state == NodeState.INIT or (node is lab.cloud and not working)
+        if is_gone(node.state):
+            line.append(node.text, style=RED)
+        elif node is not lab.cloud and (silent_s := lab.silent_s(node, now)):
+            line.append(f"no status for {silent_s:.0f} s", style=RED)
         elif node is lab.cloud and working:
-            self._bar(line, done / len(working), "done" if done == len(working) else "training")
-            line.append(f"{done}/{len(working)} results")
-        elif children and node.key is None and (lab.deep or node is lab.cloud):
-            waits_for = f", waits for {node.waits_for}" if node.waits_for else ""
+            self._bar(line, done / working, "done" if done == working else "training")
+            line.append(f"{done}/{working} results")
+        elif children and waits and (lab.follows or any(map(is_known, children))):
+            waits_for = f", waits for {node.text}" if node.text else ""
             line.append(f"{sum(child.alive for child in children)}/{len(children)} present{waits_for}")
-        elif node.waits_for:
-            line.append(f"waits for {node.waits_for}", style="dim")
-        elif node.preparing:
-            line.append("prepares", style="dim")
-        elif node.step is NodeStep.TRAINING and working and activity(node) == "training":
-            share = (_local_round(node) + done / len(working)) / _rounds(lab, node)
+        elif node.state == NodeState.INIT:
+            line.append(f"waits for {node.text}" if node.text else "prepares", style="dim")
+        elif node.step is Step.TRAINING and working and node.works:
+            share = (_local_round(node) + done / working) / _rounds(lab, node)
             self._bar(line, share, "training")
-            line.append(f"{done}/{len(working)} {lab.experiment.tier_below(node.name).children}s")
-        elif node.key is None and node.report is not None and node.report.rounds:
-            line.append(f"{seconds(node.report):.1f} s in its last global round", style="dim")
-        elif node.key is not None or node.measuring:
-            name = activity(node)
+            line.append(f"{done}/{working} {lab.experiment.tier_below(node.name).children}s")
+        elif (name := activity(node)) != node.state:
             if advances(node):
                 self._bar(line, node.done, name)
             line.append(step(node), style=STYLES.get(name, ""))
             self._size(line, node)
+        elif node.entry is not None and node.entry.seconds > 0:
+            line.append(f"{node.entry.seconds:.1f} s in its last round", style="dim")
 
     def _size(self, line: Text, node: Node) -> None:
         """Add the received bytes of a model, if its manifest is known and the line has room."""
-        transfer = {NodeStep.FETCHING: node.fetch, NodeStep.OFFERING: node.upload}.get(node.step)
-        if transfer is None or not transfer.size or activity(node) != node.step.name.lower():
+        if node.entry is None or not node.entry.size or not advances(node):
             return
-        text = f"  {size(transfer.share * transfer.size)} of {size(transfer.size)}"
+        text = f"  {size(node.done * node.entry.size)} of {size(node.entry.size)}"
         if self.width is None or line.cell_len + len(text) <= self.width:
             line.append(text, style="dim")
 
@@ -212,12 +213,18 @@ class View:
         line.append(full * filled, style=STYLES.get(name, "")).append(empty * (width - filled) + " ", style="dim")
 
 
+def is_known(node: Node) -> bool:
+    """Return whether anything is known of a node: its presence, or what its parent reports."""
+    return bool(node.states) or node.entry is not None
+
+
 def _round(lab: WatchedLab, node: Node) -> str:
     if node is lab.cloud:
         return f"{lab.global_round}/{lab.experiment.rounds}"
     if node.role == "institution":
-        return f"{_local_round(node) + 1}/{_rounds(lab, node)}" if node.participants() else ""
-    return f"{node.key.global_round + 1}.{node.key.local_round + 1}" if node.key is not None else ""
+        return f"{_local_round(node) + 1}/{_rounds(lab, node)}" if node.participants[1] else ""
+    key = None if node.parent is None or node.step in (None, Step.IDLE) else node.parent.key
+    return f"{key.global_round + 1}.{key.local_round + 1}" if key is not None else ""
 
 
 def _rounds(lab: WatchedLab, node: Node) -> int:
@@ -227,21 +234,22 @@ def _rounds(lab: WatchedLab, node: Node) -> int:
 
 def _local_round(node: Node) -> int:
     """Return the current local round of an institution, counted from 0; 0 before the first of its global round."""
-    key = node.round_key
-    if key is None or (node.key is not None and key.global_round != node.key.global_round):
+    key, above = node.key, None if node.parent is None else node.parent.key
+    if key is None or (above is not None and key.global_round != above.global_round):
         return 0
     return key.local_round
 
 
-def _cells(lab: WatchedLab, node: Node, now: float, depth: int) -> Cells:
+def _cells(lab: WatchedLab, node: Node, rates: Mapping[str, Mapping[str, tuple[float, float]]], depth: int) -> Cells:
     state = node.state if node.proven or not node.alive else f"{node.state}?"  # ?: only a retained presence
     cells = {NAME: "  " * depth + node.name, STATE: state, ROUND: _round(lab, node)}
-    if node.up.known:
-        cells |= {UP: f"{size(node.up.rate(now))}/s", DOWN: f"{size(node.down.rate(now))}/s"}
-    last = node.result or node.report
-    if last is not None and last.epochs:
-        cells[LOSS] = f"{last.loss:.4f}"
-    return cells | {EPOCHS: str(node.epochs or "")}
+    if (entry := node.entry) is None or node.parent is None:
+        return cells
+    if (found := rates.get(node.parent.name, {}).get(node.name)) is not None:
+        cells |= {UP: f"{size(found[0])}/s", DOWN: f"{size(found[1])}/s"}
+    if entry.loss is not None:
+        cells[LOSS] = f"{entry.loss:.4f}"
+    return cells | {EPOCHS: str(entry.epochs or "")}
 
 
 def _hidden(lab: WatchedLab, row: HiddenNodes) -> str:
@@ -251,10 +259,10 @@ def _hidden(lab: WatchedLab, row: HiddenNodes) -> str:
     more = "more " if len(children) < len(parent.children) else ""
     text = f"{len(children)} {more}{kind}{'s' if len(children) > 1 else ''}"
     deeper = [node for child in children for node in below(child)]
-    lost = sum(node.state in GONE for node in deeper)
+    lost = sum(is_gone(node.state) for node in deeper)
     text += f" with {len(deeper)} nodes below" if deeper else ""
     text += f", {lost} of them lost" if lost else ""
-    known = lab.deep or parent is lab.cloud or any(child.report is not None for child in children)
+    known = parent.status is not None or any(map(is_known, children)) or lab.follows
     return f"{text}: {counts(parent, children) if known else 'fedstrata watch shows them'}"
 
 

@@ -117,6 +117,8 @@ def line(message: Routed) -> str:
         head = f"{topic.child}({session[:4]}) seeks {topic.parent}"
     elif isinstance(topic, topics.RollTopic):
         head = f"{topic.asker} calls the roll"
+    elif isinstance(topic, topics.WatchTopic):
+        head = f"{topic.asker} watches"
     elif isinstance(topic, topics.HereTopic):
         head = f"{topic.node}({session[:4]}) -> {topic.asker}"
     else:

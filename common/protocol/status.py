@@ -1,0 +1,201 @@
+"""A parent's status record: made from what it knows of its children, and published while somebody asks for it.
+
+Nothing is sent when nobody looks. A record is bounded whatever the number of children: those that are missing, refused
+or slow are named, the others are counted by what they do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import replace
+from heapq import nsmallest
+from math import inf, isfinite
+from typing import Any, Final
+
+from common.accounting.ledger import Ledger
+from common.protocol.messages import (
+    LIVING,
+    ChildCount,
+    ChildStatus,
+    Key,
+    LinkBytes,
+    NodeState,
+    PhaseSeconds,
+    RoundScore,
+    RunStatus,
+    Status,
+    Step,
+)
+from common.protocol.round_state import GLOBAL_PHASES, ChildInRound, ChildState
+
+PUBLISH_S: Final = 1.0  # between two records, or the seconds that BYTES_S takes for one
+BYTES_S: Final = 4000
+WATCHED_S: Final = 10.0  # after the last request
+NAMED_MOST: Final = 48  # children
+TEXT_MOST: Final = 400  # characters of each child's text
+ROUNDS_KEPT: Final = 30
+ROUNDS_TIMED: Final = 10  # for the mean seconds of a global round
+
+STEPS: Final = tuple(Step)
+_STEP_OF: Final[Mapping[str, Step]] = {
+    "fetching": Step.FETCHING, "waiting": Step.WAITING, "training": Step.TRAINING, "announcing": Step.OFFERING,
+}  # fmt: skip
+_OF_STATE: Final[Mapping[ChildState, Step]] = {
+    ChildState.IDLE: Step.IDLE, ChildState.ASSIGNED: Step.ASSIGNED, ChildState.ANNOUNCED: Step.OFFERING,
+    ChildState.ACCEPTED: Step.DONE, ChildState.REFUSED: Step.REFUSED,
+}  # fmt: skip
+
+
+class Publishing:
+    """When a parent publishes its status: at once when it is asked, then every `PUBLISH_S` until nobody asks."""
+
+    def __init__(self) -> None:
+        self._until = self._at = -inf
+
+    def asked(self, now: float) -> None:
+        """Note a request."""
+        self._until = now + WATCHED_S
+
+    def due(self, now: float) -> bool:
+        """Return whether a record is due."""
+        return self._at <= now < self._until
+
+    def hasten(self) -> None:
+        """Publish the next record at once, if somebody asks: it is the last one."""
+        self._at = -inf
+
+    def published(self, nbytes: int, now: float) -> None:
+        """Note a record of so many bytes."""
+        self._at = now + max(PUBLISH_S, nbytes / BYTES_S)
+
+    def next_deadline(self) -> float:
+        """Return when a record is due, inf if nobody asks."""
+        return self._at if self._at < self._until else inf
+
+
+def status_of(
+    children: Mapping[str, ChildInRound],
+    ledger: Ledger,
+    *,
+    now: float,
+    key: Key | None,
+    is_open: bool,
+    measuring: bool,
+    waits_for: Mapping[str, str],
+    uploads: Mapping[str, tuple[int, int]],
+    run: RunStatus | None,
+) -> Status:
+    """Return a parent's status at `now`, monotonic seconds.
+
+    `waits_for`: of children that prepare, the nodes that they lack. `uploads`: of each arriving result
+    the chunks that have arrived, and all.
+    """
+    ranks = {name: _rank(child, uploads.get(name)) for name, child in children.items()}
+    named = nsmallest(NAMED_MOST, children, key=ranks.__getitem__) if len(children) > NAMED_MOST else list(children)
+    rest = children.keys() - set(named)
+    counts = Counter((children[name].presence, step_of(children[name])) for name in rest)
+    return Status(
+        now,
+        key,
+        is_open,
+        measuring,
+        tuple(LinkBytes(links.received, links.sent) for links in ledger.tiers()),
+        tuple(
+            _child_status(name, children[name], ledger, waits_for=waits_for.get(name, ""), upload=uploads.get(name))
+            for name in children
+            if name not in rest
+        ),
+        tuple(ChildCount(state, step, count) for (state, step), count in counts.items()),
+        run,
+    )
+
+
+def step_of(child: ChildInRound) -> Step:
+    """Return what a child does in its round."""
+    if child.state is ChildState.WORKING:
+        return _STEP_OF[child.mark[0]] if child.mark is not None else Step.ASSIGNED
+    return _OF_STATE[child.state]
+
+
+def _progress(child: ChildInRound, upload: tuple[int, int] | None) -> tuple[int, int]:
+    """Return how much of its step a child has done, and of how much, 0 of 0 if that is not known."""
+    if child.state is ChildState.ANNOUNCED:
+        return upload or (0, 0)
+    if child.state is ChildState.WORKING and child.mark is not None and child.total:
+        return min(child.mark[1], child.total), child.total
+    return 0, 0
+
+
+def _rank(child: ChildInRound, upload: tuple[int, int] | None) -> tuple[bool, bool, int, float]:
+    """Return a sort key: missing children first, then those at work, the slowest first."""
+    step = step_of(child)
+    done, total = _progress(child, upload)
+    works = Step.IDLE is not step is not Step.DONE
+    return child.presence in LIVING, not works, STEPS.index(step), done / total if total else 0.0
+
+
+def _child_status(
+    name: str, child: ChildInRound, ledger: Ledger, *, waits_for: str, upload: tuple[int, int] | None
+) -> ChildStatus:
+    step, (done, total) = step_of(child), _progress(child, upload)
+    model = None
+    if step is Step.OFFERING and child.result is not None:
+        model = child.result.model
+    elif step is Step.FETCHING and child.assignment is not None:
+        model = child.assignment.model
+    links = ledger.link(name)
+    lacks = waits_for if child.presence is NodeState.INIT else ""
+    return ChildStatus(
+        name,
+        child.presence,
+        step,
+        done,
+        total,
+        0 if model is None else model.size,
+        0 if child.assignment is None else child.assignment.epochs,
+        links.received,
+        links.sent,
+        _finite(child.loss),
+        child.worked_s,
+        (child.refusal or child.declined or child.reason or lacks)[:TEXT_MOST],
+    )
+
+
+class RunProgress:
+    """A run's progress as its cloud reports it in its events."""
+
+    def __init__(self) -> None:
+        self.status = RunStatus()
+        self._elapsed: deque[float] = deque(maxlen=ROUNDS_TIMED + 1)
+
+    def take(self, event: str, facts: Mapping[str, Any]) -> None:
+        """Take an event of the cloud."""
+        before = self.status
+        if event == "run":
+            self.status = replace(before, closed=facts["done"])
+        elif event == "begun":
+            self.status = replace(before, elapsed_s=float(facts["elapsed_s"]))
+            self._elapsed.append(self.status.elapsed_s)
+        elif event == "global_round":
+            closed, elapsed_s = facts["global_round"], float(facts["elapsed_s"])
+            self._elapsed.append(elapsed_s)
+            seconds, rounds = self._elapsed[-1] - self._elapsed[0], len(self._elapsed) - 1
+            phases = ((phase, facts.get(f"{phase}_s")) for phase in GLOBAL_PHASES)
+            self.status = RunStatus(
+                closed,
+                elapsed_s,
+                seconds / rounds if rounds else elapsed_s / closed,
+                tuple(PhaseSeconds(phase, float(each)) for phase, each in phases if each is not None),
+                (*before.scores, RoundScore(closed, _finite(facts["train_loss"]), None, None))[-ROUNDS_KEPT:],
+            )
+        elif event == "evaluated":
+            place, score, loss = facts["global_round"], _finite(facts["score"]), _finite(facts["loss"])
+            known = {each.global_round: each for each in before.scores}
+            train_loss = known[place].train_loss if place in known else None
+            known[place] = RoundScore(place, train_loss, score, loss)
+            self.status = replace(before, scores=tuple(known[each] for each in sorted(known))[-ROUNDS_KEPT:])
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and isfinite(number) else None

@@ -1,0 +1,75 @@
+"""Bytes of the status records of simulated labs, and the CPU of a watcher: `make bench-watch`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from statistics import mean
+
+from common.accounting.counters import packet_bytes
+from common.experiment.reading import parse
+from common.protocol import serialization, topics
+from common.protocol.messages import StatusRequest
+from deploy.simulation.broker import Routed
+from deploy.simulation.lab import SimulatedLab
+from deploy.watching.follower import ASK_S, DRAW_S
+from deploy.watching.lab import WatchedLab
+from deploy.watching.view import View
+
+LABS = ((3, 12), (10, 1000))  # institutions, devices
+DRAWS = 20
+
+
+def watched(institutions: int, devices: int) -> str:
+    """Return the figures of one lab, in which each training takes ten virtual seconds."""
+    topology = {"institutions": institutions, "devices": devices}
+    hardware = {"default": {"overhead_s": 10.0}}
+    experiment = parse({"rounds": 2, "topology": topology, "links": {"check": "off"}, "hardware": hardware})
+    records: list[tuple[float, topics.StatusTopic, bytes]] = []
+    sizes, runs = defaultdict[str, list[int]](list), list[str]()
+
+    def observe(event: str, facts: dict[str, object]) -> None:
+        if event == "run":
+            runs.append(str(facts["run"]))
+
+    def hook(message: Routed) -> None:
+        topic = topics.parse(message.topic)
+        if isinstance(topic, topics.StatusTopic):
+            records.append((lab.now(), topic, message.body))
+            role = "cloud" if topic.node == "cloud" else "institution"
+            sizes[role].append(packet_bytes(message.topic, len(message.body), qos=0))
+
+    async def ask(sim: SimulatedLab) -> None:
+        while not sim.over:
+            for run in runs:
+                body = serialization.encode(StatusRequest(run), "operator")
+                sim.inject(topics.watch("lab", "operator"), body, qos=0)
+            await asyncio.sleep(ASK_S)
+
+    lab = SimulatedLab(experiment, observe=observe, scenario=ask, time_limit_s=3600.0)
+    lab.network.hooks.append(hook)
+    outcome = lab.run()
+    assert outcome.ok, outcome.result
+    span_s = records[-1][0] - records[0][0]
+    watch, view = WatchedLab(runs[0], experiment, brokers=["b"], now=0.0), View(100, 50)
+    begun = time.process_time()
+    for now, topic, body in records:
+        watch.receive(0, topic, body, now)
+    receive_s, begun = time.process_time() - begun, time.process_time()
+    for _ in range(DRAWS):
+        view.picture(watch, records[-1][0], [])
+    draw_s = (time.process_time() - begun) / DRAWS
+    each = ", ".join(f"{role} {mean(found):.0f} bytes (at most {max(found)})" for role, found in sizes.items())
+    rate = sum(map(sum, sizes.values())) / span_s
+    core = receive_s / span_s + draw_s / DRAW_S
+    return (
+        f"{devices} devices, {institutions} institutions: {each}; {rate:.0f} bytes/s in all, MQTT packets\n"
+        f"  a watcher: {1e3 * receive_s / len(records):.2f} ms a record, {1e3 * draw_s:.1f} ms to draw, "
+        f"{100 * core:.1f} % of a core"
+    )
+
+
+if __name__ == "__main__":
+    for institutions, devices in LABS:
+        print(watched(institutions, devices), flush=True)
