@@ -65,7 +65,7 @@ USE = [
     ("device --name a --parent x --parent y", "--parent: 2 values given for 1 names."),
     ("device --name a --slots 0", "--slots: '0': use auto, or a number from 1."),
     ("device --name a --together", "--together: valid only with --once."),
-    ("run demo --accelerator cuda", "--accelerator: valid only with --direct."),
+    ("run demo --accelerator cuda", "--accelerator: valid only with --direct or --simulate."),
     ("run demo --direct --netns", "use it or --netns."),
     ("run demo --plan --direct", "--plan: valid only for a new lab of processes."),
     ("run demo --lab 'a b'", "--lab: 'a b' is not a lab name."),

@@ -31,6 +31,7 @@ from deploy.cli.export import export
 from deploy.cli.plan import plan
 from deploy.cli.replay import replay
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, check_metrics
+from deploy.cli.simulate import run_simulated
 from deploy.cli.sweep import sweep
 from deploy.cli.watch import watch
 from deploy.console import logs
@@ -109,7 +110,24 @@ def run(
     ] = False,
     accelerator: Annotated[
         str | None,
-        typer.Option(help="With --direct: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False),
+        typer.Option(
+            help="With --direct or --simulate: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False
+        ),
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="In virtual time: real training, simulated machines and links.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --simulate: trainings at once.  [default: as cores]", show_default=False),
+    ] = None,
+    speeds: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="With --simulate: machines as fast as in this run's folder.  [default: measured]",
+            show_default=False,
+        ),
     ] = None,
     netns: Annotated[
         bool, typer.Option("--netns", help="In network namespaces, with links emulated by the kernel.")
@@ -133,20 +151,25 @@ def run(
     from deploy.local.netns import by_kernel, namespaces
     from deploy.local.network import one_host
 
-    for given, option in ((one_broker, "--one-broker"), (no_delay, "--no-delay")):
-        if given and not netns:
-            raise typer.BadParameter("valid only with --netns", param_hint=option)
-    if metrics != METRICS and (direct or netns):
-        raise typer.BadParameter("not reachable with --direct or --netns", param_hint="--metrics")
-    if direct and netns:
-        raise typer.BadParameter("--direct uses no network: use it or --netns", param_hint="--direct")
-    if accelerator is not None and not direct:
-        raise typer.BadParameter("valid only with --direct", param_hint="--accelerator")
-    if plan_first and (direct or resume is not None):
-        raise typer.BadParameter("valid only for a new lab of processes", param_hint="--plan")
+    here, new = direct or simulate, resume is None
+    for given, option, fits, needed in (
+        (one_broker, "--one-broker", netns, "with --netns"),
+        (no_delay, "--no-delay", netns, "with --netns"),
+        (accelerator is not None, "--accelerator", here, "with --direct or --simulate"),
+        (workers is not None, "--workers", simulate, "with --simulate"),
+        (speeds is not None, "--speeds", simulate and new, "with --simulate, of a new run"),
+        (plan_first, "--plan", new and not here, "for a new lab of processes"),
+        (metrics != METRICS, "--metrics", not (here or netns), "without --direct, --simulate and --netns"),
+        (direct, "--direct", not (simulate or netns), "without --simulate and --netns"),
+        (simulate, "--simulate", not netns, "without --netns"),
+    ):
+        if given and not fits:
+            raise typer.BadParameter(f"valid only {needed}", param_hint=option)
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
-        if not dry_run and already_finished(experiment, overrides, resume, direct=direct, output=output):
+        if not dry_run and already_finished(
+            experiment, overrides, resume, direct=direct, simulated=simulate, output=output
+        ):
             return
         chosen = chosen_experiment(experiment, overrides, resume)
         if netns and resume is None:  # a resumed run keeps its experiment
@@ -156,8 +179,14 @@ def run(
 
             typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
             return
-        check_lab(chosen, runs if resume is None else None, direct=direct)
+        check_lab(chosen, runs if resume is None else None, direct=direct or simulate)
         check_metrics(metrics)
+        if simulate:
+            run_simulated(
+                chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu",
+                workers=workers, speeds=speeds,
+            )  # fmt: skip
+            return
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return

@@ -158,7 +158,7 @@ def simulate(
     async def set_links(lab: SimulatedLab) -> None:
         for node in experiment.tree.nodes:
             delay_s = LOOPBACK_S if one_host else NETWORK_DELAY_S
-            lab.link(node).change(**_conditions(experiment, node, delay_s=delay_s))
+            lab.link(node).change(**conditions_of(experiment, node, delay_s=delay_s))
 
     lab = SimulatedLab(
         experiment,
@@ -258,7 +258,7 @@ def _recorded(
     return found
 
 
-def _conditions(experiment: Experiment, node: str, *, delay_s: float) -> dict[str, float | None]:
+def conditions_of(experiment: Experiment, node: str, *, delay_s: float) -> dict[str, float | None]:
     """Return the conditions of a node's link to its broker, beside what the agents' buckets shape.
 
     The interface of the broker's host is as fast as the node's, so that one limits both.

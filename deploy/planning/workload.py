@@ -215,8 +215,10 @@ def _grouped(children: Sequence[tuple[Kind, ...]], link: LinkSettings, rounds: i
 def _device(
     work: PlannedWorkload, speeds: MachineSpeeds, link: LinkSettings, machine: Machine, *, samples: int, epochs: float
 ) -> PlannedDevice:
-    train_s = speeds.training_s + work.steps(samples, epochs) * speeds.step_s
-    return PlannedDevice(1, link.down, link.up, train_s, machine.emulated_s(train_s) - train_s)
+    steps = work.steps(samples, epochs)
+    train_s = speeds.training_s + steps * speeds.step_s
+    pause_s = max(0.0, machine.emulated_s(train_s, steps=steps) - train_s)
+    return PlannedDevice(1, link.down, link.up, train_s, pause_s)
 
 
 def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment:

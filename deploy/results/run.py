@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
-from cloud.results import DIRECT, HELD, check_format, held
+from cloud.results import DIRECT, HELD, SIMULATED, check_format, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
@@ -87,6 +87,7 @@ class Run:
         self.id = str(self.manifest.get("run", path.name))
         self.started = str(self.manifest.get("started", ""))
         self.direct = DIRECT in self.manifest
+        self.simulated = SIMULATED in self.manifest
 
     @cached_property
     def experiment(self) -> Experiment:

@@ -72,13 +72,13 @@ class CloudFeed:
                 where = f"in {facts['folder']}" + "".join(f", broker {b.address}" for b in self._lab.brokers)
                 return f"run {facts['run']}: {facts['experiment']}, {lab}, {model}, {where}"
             case "evaluated":
-                row = self.row
+                row, seconds = self.row, "simulated s" if self.run.get("simulated") else "s"
                 traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in tiers_in(row))
                 return (
                     f"global round {facts['global_round']}/{self.run.get('global_rounds', '?')}  "
                     f"{self._lab.experiment.score.label} {number(facts['score']):.4f}  "
                     f"loss {number(facts['loss']):.4f}  "
-                    f"{row.get('elapsed_s', 0):.1f} s  {traffic}"
+                    f"{row.get('elapsed_s', 0):.1f} {seconds}  {traffic}"
                 )
             case "refused":
                 return f"refused {facts['node']}'s model: {facts['reason']}"

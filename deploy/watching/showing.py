@@ -8,7 +8,7 @@ import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -45,32 +45,33 @@ def show(
     broker: str = "",
     lab: str = DEFAULT_LAB,
     follow: BrokerAddress | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Observe]:
     """Yield a callback for the cloud's events. It shows them on standard error, or prints them as JSON lines.
 
     `broker`: its address, to be shown. `follow`: the broker of a lab on this machine, whose messages the live view
-    receives too, and so shows each device.
+    receives too, and so shows each device. `clock`: of the run, in seconds.
     """
     if json_lines:
         yield lambda event, facts: print(json_text({"event": event, **facts}), flush=True)
         return
     errors = Console(stderr=True)
-    watched = WatchedLab("", experiment, brokers=[broker] if broker else [], now=time.monotonic(), lab=lab, deep=False)
+    watched = WatchedLab("", experiment, brokers=[broker] if broker else [], now=clock(), lab=lab, deep=False)
     feed = CloudFeed(watched)
     if not errors.is_terminal or errors.is_dumb_terminal or as_json():
 
         def log(event: str, facts: dict[str, object]) -> None:
-            feed.take(event, facts, time.monotonic())
+            feed.take(event, facts, clock())
             if shows_activity() and (line := feed.line(event, facts)) is not None:
                 write_line(line)
 
         yield log
     else:
         few = sum(experiment.sizes()[-1]) <= FOLLOWED_MOST
-        with LiveView(errors, feed, watched, follow=follow if few else None).shown() as view:
+        with LiveView(errors, feed, watched, follow=follow if few else None, clock=clock).shown() as view:
             yield view.observe
     if feed.finished:
-        print(summary(feed.finished, label=experiment.score.label), flush=True)
+        print(summary({**feed.run, **feed.finished}, label=experiment.score.label), flush=True)
         if shows_activity():
             write_line(f"report it with: fedstrata report {_name(Path(str(feed.run['folder'])))}")
 
@@ -78,11 +79,20 @@ def show(
 class LiveView:
     """Live view of a run, from its cloud's events and the messages on a broker. Its calls come from several threads."""
 
-    def __init__(self, console: Console, feed: CloudFeed, lab: WatchedLab, *, follow: BrokerAddress | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        feed: CloudFeed,
+        lab: WatchedLab,
+        *,
+        follow: BrokerAddress | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console
         self._feed = feed
         self._lab = lab
         self._follow = follow
+        self._clock = clock
         self._subscription: Subscription | None = None
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._lock = threading.Lock()
@@ -105,7 +115,7 @@ class LiveView:
     def observe(self, event: str, facts: dict[str, object]) -> None:
         """Take an event of the cloud."""
         with self._lock:
-            self._feed.take(event, facts, time.monotonic())
+            self._feed.take(event, facts, self._clock())
             if (note := self._feed.note(event, facts)) is not None:
                 self._notes.append(note)
         if event == "run" and self._follow is not None and self._subscription is None:
@@ -117,10 +127,10 @@ class LiveView:
     def picture(self) -> Group:
         """Return the lines of the current state."""
         with self._lock:
-            return Group(*view_of(self._console).picture(self._lab, time.monotonic(), [*self._notes]))
+            return Group(*view_of(self._console).picture(self._lab, self._clock(), [*self._notes]))
 
     def _received(self, topic: str, body: bytes, retained: bool) -> None:
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             self._lab.receive(0, topic, body, now, retained=retained)
             while (event := self._lab.next_event()) is not None:
@@ -131,9 +141,9 @@ class LiveView:
         with self._lock:
             if up:
                 self._lab.follow_below()
-                self._lab.connected(0, time.monotonic())
+                self._lab.connected(0, self._clock())
             else:
-                self._lab.disconnected(0, time.monotonic())
+                self._lab.disconnected(0, self._clock())
 
 
 def _name(folder: Path) -> str:
@@ -143,8 +153,9 @@ def _name(folder: Path) -> str:
 
 
 def summary(facts: Mapping[str, Any], *, label: str) -> str:
-    """Return the lines printed at the end of a run; `facts`: those of the event `finished`, `label`: of its score.
+    """Return the lines printed at the end of a run; `label`: of its score.
 
+    `facts`: those of the event `finished`, and of `run` whether its time is simulated.
     Paths are never wrapped or cropped, so that they can be copied.
     """
     score = facts["score"]
@@ -153,7 +164,7 @@ def summary(facts: Mapping[str, Any], *, label: str) -> str:
         (f"test {label}", "-" if score is None else f"{score:.4f}"),
         *((("test loss", "not a finite number: training has diverged"),) if lost else ()),
         ("global rounds", str(facts["global_round"])),
-        ("training time", f"{facts['elapsed_s']:.1f} s"),
+        ("simulated time" if facts.get("simulated") else "training time", f"{facts['elapsed_s']:.1f} s"),
         *(
             (f"{tier.upper()} up / down", f"{size(facts[f'{tier}_up_bytes'])} / {size(facts[f'{tier}_down_bytes'])}")
             for tier in tiers_in(facts)

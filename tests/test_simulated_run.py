@@ -1,0 +1,184 @@
+"""`run --simulate`: real training in virtual time, beside runs without a network."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloud.results import RunFolder
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse, to_toml
+from common.runtime.world import RealWorld
+from deploy.local.direct import run_in_process
+from deploy.planning import calibration
+from deploy.planning.simulated_run import machine_speeds, simulated_run
+from deploy.results.run import Run, State
+from deploy.simulation.outcome import TraceDigest, model_digest
+from deploy.simulation.run import SimulatedRun, check_simulated
+from deploy.sweeps.merging import merged
+from tests.helpers.commands import invoke
+
+LAB: dict[str, Any] = {
+    "name": "virtual",
+    "seed": 3,
+    "rounds": 3,
+    "topology": {"institutions": 3, "devices": 6},
+    "data": {"partition": "dirichlet", "concentration": 0.5},
+    "model": {"name": "mlp_digits"},
+    "training": {"momentum": 0.5, "learning_rate": 0.05, "batch_size": 50},
+    "institution": {"rounds": 2},
+    "links": {"wan": {"up_mbit": 20, "down_mbit": 20, "delay_ms": 10}},
+    "hardware": {"default": {"step_s": 0.05}},
+}
+TWO_LAYERS = {"topology": {"institutions": 0, "devices": 4}}
+CROSS = {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}
+
+
+class FixedWorld(RealWorld):
+    """A world in which all runs have the same id, which is in each topic."""
+
+    def token(self, nbytes: int) -> str:
+        return "ab" * nbytes
+
+    def wall(self) -> float:
+        return 1.8e9
+
+
+def new(root: Path, tree: Mapping[str, Any], **options: Any) -> SimulatedRun:
+    experiment = parse(tree)
+    facts = machine_speeds(experiment, of=None)
+    folder = RunFolder.create(root, experiment, simulated=facts, world=FixedWorld())
+    return simulated_run(folder, facts, **options)
+
+
+def direct_digest(root: Path, tree: Mapping[str, Any]) -> str:
+    folder = RunFolder.create(root, parse(tree), direct=True)
+    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    return model_digest(root)
+
+
+def table(root: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
+    with next(root.glob(f"*/{name}")).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cloud": {"aggregation": CROSS}},
+        TWO_LAYERS,
+        {**TWO_LAYERS, "training": {"objective": {"name": "scaffold"}}, "cloud": {"aggregation": {"name": "scaffold"}}},
+    ],
+    ids=["three layers, fedcross", "two layers", "two layers, scaffold"],
+)
+def test_the_model_is_that_of_a_direct_run(changes: dict[str, Any], tmp_path: Path) -> None:
+    tree = merged(LAB, changes)
+    path = new(tmp_path / "simulated", tree, workers=1).run()
+    assert model_digest(tmp_path / "simulated") == direct_digest(tmp_path / "direct", tree) != ""
+    own, theirs = (table(tmp_path / kind) for kind in ("simulated", "direct"))
+    for one, other in zip(own, theirs, strict=True):
+        for key in ("accuracy", "loss", "train_loss", "sgd_steps", "path_steps"):
+            assert one[key] == other[key], key
+    run = Run(path.parent)
+    assert run.state is State.FINISHED and run.simulated and not run.direct
+    assert not (path.parent / "spool").exists()
+
+
+def test_one_worker_and_four_give_the_same_events(tmp_path: Path) -> None:
+    """The straggler misses the quorum: what is used depends on time, which is virtual."""
+    late = {"of": {"device-0": {"step_s": 0.5}}}
+    closing = {"rule": "quorum", "quorum": 1, "deadline_s": 1.5}
+    tree = merged(LAB, {"hardware": late, "institution": {"closing": closing}})
+    found = []
+    for workers in (1, 4):
+        traces: list[TraceDigest] = []
+        run = new(tmp_path / str(workers), tree, workers=workers, routed=lambda message, to=traces: to[0](message))
+        traces.append(TraceDigest(run.now))
+        run.run()
+        root = tmp_path / str(workers)
+        files = [(next(root.glob(f"*/{name}"))).read_text() for name in ("rounds.csv", "links.csv")]
+        found.append((traces[0].messages, traces[0].hexadecimal(), model_digest(root), files))
+    assert found[0] == found[1]
+    assert found[0][0] > 100
+
+
+def test_seconds_are_those_of_machines_and_links(tmp_path: Path) -> None:
+    tree = merged(LAB, TWO_LAYERS, {"links": {"wan": {"up_mbit": 1, "down_mbit": 1, "delay_ms": 100}}})
+    new(tmp_path, tree, workers=1).run()
+    slowest = [0.0] * 3
+    for row in table(tmp_path, "devices.csv"):
+        place = int(row["global_round"]) - 1
+        assert float(row["train_s"]) == pytest.approx(0.05 * int(row["sgd_steps"]))
+        slowest[place] = max(slowest[place], float(row["train_s"]))
+    model_s = 2 * Run(next(tmp_path.iterdir())).manifest["model_bytes"] * 8 / 1e6
+    for row, train_s in zip(table(tmp_path), slowest, strict=True):
+        seconds = sum(float(row[f"{phase}_s"]) for phase in ("dispatch", "train", "wait", "collect"))
+        assert seconds == pytest.approx(train_s + model_s + 2 * 0.1, rel=0.05)
+
+
+def test_a_killed_run_is_resumed_with_its_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
+    tree = merged(LAB, {"cloud": {"aggregation": CROSS}, "training": {"objective": {"name": "scaffold"}}})
+    tree["institution"] = {"rounds": 2, "aggregation": {"name": "scaffold"}}
+    tree["hardware"] = {}
+
+    def until_the_second(event: str, facts: Mapping[str, object]) -> None:
+        if event == "global_round" and facts["global_round"] == 2:
+            raise KeyboardInterrupt
+
+    experiment = parse(tree)
+    facts = machine_speeds(experiment, of=None)
+    assert facts["speeds"]["step_s"] > 0 and "load" in facts
+    folder = RunFolder.create(tmp_path / "killed", experiment, simulated=facts)
+    with pytest.raises(KeyboardInterrupt):
+        simulated_run(folder, facts, workers=1).run(until_the_second)
+    folder.release()
+    file = tmp_path / "other.toml"
+    file.write_text(to_toml(experiment))
+    refused = invoke("run", "--resume", folder.path)
+    assert refused.exit_code == 4 and "Add --simulate" in refused.output
+    resumed = invoke("run", "--simulate", "--workers", "1", "--resume", folder.path)
+    assert resumed.exit_code == 0, resumed.output
+    alone = invoke("run", file, "--simulate", "--workers", "1", "--runs", tmp_path / "alone", "--speeds", folder.path)
+    assert alone.exit_code == 0, alone.output
+    assert "simulated time" in alone.stdout
+    killed, undisturbed = (Run(next((tmp_path / name).iterdir())) for name in ("killed", "alone"))
+    assert killed.manifest["simulated"]["speeds"] == undisturbed.manifest["simulated"]["speeds"] == facts["speeds"]
+    assert model_digest(tmp_path / "killed") == model_digest(tmp_path / "alone")
+    for one, other in zip(killed.rounds, undisturbed.rounds, strict=True):
+        assert (one.accuracy, one.sgd_steps, one.train_loss) == (other.accuracy, other.sgd_steps, other.train_loss)
+        assert one.seconds == pytest.approx(other.seconds, rel=0.2)
+
+
+def test_the_error_of_a_node_ends_the_run(tmp_path: Path) -> None:
+    tree = merged(LAB, {"data": {"dataset": "mnist", "root": str(tmp_path / "nothing")}})
+    with pytest.raises(InvalidExperiment, match="mnist"):
+        new(tmp_path / "runs", tree, workers=1).run()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"data": {"node_samples": 9}, "institution": {"aggregation": {"name": "feddf"}}}, "not simulated"),
+        (
+            {"links": {"enforce": "kernel", "wan": {"trace": {"up_mbit": [1.0, 2.0], "at_s": [0.0, 5.0]}}}},
+            "only token buckets",
+        ),
+    ],
+)
+def test_what_is_not_simulated_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        check_simulated(parse(merged(LAB, changes)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--simulate", "--direct"], ["--simulate", "--netns"], ["--workers", "2"], ["--speeds", "x"],
+     ["--simulate", "--metrics", ":0"]],
+)  # fmt: skip
+def test_options_that_contradict_are_refused(options: list[str]) -> None:
+    assert invoke("run", "nothing.toml", *options).exit_code == 2
