@@ -34,7 +34,7 @@ LAB: dict[str, Any] = {
     "links": {"wan": {"up_mbit": 20, "down_mbit": 20, "delay_ms": 10}},
     "hardware": {"default": {"step_s": 0.05}},
 }
-TWO_LAYERS = {"topology": {"institutions": 0, "devices": 4}}
+TWO_LAYERS: dict[str, Any] = {"topology": {"institutions": 0, "devices": 4}, "institution": {"rounds": 1}}
 CROSS = {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}
 
 

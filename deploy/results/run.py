@@ -43,6 +43,12 @@ def columns_of(tiers: Sequence[str]) -> list[str]:
     return [f"{tier}_{way}_bytes" for tier in tiers for way in ("up", "down")]
 
 
+def seconds_of(runs: Iterable[Run]) -> str:
+    """Return the unit of the seconds of some runs, which says whether they are simulated."""
+    kinds = {run.simulated for run in runs}
+    return {frozenset({True}): "simulated s", frozenset({True, False}): "s, some simulated"}.get(frozenset(kinds), "s")
+
+
 def tiers_of(runs: Iterable[Run]) -> list[str]:
     """Return the tiers of some runs, in order."""
     return list(dict.fromkeys(tier for run in runs for tier in run.tiers))
