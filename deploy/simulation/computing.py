@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, Self, TypeVar
 
 from cloud.evaluator import Beginning, EvaluationResult, Evaluator
+from common.accounting.child_report import TrainingPath
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.model.layout import Row
@@ -146,8 +147,9 @@ class RealComputing:
 
     def evaluator(self, experiment: Experiment, folder: Path) -> RealEvaluator:
         """Return the evaluator of a cloud."""
-        compute = partial(self._timed.compute, CLOUD, self._seconds.evaluation_s)
-        return RealEvaluator(Evaluator(experiment, folder), self._begin, compute)
+        real = Evaluator(experiment, folder)
+        self._opened.callback(real.close)
+        return RealEvaluator(real, self._begin, partial(self._timed.compute, CLOUD, self._seconds.evaluation_s))
 
     def _begin(self, work: Coroutine[Any, Any, _T]) -> Computation[_T]:
         return Computation(self._loop, work, self._live)
@@ -193,7 +195,8 @@ class RealMember:
             training.abandon()
             raise
         result: LocalResult = training.result()
-        return replace(result, train_s=train_s, wait_s=wait_s, wall_s=0.0)
+        path = result.path if result.path is TrainingPath.VMAPPED else TrainingPath.IN_PROCESS  # with any workers
+        return replace(result, train_s=train_s, wait_s=wait_s, wall_s=0.0, path=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +225,4 @@ class RealEvaluator:
         return result
 
     def close(self) -> None:
-        """End the evaluator's process."""
-        self.begin(self._close()).result()
-
-    async def _close(self) -> None:
-        self.real.close()
+        """Do nothing: the process ends with the context in which it was made."""

@@ -26,6 +26,7 @@ from deploy.simulation.broker import Routed
 from deploy.simulation.computing import MachineSeconds, RealComputing
 from deploy.simulation.lab import SimulatedLab, ignore
 from deploy.simulation.link import LinkConditions
+from deploy.simulation.loop import SimulationError
 from deploy.simulation.machines import Placement
 
 LIMIT_S: Final = 1e9  # virtual seconds
@@ -104,10 +105,7 @@ class SimulatedRun:
         with interruptible():
             try:
                 with computing:
-                    result = lab.play()
-            except KeyboardInterrupt:
-                self._interrupt(lab)
-                raise
+                    result = self._play(lab)
             finally:
                 lab.close()
         if lab.ended.get(CLOUD) != "":
@@ -131,10 +129,17 @@ class SimulatedRun:
         node, error = next(iter(lab.errors.items()))
         raise as_known(error, node) or error
 
-    def _interrupt(self, lab: SimulatedLab) -> None:
-        """Let the cloud write its last byte counts."""
-        process = lab.processes.get(CLOUD)
-        if process is not None and process.alive:
-            lab.terminate(CLOUD)
-            with suppress(Exception):
-                lab.loop.run_until_complete(asyncio.wait_for(process.ended.wait(), FAREWELL_S))
+    def _play(self, lab: SimulatedLab) -> str:
+        """Run the lab to its end and return the result; if it is interrupted, let the cloud write its byte counts."""
+        try:
+            return lab.play()
+        except KeyboardInterrupt:
+            for node, process in lab.processes.items():
+                if node != CLOUD:
+                    process.kill()
+            cloud = lab.processes.get(CLOUD)
+            if cloud is not None and cloud.alive:
+                cloud.terminate()
+                with suppress(SimulationError, TimeoutError):
+                    lab.loop.run_until_complete(asyncio.wait_for(cloud.ended.wait(), FAREWELL_S))
+            raise
