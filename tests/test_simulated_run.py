@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from common.runtime.world import RealWorld
 from deploy.local.direct import run_in_process
 from deploy.planning import calibration
 from deploy.planning.simulated_run import machine_speeds, simulated_run
+from deploy.results.page import compose
 from deploy.results.run import Run, State
+from deploy.results.series import conditions
+from deploy.results.trackers import series, time_of
 from deploy.simulation.outcome import TraceDigest, model_digest
 from deploy.simulation.run import SimulatedRun, check_simulated
 from deploy.sweeps.merging import merged
@@ -90,7 +94,7 @@ def test_the_model_is_that_of_a_direct_run(changes: dict[str, Any], tmp_path: Pa
 
 
 def test_one_worker_and_four_give_the_same_events(tmp_path: Path) -> None:
-    """A straggler misses the quorum, links have an outage, a device is away: results depend on time, which is virtual."""
+    """A straggler misses the quorum, links have an outage, a device is away: results depend on virtual time."""
     late = {"of": {"device-0": {"step_s": 0.5}}}
     closing = {"rule": "quorum", "quorum": 1, "deadline_s": 1.5}
     away = {"trace": {"changes": {"device-3": [0, 2, 6]}}}
@@ -159,7 +163,7 @@ def test_a_killed_run_is_resumed_with_its_speeds(tmp_path: Path, monkeypatch: py
 
 def test_the_error_of_a_node_ends_the_run(tmp_path: Path) -> None:
     tree = merged(LAB, {"data": {"dataset": "mnist", "root": str(tmp_path / "nothing")}})
-    with pytest.raises(InvalidExperiment, match="data.root"):
+    with pytest.raises(InvalidExperiment, match=r"data\.root"):
         new(tmp_path / "runs", tree, workers=1).run()
 
 
@@ -185,3 +189,45 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], problem: str)
 )  # fmt: skip
 def test_options_that_contradict_are_refused(options: list[str]) -> None:
     assert invoke("run", "nothing.toml", *options).exit_code == 2
+
+
+# Names of the seconds
+
+
+def as_simulated(path: Path, **speeds: float) -> Path:
+    file = path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"simulated": {"speeds": speeds}}))
+    return path
+
+
+def test_every_table_and_export_names_simulated_seconds(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    path = as_simulated(make_run(tmp_path, {}), step_s=0.01)
+    run = Run(path)
+    page, _ = compose([run])
+    text = page.html("")
+    assert "simulated s" in text and "These seconds are simulated" in text and "enforced by: bucket, simulated" in text
+    for one in page.tables:
+        for column in one.columns:
+            assert column.unit != "s", (one.title, column.name)
+    assert all("time, s<" not in figure.inline("f") for figure in page.figures)
+    assert {name for name in series(run.rounds[0], time=time_of(run)) if "seconds" in name.partition("/")[0]} == {
+        f"simulated_seconds/{name}" for name in ("elapsed", "global_round", *run.rounds[0].phases)
+    }
+    listed = invoke("runs", "list", "--runs", tmp_path)
+    assert "simulated" in listed.stdout
+    assert json.loads(invoke("runs", "list", "--runs", tmp_path, "--format", "json").stdout)["simulated"] is True
+
+
+def test_compare_names_simulated_seconds_beside_measured_ones(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    measured = make_run(tmp_path, {})
+    one, other = (as_simulated(make_run(tmp_path, {}), step_s=step_s) for step_s in (0.01, 0.02))
+    apart = [conditions(Run(first), Run(second)) for first, second in ((measured, one), (one, other), (one, one))]
+    assert apart == [{"seconds": "seconds: measured and simulated"}, {"seconds": "speeds.step_s: 0.01 and 0.02"}, {}]
+    done = invoke("compare", measured, one, "--target", "0.9")
+    assert done.exit_code == 0, done.output
+    head, *rows = (line for line in done.stdout.splitlines() if line)
+    assert "time, s, some simulated" in head and "also differs in" in head
+    assert any("simulated seconds" in row and row.rstrip().endswith("seconds") for row in rows)
+    assert "other seconds than measured seconds: seconds: measured and simulated" in done.stderr
+    alone = invoke("compare", one, "--target", "0.9", "--format", "csv")
+    assert "time_simulated_s" in alone.stdout

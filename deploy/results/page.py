@@ -168,6 +168,8 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
         notes = [f"{len(notes)} of {len(runs)} runs are not finished; the table of the runs has their states."]
     if len(tasks) > 1:
         notes.append(f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}.")
+    if all(run.simulated for run in runs):
+        notes.append(sections.SIMULATED)
     page.add_notes([*notes, *condition_notes(series, attrgetter("short"))])
     short = {each.whole: each.short for each in series}
     page.add_key(series)

@@ -124,8 +124,8 @@ DIRECT: Final = (
     "devices trained one after another. Links were declared, but not enforced."
 )
 SIMULATED: Final = (
-    "This run was simulated: its seconds are virtual, those of the machines and links that manifest.json has. Models, "
-    "messages and packets are those of a lab of processes; of a TCP stream the MQTT packets are counted."
+    "These seconds are simulated: virtual ones, of the machines and links that manifest.json has. Models, messages and "
+    "packets are those of a lab of processes; of a TCP stream the MQTT packets are counted."
 )
 TOPOLOGY: Final = "Rates as declared in the experiment, and as measured before the run if link calibration was on."
 
