@@ -66,7 +66,7 @@ USE = [
     ("device --name a --slots 0", "--slots: '0': use auto, or a number from 1."),
     ("device --name a --together", "--together: valid only with --once."),
     ("run demo --accelerator cuda", "--accelerator: valid only with --direct or --simulate."),
-    ("run demo --direct --netns", "use it or --netns."),
+    ("run demo --direct --netns", "--direct: valid only without --simulate and --netns."),
     ("run demo --plan --direct", "--plan: valid only for a new lab of processes."),
     ("run demo --lab 'a b'", "--lab: 'a b' is not a lab name."),
     ("run demo --resume x", "a resumed run keeps its experiment"),

@@ -22,7 +22,7 @@ from deploy.results.run import Run, State
 from deploy.results.series import conditions
 from deploy.results.trackers import series, time_of
 from deploy.simulation.outcome import TraceDigest, model_digest
-from deploy.simulation.run import SimulatedRun, check_simulated
+from deploy.simulation.run import VirtualRun, check_simulated
 from deploy.sweeps.merging import merged
 from tests.helpers.commands import invoke
 
@@ -53,7 +53,7 @@ class FixedWorld(RealWorld):
         return 1.8e9
 
 
-def new(root: Path, tree: Mapping[str, Any], **options: Any) -> SimulatedRun:
+def new(root: Path, tree: Mapping[str, Any], **options: Any) -> VirtualRun:
     experiment = parse(tree)
     facts = machine_speeds(experiment, of=None)
     folder = RunFolder.create(root, experiment, simulated=facts, world=FixedWorld())

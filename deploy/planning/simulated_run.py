@@ -25,7 +25,7 @@ from deploy.results.run import Run
 from deploy.simulation.computing import MachineSeconds
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import OWNER
-from deploy.simulation.run import SimulatedRun
+from deploy.simulation.run import VirtualRun
 
 STAGES: Final = 2  # of a calibration
 CORES: Final = 2  # of a machine of the reference machine's speed
@@ -57,8 +57,8 @@ def machine_speeds(
             "load": asdict(load) | {"busy": is_busy(load, speeds.share)}}  # fmt: skip
 
 
-def simulated_run(folder: RunFolder, facts: Mapping[str, Any], **options: Any) -> SimulatedRun:
-    """Return the run of a folder on machines of these facts; `options`: of SimulatedRun."""
+def simulated_run(folder: RunFolder, facts: Mapping[str, Any], **options: Any) -> VirtualRun:
+    """Return the run of a folder on machines of these facts; `options`: of VirtualRun."""
     experiment, speeds = folder.experiment, MachineSpeeds(**facts["speeds"])
     tree = experiment.tree
 
@@ -68,7 +68,7 @@ def simulated_run(folder: RunFolder, facts: Mapping[str, Any], **options: Any) -
         uploads = len(tree.children.get(owner.name, ())) if (owner := OWNER.get()) is not None else 0
         return uploads * run.row_bytes * speeds.mix_byte_s / WORK_CALLS if uploads else 0.0
 
-    run = SimulatedRun(
+    run = VirtualRun(
         folder,
         MachineSeconds(experiment, speeds.training_s, speeds.step_s, speeds.evaluation_s),
         placement_of(experiment, speeds, one_host=False, interface_mbit=INTERFACE_MBIT, work_s=work_s),

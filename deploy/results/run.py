@@ -44,7 +44,7 @@ def columns_of(tiers: Sequence[str]) -> list[str]:
 
 
 def seconds_of(runs: Iterable[Run]) -> str:
-    """Return the unit of the seconds of some runs, which says whether they are simulated."""
+    """Return the unit of the seconds of some runs: whether they are simulated."""
     kinds = {run.simulated for run in runs}
     return {frozenset({True}): "simulated s", frozenset({True, False}): "s, some simulated"}.get(frozenset(kinds), "s")
 

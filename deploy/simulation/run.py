@@ -46,7 +46,7 @@ def check_simulated(experiment: Experiment) -> None:
         raise InvalidExperiment("links.enforce", experiment.links.enforce, problem, remedy)
 
 
-class SimulatedRun:
+class VirtualRun:
     """The run of a simulated folder.
 
     conditions: of each node's link to its broker, beside what the agents' buckets shape
