@@ -13,12 +13,13 @@ import pytest
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse, to_toml
+from common.experiment.tables import write
 from common.runtime.world import RealWorld
 from deploy.local.direct import run_in_process
 from deploy.planning import calibration
 from deploy.planning.simulated_run import machine_speeds, simulated_run
 from deploy.results.page import compose
-from deploy.results.run import Run, State
+from deploy.results.run import Run, State, folders
 from deploy.results.series import conditions
 from deploy.results.trackers import series, time_of
 from deploy.simulation.outcome import TraceDigest, model_digest
@@ -189,6 +190,27 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], problem: str)
 )  # fmt: skip
 def test_options_that_contradict_are_refused(options: list[str]) -> None:
     assert invoke("run", "nothing.toml", *options).exit_code == 2
+
+
+def test_the_runs_of_a_sweep_share_one_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
+    file, words = tmp_path / "two.toml", ["--simulate", "--jobs", "2", "--runs", tmp_path, "--format", "csv"]
+    axes = {"rule": {"FedAvg": {}, "FedCross": {"cloud": {"aggregation": CROSS}}}}
+    lab = merged(LAB, TWO_LAYERS) | {"hardware": {}, "rounds": 1}
+    for key in ("name", "seed"):
+        del lab[key]
+    measure = [{"name": "seconds", "unit": "s"}]
+    file.write_text(write({"title": "Two", "columns": ["rule"], "measure": measure, "experiment": lab, "axes": axes}))
+    done = invoke("sweep", file, *words)
+    assert done.exit_code == 0, done.output
+    runs = [Run(path) for path in folders(tmp_path / "two")]
+    assert [run.simulated for run in runs] == [True, True]
+    speeds = [run.manifest["simulated"]["speeds"] for run in runs]
+    assert speeds[0] == speeds[1] and speeds[0]["step_s"] > 0
+    more = invoke("sweep", file, *words, "--seeds", "1")
+    assert more.exit_code == 0 and "2 of 2 runs are finished" in more.stderr
+    other = invoke("sweep", file, "--direct", *words[3:])
+    assert other.exit_code == 4 and "had a simulated network. Add --simulate" in other.stderr
 
 
 # Names of the seconds

@@ -125,7 +125,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="With --simulate: machines as fast as in this run's folder.  [default: measured]",
+            help="With --simulate: a new run has machines as fast as in this run's folder.  [default: measured]",
             show_default=False,
         ),
     ] = None,
@@ -157,7 +157,7 @@ def run(
         (no_delay, "--no-delay", netns, "with --netns"),
         (accelerator is not None, "--accelerator", here, "with --direct or --simulate"),
         (workers is not None, "--workers", simulate, "with --simulate"),
-        (speeds is not None, "--speeds", simulate and new, "with --simulate, of a new run"),
+        (speeds is not None, "--speeds", simulate, "with --simulate"),
         (plan_first, "--plan", new and not here, "for a new lab of processes"),
         (metrics != METRICS, "--metrics", not (here or netns), "without --direct, --simulate and --netns"),
         (direct, "--direct", not (simulate or netns), "without --simulate and --netns"),

@@ -6,8 +6,9 @@ states (`step_s` of every device), or those of one calibration, made alone on th
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +16,9 @@ from typing import Any, Final
 from cloud.results import SIMULATED, RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
+from common.host.files import replacing
 from common.host.load import LoadMeter
+from common.text import json_text
 from deploy.planning import constants, workload
 from deploy.planning.calibration import REFERENCE, measure, mixing_s
 from deploy.planning.predicting import INTERFACE_MBIT, is_busy
@@ -39,13 +42,13 @@ def machine_speeds(
 ) -> dict[str, Any]:
     """Return what the manifest has of the machines: the meaning of the seconds, `speeds`, and their `source`.
 
-    `of`: the folder of a simulated run whose speeds are used. Else they are measured if a device states no `step_s`:
-    then `load` is that of other processes meanwhile, and `begin` is called with each of STAGES. Raises
-    InvalidExperiment.
+    `of`: the folder of a simulated run, or a sweep's file, whose speeds are used. Else they are measured if a device
+    states no `step_s`: then `load` is that of other processes meanwhile, and `begin` is called with each of STAGES.
+    Raises InvalidExperiment.
     """
     if of is not None:
         return _speeds_of(of, experiment)
-    if all(experiment.machine(node).step_s for node in experiment.tree.devices):
+    if _states_steps(experiment):
         return _facts(_reference(), "training: step_s of each device; else a reference machine of two cores")
     begin(f"reads and splits {experiment.data.dataset}")
     work = workload.workload(experiment)
@@ -97,15 +100,39 @@ def _reference() -> MachineSpeeds:
     )
 
 
+def keep_speeds(file: Path, experiments: Iterable[Experiment], begin: Callable[[str], object]) -> None:
+    """Measure what these experiments need that the file lacks, and write it there. Raises InvalidExperiment."""
+    known = _read(file) if file.exists() else {}
+    for experiment in {_kind(each): each for each in experiments if _kind(each) not in known}.values():
+        known[_kind(experiment)] = machine_speeds(experiment, of=None, begin=begin)
+        with replacing(file) as written:
+            written.write(json_text(known, indent=2).encode())
+
+
 def _speeds_of(path: Path, experiment: Experiment) -> dict[str, Any]:
-    """Return the facts of another simulated run. Raises InvalidExperiment if its training steps are others."""
-    other = Run(path)
-    if not other.simulated:
-        raise InvalidExperiment("--speeds", str(path), "not a simulated run", "Name the folder of one.")
-    for key in ("model.name", "training.batch_size", "data.dataset"):
-        table, name = key.split(".")
-        theirs, own = (getattr(getattr(each, table), name) for each in (other.experiment, experiment))
-        if theirs != own:
-            problem = f"its {key} is {theirs!r}, not {own!r}: a step takes another time"
-            raise InvalidExperiment("--speeds", str(path), problem, "Name a run of the same, or omit --speeds.")
-    return {**other.manifest[SIMULATED], "source": f"of run {other.id}"}
+    """Return the facts of a run's folder, or of a file of `keep_speeds`. Raises InvalidExperiment."""
+    other = Run(path) if path.is_dir() else None
+    known = _read(path) if other is None else {_kind(other.experiment): dict(other.manifest.get(SIMULATED, {}))}
+    if not (facts := known.get(_kind(experiment))):
+        of = ", ".join(kind for kind, facts in known.items() if facts) or "no simulated run"
+        remedy = "Name the folder of a simulated run with as long steps, or omit --speeds."
+        raise InvalidExperiment("--speeds", str(path), f"of {of}, not of {_kind(experiment)}", remedy)
+    return facts if other is None else {**facts, "source": f"of run {other.id}"}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidExperiment("--speeds", str(file), f"unreadable: {error}", "Name a simulated run.") from None
+
+
+def _kind(experiment: Experiment) -> str:
+    """Return what the seconds of a training step depend on."""
+    own = " with a step_s of each device" if _states_steps(experiment) else ""
+    batches = f"batches of {experiment.training.batch_size}"
+    return f"{experiment.model.name} on {experiment.data.dataset} in {batches}{own}"
+
+
+def _states_steps(experiment: Experiment) -> bool:
+    return all(experiment.machine(node).step_s for node in experiment.tree.devices)
