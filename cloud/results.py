@@ -322,7 +322,7 @@ class RunFolder:
             "links": self._links(),
             "availability": trace.recorded() if (trace := experiment.availability.trace) is not None else None,
             "hardware": {name: experiment.machine(name).model_dump() for name in experiment.tree.devices},
-            "codecs": {tier.name: tier.transfer.model_dump() for tier in experiment.every_tier},
+            "codecs": {tier.name: tier.transfer.model_dump() for tier in experiment.tiers},
             "host": platform.node(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),

@@ -19,7 +19,7 @@ from common.experiment.devices import Pace
 from common.experiment.own import permit
 from common.experiment.reading import announced
 from common.experiment.schema import Experiment
-from common.experiment.tiers import check_parent
+from common.experiment.topology import check_parent
 from common.host.examination import examine_host
 from common.host.files import until_written
 from common.host.offload import offload

@@ -8,8 +8,7 @@ import logging
 from common.experiment.own import permit
 from common.experiment.reading import announced
 from common.experiment.schema import Experiment
-from common.experiment.tiers import check_parent
-from common.experiment.topology import CLOUD
+from common.experiment.topology import CLOUD, check_parent
 from common.host.examination import examine_host
 from common.methods.rule import link_layouts
 from common.metrics import NodeLabels

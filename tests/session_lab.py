@@ -22,8 +22,8 @@ import xxhash
 
 from common.accounting.traffic import TcpStats
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.protocol import serialization, topics
 from common.protocol.child_session import ChildSession
 from common.protocol.events import ModelArrived, ModelFailed, TaskReceived, UploadAnnounced, UploadArrived

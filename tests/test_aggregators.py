@@ -99,7 +99,7 @@ def aggregator(
     measures: bool = True,
     folder: Path | None = None,
 ) -> Rule:
-    rule = parse({"cloud": {"aggregation": tree}, "topology": MANY}).cloud.aggregation
+    rule = parse({"cloud": {"aggregation": tree}, "topology": MANY}).tiers[0].aggregation
     memory: dict[tuple[str, int], Rows] = {}
 
     def rows(name: str, count: int) -> Rows:
@@ -428,7 +428,7 @@ def test_models_are_dealt_by_a_fresh_random_order(tree: dict[str, Any]) -> None:
 def next_models(tree: dict[str, Any], r: int, rows_K: Rows) -> list[Row]:
     """Mix uploads into the next models by the rules' own definitions, in float64."""
     count = len(rows_K)
-    settings = parse({"cloud": {"aggregation": tree}}).cloud.aggregation
+    settings = parse({"cloud": {"aggregation": tree}}).tiers[0].aggregation
     mixed = rows_K.copy()
     if isinstance(settings, FedMR):
         for place, layer in enumerate(fedmr.layers(settings, LAYOUT)):

@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from cloud.results import RunFolder
-from common.experiment.schema import Experiment
+from common.experiment.reading import parse
 from deploy.console.reporting import EXTRAS
 from docs.tools.manual import commands
 
@@ -116,7 +116,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "[[devices]]\nnames = ['d']\nmachine = 'server'\nparent = 'i'\n"
     )
     for name in ("run", "other"):
-        folder = RunFolder.create(path / "runs", Experiment())
+        folder = RunFolder.create(path / "runs", parse({}))
         folder.event("run", {})
         folder.event("failed", {"reason": "a test"})
         folder.release()

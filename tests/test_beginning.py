@@ -12,7 +12,6 @@ from cloud.results import RunFolder
 from common.errors import InvalidExperiment, NoProgress
 from common.experiment.data import SHAPES, Data, Model, check_fits
 from common.experiment.reading import parse
-from common.experiment.schema import Experiment
 from common.learning import datasets
 from common.learning.readers import builtin
 from common.learning.readers.builtin import check_files
@@ -24,7 +23,7 @@ from tests.helpers.commands import invoke
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(begun: bool, tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "runs", Experiment())
+    folder = RunFolder.create(tmp_path / "runs", parse({}))
     folder.event("failed", {"reason": "..."})
     folder.begun = begun
     with pytest.raises(KeyboardInterrupt), folder.removed_unless_begun():
@@ -42,7 +41,7 @@ def test_a_run_that_has_begun_is_resumed_with_the_command_that_is_shown(
     login = Login("me", "pass word", tls_ca="ca.crt")
     command = ["fedstrata", "cloud", "--broker", "b:1883", *login.options()]
     for begun, shown in ((True, command), (True, []), (False, command)):
-        folder = RunFolder.create(tmp_path, Experiment())
+        folder = RunFolder.create(tmp_path, parse({}))
         folder.begun = begun
         with pytest.raises(type(error)), kept_once_begun(folder, shown):
             raise error
@@ -54,14 +53,14 @@ def test_a_run_that_has_begun_is_resumed_with_the_command_that_is_shown(
 
 
 def test_a_folder_of_runs_that_was_there_stays(tmp_path: Path) -> None:
-    alone, other = (RunFolder.create(tmp_path, Experiment()) for _ in range(2))
+    alone, other = (RunFolder.create(tmp_path, parse({})) for _ in range(2))
     with pytest.raises(OSError), alone.removed_unless_begun():  # noqa: PT011
         raise OSError
     assert list(tmp_path.iterdir()) == [other.path]
 
 
 def test_a_resumed_run_stays(tmp_path: Path) -> None:
-    first = RunFolder.create(tmp_path, Experiment())
+    first = RunFolder.create(tmp_path, parse({}))
     first.release()
     again = RunFolder.reopen(first.path)
     with pytest.raises(KeyboardInterrupt), again.removed_unless_begun():
@@ -80,7 +79,7 @@ def test_a_model_that_cannot_be_built_leaves_no_folder(tmp_path: Path, monkeypat
 
 
 def test_a_finished_run_needs_no_resuming(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, Experiment())
+    folder = RunFolder.create(tmp_path, parse({}))
     folder.event("run", {})
     folder.release()
     refused = invoke("run", "--direct", "--resume", folder.path)
@@ -95,14 +94,14 @@ def test_a_finished_run_needs_no_resuming(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_process_is_refused_at_once(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, Experiment())
+    folder = RunFolder.create(tmp_path, parse({}))
     done = invoke("cloud", "--resume", folder.path)
     assert done.exit_code == 4 and "another process runs this run. Wait for its end, or stop it." in done.stderr
 
 
 @pytest.mark.parametrize("target", ["90", "-1"])
 def test_a_target_in_percent_is_refused(target: str, tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, Experiment())
+    folder = RunFolder.create(tmp_path, parse({}))
     refused = invoke("compare", folder.path, "--target", target)
     assert refused.exit_code == 4 and refused.stderr.count("\n") == 1
     assert "an accuracy is a fraction of 1. Write 0.9 for 90 %." in refused.stderr

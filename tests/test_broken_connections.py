@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import DuplicateName, NoProgress
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.protocol import serialization, topics
 from common.protocol.messages import NodeState, Presence
 from common.protocol.peer_link import SILENT_MOST_S

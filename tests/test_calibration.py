@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from common.accounting.traffic import Measured
 from common.errors import InvalidExperiment
 from common.experiment.links import LinkDirection, Links, LinkSet, LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.protocol.messages import Probe, Probed
 from common.runtime import calibration
 from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, UNDECLARED, Probes, measure_all

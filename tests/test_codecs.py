@@ -111,7 +111,7 @@ def test_an_experiment_names_its_codecs(tier: str, direction: str, name: str, pr
     assert problem in str(caught.value) and remedy in str(caught.value)
     known = UP if direction == "up" else DOWN
     for name_ in known:
-        codecs = getattr(parse({"transfer": {tier: {direction: name_}}}).transfer, tier)
+        codecs = parse({"transfer": {tier: {direction: name_}}}).tiers[("wan", "lan").index(tier)].transfer
         assert getattr(codecs, direction) == name_
 
 

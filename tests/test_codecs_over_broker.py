@@ -11,8 +11,8 @@ import pytest
 
 from common.errors import RunFailed
 from common.experiment.links import Codecs
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
 from common.protocol import serialization, topics

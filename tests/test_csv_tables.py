@@ -113,7 +113,7 @@ def test_traces_are_read_as_tables_are(tmp_path: Path, how: str) -> None:
     (tmp_path / "lte.csv").write_bytes(changed(LINK, how))
     (tmp_path / "away.csv").write_bytes(changed(AWAY, how))
     found = load(file)
-    trace = found.links.wan.trace
+    trace = found.tiers[0].link.trace
     assert trace is not None and (trace.seconds, trace.up_mbit, trace.down_mbit) == ([0, 9], [8, 4], [16, 4])
     assert trace.delay_ms == [10, 50] and found.availability.trace is not None
     assert found.availability.trace.changes == {"device-0": [0, 40, 90]}

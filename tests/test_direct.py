@@ -20,7 +20,7 @@ from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.links import Codecs
 from common.experiment.reading import parse
-from common.experiment.rounds import Closing
+from common.experiment.tiers import Closing
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.protocol.messages import Task
 from common.runtime.models import Arriving

@@ -15,7 +15,6 @@ import typer
 from cloud.results import RunFolder
 from common.errors import StorageFailed
 from common.experiment.reading import parse
-from common.experiment.schema import Experiment
 from common.host import files
 from common.storage.spool import Spool
 from deploy.console.reporting import reporting
@@ -35,7 +34,7 @@ SMALL: Mapping[str, Any] = {
 
 def test_rows_and_events_wait_for_room(tmp_path: Path) -> None:
     with disk(tmp_path / "disk") as small:
-        folder = RunFolder.create(small.path, Experiment())
+        folder = RunFolder.create(small.path, parse({}))
         folder.event("before", {})
         small.fill()
         for number in range(300):  # more than the last page of a file takes
@@ -126,7 +125,7 @@ def test_an_institution_waits_for_room_for_its_rules_state() -> None:
 @pytest.mark.parametrize("write", ["spool", "runs", "resume"])
 def test_a_read_only_folder_is_one_line(write: str, tmp_path: Path) -> None:
     with disk(tmp_path / "disk") as small:
-        folder = RunFolder.create(small.path, Experiment())
+        folder = RunFolder.create(small.path, parse({}))
         folder.release()
         small.protect()
         if write == "spool":

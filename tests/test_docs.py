@@ -17,7 +17,7 @@ from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord
 from common.experiment.data import TEXTS
 from common.experiment.methods import RULES, SELECTORS
 from common.experiment.reading import parse
-from common.experiment.rounds import EpochControl
+from common.experiment.schema import EpochControl
 from common.experiment.training import OBJECTIVES
 from common.host.examination import Finding
 from common.learning import datasets

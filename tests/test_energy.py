@@ -13,7 +13,7 @@ import pytest
 
 from cloud.agent import energy_noted
 from cloud.results import RunFolder
-from common.experiment.schema import Experiment
+from common.experiment.reading import parse
 from common.host import energy
 from common.host.energy import GAP_MOST_S, EnergyMeter, PowerIntegral, pmic, rails_watts
 from common.host.machine import REST_S, FolderUsage
@@ -113,7 +113,7 @@ def test_the_power_chip_is_asked_where_there_is_one(
 
 def test_the_energy_of_a_run_is_added_over_restarts(tmp_path: Path) -> None:
     counter = zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
-    folder = RunFolder.create(tmp_path / "runs", Experiment())
+    folder = RunFolder.create(tmp_path / "runs", parse({}))
 
     async def take(microjoules: int, meter: EnergyMeter | None) -> None:
         async with energy_noted(folder, meter):

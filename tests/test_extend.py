@@ -174,7 +174,7 @@ def test_a_vector_without_a_name_in_the_experiment_is_named(keywords: list[str],
 
 
 def test_an_assignment_writes_a_vector_that_is_kept(home: Path) -> None:
-    settings = parse({"cloud": {"aggregation": {"name": "wrong:Assigning"}}}).cloud.aggregation
+    settings = parse({"cloud": {"aggregation": {"name": "wrong:Assigning"}}}).tiers[0].aggregation
     assert isinstance(settings, OwnRule)
     rule, kept = GuardedRule(settings), np.zeros(3, np.float32)
     zeros_C = np.zeros(3, np.float32)

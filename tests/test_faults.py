@@ -32,8 +32,8 @@ from common.accounting.counters import Account
 from common.accounting.ledger import Ledger
 from common.errors import InvalidExperiment, WireError
 from common.experiment.reading import parse, to_toml
-from common.experiment.rounds import Closing
 from common.experiment.schema import Experiment
+from common.experiment.tiers import Closing
 from common.metrics import Metrics
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.net.address import BrokerAddress

@@ -19,8 +19,7 @@ from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.methods import RULES
 from common.experiment.reading import parse
-from common.experiment.rounds import Closing
-from common.experiment.tiers import Tier
+from common.experiment.tiers import Closing, Tier
 from common.methods import aggregator
 from common.methods.rule import Rule, Uploads
 from common.methods.selection import ClientSelection, ResultFacts

@@ -396,4 +396,4 @@ def test_a_search_that_is_too_long_is_refused_before_the_run(groups: int, drawn:
         parse(tree(drawn))
     assert str(caught.value).startswith("institution.aggregation.combinations = 1000000: ")
     assert "13 children with 3 uploads each has 3^13" in str(caught.value)
-    assert parse(tree(drawn - 1)).institution.aggregation.name == "fedcda"
+    assert parse(tree(drawn - 1)).tiers[1].aggregation.name == "fedcda"

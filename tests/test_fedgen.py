@@ -282,7 +282,7 @@ def test_without_a_step_it_is_fedavg_bit_for_bit_and_without_a_refiner_it_cannot
     null = rule_of(None, steps=0)
     play(null)
     plain = build(
-        parse({}).institution.aggregation, layout=LAYOUT, node="institution-0", seed=1, measures=True,
+        parse({}).tiers[1].aggregation, layout=LAYOUT, node="institution-0", seed=1, measures=True,
         rows=lambda name, count: np.empty(0, np.uint8),
     )  # fmt: skip
     plain.begin(np.zeros(LAYOUT.row_bytes, np.uint8))

@@ -36,7 +36,7 @@ def play(
     tree: dict[str, Any], steps: tuple[int, ...], moves_KD: Doubles, *, r: int = 0, **keys: Any
 ) -> tuple[Doubles, Aggregated]:
     """Return the next model from uploads that moved so far from a model of ones; `keys`: of the rule's context."""
-    settings = parse({"cloud": {"aggregation": tree}}).cloud.aggregation
+    settings = parse({"cloud": {"aggregation": tree}}).tiers[0].aggregation
     keys = {"training": TrainingSettings(momentum=0.0)} | keys
     rule = build(
         settings, layout=LAYOUT, node="cloud", seed=1, measures=True, rows=lambda name, count: np.empty(0, np.uint8),

@@ -20,7 +20,6 @@ from cloud.checkpoint import RunState
 from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment, StorageFailed
 from common.experiment.reading import parse
-from common.experiment.schema import Experiment
 from common.host.files import replacing, writing
 from common.learning import stored
 from common.methods import aggregator
@@ -149,7 +148,7 @@ def test_a_cache_of_another_user_is_not_read(
 def test_all_files_of_a_run_have_the_umasks_mode(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        folder = RunFolder.create(tmp_path, Experiment())
+        folder = RunFolder.create(tmp_path, parse({}))
         folder.add_round(a_global_round(1, None))
         folder.event("run", {})
         folder.sync()
@@ -283,7 +282,7 @@ def test_a_run_passes_over_a_torn_checkpoint(rule: Mapping[str, Any], torn: str)
 
 
 def test_a_second_cloud_is_refused_before_it_writes(tmp_path: Path) -> None:
-    first = RunFolder.create(tmp_path, Experiment())
+    first = RunFolder.create(tmp_path, parse({}))
     first.event("run", {})
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in first.path.iterdir()}
     assert held(first.path)
@@ -300,7 +299,7 @@ def test_a_second_cloud_is_refused_before_it_writes(tmp_path: Path) -> None:
 
 def test_a_reader_does_not_keep_a_cloud_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks `held` has a shared lock for a moment."""
-    folder = RunFolder.create(tmp_path, Experiment())
+    folder = RunFolder.create(tmp_path, parse({}))
     folder.release()
     reader = os.open(folder.path / results.HELD, os.O_RDONLY)
     fcntl.flock(reader, fcntl.LOCK_SH)

@@ -172,7 +172,7 @@ def test_each_learning_rate_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None
         lambda recipe, turns, most: (sizes.append(len(turns)), train_together(recipe, turns, most=most)),
     )
     work = Work(experiment(schedule={"name": "exponential", "factor": 0.5}), rounds=(0, 1, 0, 1))
-    assert work.lab.institution.rounds == 1
+    assert work.lab.tiers[1].rounds == 1
     assert work.train() == [TrainingPath.VMAPPED] * 4
     assert sizes == [2, 2]
 

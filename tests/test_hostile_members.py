@@ -25,7 +25,6 @@ from common.errors import Flooded, InvalidExperiment, RefusedModel, WireError
 from common.experiment.data import Data, root_below, samples_most
 from common.experiment.links import LinkSettings
 from common.experiment.reading import announced, parse
-from common.experiment.schema import Experiment
 from common.learning import datasets, splits
 from common.metrics import Metrics
 from common.model.layout import ROW_BYTES_MOST, ModelLayout
@@ -553,7 +552,7 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
 
 
 def test_experiments_of_the_product_are_within_the_limits() -> None:
-    assert np.isfinite(limits_below(Experiment(), "cloud")["institution-0"].steps(1))
+    assert np.isfinite(limits_below(parse({}), "cloud")["institution-0"].steps(1))
 
 
 # A lab of processes

@@ -27,8 +27,9 @@ from common.accounting.counters import Account
 from common.accounting.ledger import Ledger
 from common.accounting.tcp import WireMeter, tcp_info
 from common.accounting.traffic import Measured, TcpStats, Traffic
-from common.experiment.rounds import Closing
-from common.experiment.schema import Experiment, TransferSettings
+from common.experiment.reading import parse
+from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.protocol.messages import Gone, Task
@@ -541,7 +542,7 @@ BLIND = TcpStats(connections=1, unmeasured=1)
 
 
 def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, Experiment())
+    folder = RunFolder.create(tmp_path, parse({}))
     account = Account()
     ledger = Ledger([PARENT], account, wire=lambda: MEASURED, below=BELOW)
     folder.write_of_links(ledger)()
@@ -573,7 +574,7 @@ def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
 def test_what_no_kernel_reported_stays_empty_and_the_manifest_reports_it(
     lan: TcpStats, reports: str, tmp_path: Path
 ) -> None:
-    folder = RunFolder.create(tmp_path, Experiment())
+    folder = RunFolder.create(tmp_path, parse({}))
     ledger = Ledger([PARENT], Account(), wire=lambda: BLIND, below=BELOW)
     ledger.enter(PARENT, "s", link=a_link(BLIND), below=(Traffic(wire=BLIND),))
     ledger.enter(PARENT, "later", link=a_link(MEASURED), below=(Traffic(wire=MEASURED),))  # half a count is none
@@ -591,7 +592,7 @@ def test_a_kernel_without_retransmitted_bytes_leaves_that_cell_empty() -> None:
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(old))])
     (up,) = (
         row
-        for row in records.link_records(ledger.reports(), ledger.broker(), Experiment())
+        for row in records.link_records(ledger.reports(), ledger.broker(), parse({}))
         if (row.from_, row.kind) == (CHILD, "all")
     )
     assert (up.wire_bytes, up.retransmitted_bytes, up.retransmitted_segments) == (21_000, None, 2)
@@ -601,5 +602,5 @@ def test_a_word_that_lags_behind_gives_no_overhead() -> None:
     early = TcpStats(sent=15_000, received=9_000, connections=1)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(early))])
-    rows = records.link_records(ledger.reports(), ledger.broker(), Experiment())
+    rows = records.link_records(ledger.reports(), ledger.broker(), parse({}))
     assert not any(row.overhead_percent for row in rows)

@@ -204,7 +204,7 @@ def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
     row, out = layout.empty(), layout.empty()
     models.write_row(module, layout, row)
     trainers = []
-    for name in experiment.topology.device_names():
+    for name in experiment.tree.devices:
         trainers.append(Trainer(experiment, node=name, accelerator="cpu"))
         trainers[-1].prepare()
     for global_round in range(experiment.rounds):

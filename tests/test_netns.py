@@ -65,8 +65,8 @@ def experiments(draw: st.DrawFn) -> Experiment:
 @given(experiments())
 def test_every_node_but_the_cloud_has_a_wire_and_addresses_of_its_own(experiment: Experiment) -> None:
     plan = lay_out(experiment)
-    children = experiment.topology.homes()
-    homes = {device: institution for institution, devices in children.items() for device in devices}
+    children = experiment.tree.aggregators
+    homes = {device: experiment.tree.parent(device) for device in experiment.tree.devices}
     assert set(plan.wires) == {*children, *homes}
     assert set(plan.hosts) == {CLOUD, *children, *plan.groups}
     assert sorted(device for group in plan.groups.values() for device in group) == sorted(homes)
@@ -90,7 +90,7 @@ def test_every_node_but_the_cloud_has_a_wire_and_addresses_of_its_own(experiment
 @given(experiments())
 def test_a_process_of_devices_is_of_one_institution(experiment: Experiment) -> None:
     assert list(lay_out(experiment).groups.values()) == [
-        tuple(devices) for devices in experiment.topology.homes().values()
+        tuple(experiment.tree.children[name]) for name in experiment.tree.aggregators
     ]
 
 

@@ -120,7 +120,7 @@ def grid_of(name: str, *, small: bool = False) -> Grid:
 
 def training_of(experiment: Experiment) -> tuple[float, ...]:
     training, (children, *_) = experiment.training, experiment.sizes()[-1]
-    drawn = int(experiment.every_tier[len(experiment.sizes()) - 1].participation * children + 1e-9)
+    drawn = int(experiment.tiers[len(experiment.sizes()) - 1].participation * children + 1e-9)
     return (
         sum(experiment.sizes()[-1]), drawn, training.epochs, training.batch_size, training.learning_rate,
         training.momentum, training.weight_decay, experiment.rounds,
@@ -175,11 +175,11 @@ def test_tempo_has_the_papers_epochs_samples_and_targets() -> None:
     }  # fmt: skip
     epochs = {"FedAdp 4": 4, "FedAdp 6": 6, "FedAdp 8": 8, "Tempo": 6}
     for cell, experiment in experiments_of(grid_of("tempo-table1")):
-        method, rules = cell.values["method"], [tier.aggregation.name for tier in experiment.every_tier]
+        method, rules = cell.values["method"], [tier.aggregation.name for tier in experiment.tiers]
         assert cell.target == targets[cell.values["data"], cell.values["distribution"]]
-        assert experiment.training.epochs == epochs[method] and experiment.institution.rounds == 4
+        assert experiment.training.epochs == epochs[method] and experiment.tiers[1].rounds == 4
         assert experiment.data.partition_size == 600
-        assert [len(devices) for devices in experiment.topology.homes().values()] == [40] * 5
+        assert experiment.sizes()[-1] == [40] * 5
         control = experiment.cloud.epoch_control.name
         assert (control, rules) == (("tempo", ["fedavg"] * 2) if method == "Tempo" else ("fixed", ["fedadp"] * 2))
 
@@ -206,7 +206,7 @@ def test_fedprox_fedcross_and_fedcda_have_the_papers_parameters() -> None:
     mu = {"CIFAR-10": 0.01, "CIFAR-100": 0.001, "FEMNIST": 0.1}
     for name in ("fedcross-table2", "fedmr-table1"):
         for cell, experiment in experiments_of(grid_of(name)):
-            rule, objective = experiment.cloud.aggregation.model_dump(), experiment.training.objective.model_dump()
+            rule, objective = experiment.tiers[0].aggregation.model_dump(), experiment.training.objective.model_dump()
             if cell.values["method"] == "FedProx" and cell.values["data"] in mu:
                 assert objective == {"name": "fedprox", "mu": mu[cell.values["data"]]}
             if cell.values["method"] == "FedCross":
@@ -217,7 +217,7 @@ def test_fedprox_fedcross_and_fedcda_have_the_papers_parameters() -> None:
     for name in ("fedcda-table1", "fedcda-table2"):
         for cell, experiment in experiments_of(grid_of(name)):
             if cell.values["method"] == "FedCDA":
-                rule = experiment.cloud.aggregation.model_dump()
+                rule = experiment.tiers[0].aggregation.model_dump()
                 found = tuple(rule[key] for key in ("name", "depth", "groups", "warmup_rounds", "smoothness"))
                 assert found == ("fedcda", 3, 3, 50, 1.0)
 
@@ -246,7 +246,7 @@ RUNS: Final = [name if name in QUICK else pytest.param(name, marks=pytest.mark.s
 def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> None:
     grid = grid_of(name, small=True)
     tree = grid.cells[-1].experiments[grid.seeds[0]].model_dump(mode="json")
-    rule = tree["cloud"]["aggregation"]
+    rule = tree["tiers"][0]["aggregation"]
     for change in ("rounds=2", "training.epochs=1"):
         override(tree, change)
     rule.update({key: min(rule[key], most) for key, most in SHORT.items() if key in rule})

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from common.errors import DuplicateName, InvalidExperiment, LeftOut
 from common.experiment.reading import parse
-from common.experiment.tiers import check_parent
-from common.experiment.topology import CLOUD, PresentNode, topology_of
+from common.experiment.short_form import PresentNode, topology_of
+from common.experiment.topology import CLOUD, check_parent
 
 
 def institution(name: str, parent: str = CLOUD) -> PresentNode:
@@ -34,7 +34,7 @@ def test_the_lab_that_is_there_is_the_lab_of_as_many_nodes(sizes: list[int], ran
     random.shuffle(nodes)
     found, left_out = topology_of(nodes)
     counted = {"institutions": len(sizes), "devices": number, "members": members}
-    assert parse({"topology": found}).topology.layers() == parse({"topology": counted}).topology.layers()
+    assert parse({"topology": found}).tree.children == parse({"topology": counted}).tree.children
     assert found["devices"] == [f"device-{k}" for k in range(number)] and left_out == []
 
 

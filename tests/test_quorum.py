@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.errors import NoProgress, RunFailed
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.protocol.messages import Acknowledgement, Message, NodeState
 from common.runtime.child_endpoint import ChildEndpoint
 from tests.helpers.nodes import (

@@ -110,7 +110,8 @@ class Agents:
 
     def all(self, *, observe: Observe = lambda event, facts: None) -> None:
         self.cloud(observe=observe)
-        for name, members in self._experiment.topology.homes().items():
+        for name in self._experiment.tree.aggregators:
+            members = self._experiment.tree.children[name]
             self.institution(name)
             for member in members:
                 self.device(member, name)
@@ -123,7 +124,7 @@ class Agents:
 @asynccontextmanager
 async def agents_of(experiment: Experiment, address: BrokerAddress, runs: Path) -> AsyncIterator[Agents]:
     async with AsyncExitStack() as stack:
-        devices = len(experiment.topology.device_names())
+        devices = len(experiment.tree.devices)
         pool = await stack.enter_async_context(Pool(accelerator="cpu", slots=1, devices=devices))
         agents = Agents(experiment, address, runs, pool)
         try:

@@ -18,8 +18,8 @@ import pytest
 from common.accounting.traffic import TcpStats, Traffic
 from common.experiment.links import LinkSettings
 from common.experiment.reading import parse
-from common.experiment.rounds import Closing
 from common.experiment.schema import Experiment
+from common.experiment.tiers import Closing
 from common.model.layout import ModelLayout
 from common.protocol import serialization, topics
 from common.protocol.child_session import ChildSession
@@ -200,7 +200,7 @@ class Replay:
 @pytest.mark.parametrize("node", ["cloud", "institution-0"])
 def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Recorded], experiment: Experiment) -> None:
     layout, blobs = layout_in(messages), blobs_in(messages)
-    children = ["institution-0"] if node == "cloud" else experiment.topology.device_names()
+    children = ["institution-0"] if node == "cloud" else experiment.tree.devices
     identity = Identity(run_of(messages), node, "cloud", session_of(messages, node), ledger=run_of(messages))
     session = ParentSession(
         identity, links=dict.fromkeys(children, LinkSettings()), transfer=experiment.transfer, shaped=False,

@@ -27,7 +27,6 @@ from cloud.results import RunFolder
 from common.accounting.child_report import TrainingPath
 from common.accounting.ledger import Ledger
 from common.experiment.reading import parse
-from common.experiment.schema import Experiment
 from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import GLOBAL_PHASES
 from deploy.results.run import Run
@@ -112,7 +111,7 @@ def test_a_row_of_another_length_is_refused(row: str) -> None:
 
 
 def test_a_row_is_completed_in_place(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, Experiment())
+    folder = RunFolder.create(tmp_path, parse({}))
     rows = [a_global_round(number, None, names=["institution-0"]) for number in (1, 2)]
     for row in rows:
         folder.add_round(row)
@@ -122,7 +121,7 @@ def test_a_row_is_completed_in_place(tmp_path: Path) -> None:
 
 
 def test_a_row_is_completed_without_a_look_at_all_rounds_before(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, Experiment())
+    folder = RunFolder.create(tmp_path, parse({}))
     row = a_global_round(1, None, names=["institution-0"])
     folder.add_round(row)
     path = folder.path / "rounds.csv"
@@ -179,7 +178,7 @@ def test_links_are_written_every_few_seconds_and_at_the_end(monkeypatch: pytest.
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_run_killed_before_its_first_round_is_of_its_kind(tmp_path: Path, direct: bool) -> None:
-    folder = RunFolder.create(tmp_path, Experiment(), direct=direct)
+    folder = RunFolder.create(tmp_path, parse({}), direct=direct)
     assert Run(folder.path).direct is direct
     folder.release()
     assert RunFolder.check(folder.path, direct=direct) == folder.run

@@ -57,7 +57,7 @@ class Stand:
 
 
 def rule_of(tree: dict[str, Any], refiner: Stand | None = None) -> Rule:
-    settings = parse({"cloud": {"aggregation": tree}, "data": {"node_samples": 5}}).cloud.aggregation
+    settings = parse({"cloud": {"aggregation": tree}, "data": {"node_samples": 5}}).tiers[0].aggregation
     return build(
         settings, layout=LAYOUT, node="cloud", seed=1, measures=True, refiner=refiner,
         rows=lambda name, count: np.empty(0, np.uint8),

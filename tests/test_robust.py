@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidExperiment
 from common.experiment.methods import RULES, NormBound
 from common.experiment.reading import parse
-from common.experiment.rounds import share_of
+from common.experiment.tiers import share_of
 from common.methods.aggregator import build
 from common.methods.rule import Aggregated, Uploads
 from common.model.layout import ModelLayout, Section
@@ -37,7 +37,7 @@ def aggregated(
     """Return the next model's trainable columns from these uploads, which have 1, 2, 3, ... samples."""
     topology = {"institutions": 20, "devices": 20}
     rule = build(
-        parse({"cloud": {"aggregation": tree}, "topology": topology}).cloud.aggregation,
+        parse({"cloud": {"aggregation": tree}, "topology": topology}).tiers[0].aggregation,
         layout=LAYOUT, node="cloud", seed=1, measures=True, rows=lambda name, count: np.empty(0, np.uint8),
         bound=bound or NormBound(),
     )  # fmt: skip

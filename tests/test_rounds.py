@@ -16,8 +16,8 @@ from session_lab import manifest_of as blob_of
 
 from common.accounting.traffic import TcpStats, Traffic
 from common.errors import RefusedModel
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.protocol.coordinator import Coordinator
 from common.protocol.limits import ChildLimits, check_report, plans_of
 from common.protocol.messages import (

@@ -19,7 +19,7 @@ from common.accounting.counters import Account
 from common.accounting.traffic import Traffic
 from common.experiment.links import LinkDirection, LinkSet
 from common.experiment.reading import announced, parse
-from common.experiment.rounds import Closing
+from common.experiment.tiers import Closing
 from common.model.layout import shared_row
 from common.protocol.attendance import REPORT_S, Attendance, Targets
 from common.protocol.coordinator import Coordinator, Lacking

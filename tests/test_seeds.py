@@ -69,7 +69,7 @@ def test_a_seed_draws_the_same_lab_and_gives_the_same_report() -> None:
 def test_the_draw_has_labs_of_all_kinds() -> None:
     labs = [draw_lab(seed) for seed in range(300)]
     experiments = [drawn.experiment for drawn in labs]
-    assert {len(experiment.every_tier) for experiment in experiments} == {1, 2, 3}
+    assert {len(experiment.tiers) for experiment in experiments} == {1, 2, 3}
     assert {drawn.timed for drawn in labs} == {True, False}  # the latter's models are compared
     assert {drawn.runs for drawn in labs} == {1, 2, 3} and {drawn.byte_s > 0 for drawn in labs} == {True, False}
     assert {fault.kind for drawn in labs for fault in drawn.faults} == set(FaultKind)
@@ -149,7 +149,7 @@ def test_a_loss_excuses_no_failure_of_a_quorum_and_no_late_end() -> None:
 
 def test_one_deadline_is_spent_on_a_known_loss() -> None:
     def wrong(drawn: DrawnLab, *deadlines: int) -> str:
-        deadline_s = drawn.experiment.institution.closing.deadline_s
+        deadline_s = drawn.experiment.tiers[1].closing.deadline_s
         assert deadline_s is not None
         closed_s = list(accumulate(number * deadline_s + 4.0 for number in deadlines))
         return spends_few_deadlines(drawn, played(drawn, closed_s=closed_s), played(drawn, closed_s=[4.0, 8.0]))
@@ -157,7 +157,7 @@ def test_one_deadline_is_spent_on_a_known_loss() -> None:
     known, serves_no_chunk = kept("lost-device-one-deadline"), kept("lost-device-without-chunks")
     assert wrong(known, 1, 0, 0) == "" != wrong(known, 1, 0, 1)
     assert wrong(known, 0, 2, 0).startswith("[0, 2, 0] deadlines")
-    rounds = serves_no_chunk.experiment.institution.rounds
+    rounds = serves_no_chunk.experiment.tiers[1].rounds
     assert wrong(serves_no_chunk, rounds, rounds, rounds) == "" != wrong(serves_no_chunk, rounds, rounds + 1, rounds)
 
 

@@ -16,7 +16,7 @@ from common.errors import RunFailed
 from common.experiment.links import DOWN, Codecs
 from common.experiment.methods import RULES, NormBound
 from common.experiment.reading import parse
-from common.experiment.rounds import Closing
+from common.experiment.tiers import Closing
 from common.experiment.training import TrainingSettings
 from common.methods.aggregator import build
 from common.methods.rule import Aggregated, Rule, Uploads, link_layouts

@@ -36,7 +36,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 def rule_of(tree: dict[str, Any], *, measures: bool = True) -> Rule:
-    settings = parse({"cloud": {"aggregation": tree}}).cloud.aggregation
+    settings = parse({"cloud": {"aggregation": tree}}).tiers[0].aggregation
     rule = build(
         settings, layout=LAYOUT, node="cloud", seed=1, measures=measures, rows=lambda name, count: np.empty(0, np.uint8)
     )

@@ -35,8 +35,8 @@ from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic
 from common.errors import WireError
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.host.examination import Finding
 from common.protocol import serialization, topics
 from common.protocol.admission import (

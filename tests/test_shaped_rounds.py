@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from tests.helpers.nodes import (
     FINE,
     assert_models,

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from common.errors import ConnectionFailed
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics

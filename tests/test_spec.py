@@ -19,8 +19,9 @@ from common.experiment import links
 from common.experiment.links import LinkDirection, LinkSettings, Profile, shipped
 from common.experiment.methods import RULES
 from common.experiment.reading import load, parse, to_toml
-from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
+from common.experiment.short_form import ShortForm
+from common.experiment.tiers import participants
 from common.methods.fedcross import FedCross
 from common.methods.single_model import OwnRule
 from deploy.console.login import Login
@@ -54,8 +55,7 @@ def load_text(tmp_path: Path, text: str, *overrides: str) -> Experiment:
 
 
 def test_the_defaults_are_an_experiment() -> None:
-    assert parse({}) == Experiment() == parse("{}")
-    assert Experiment().topology.homes() == {"institution-0": ["device-0"]}
+    assert parse({}).tree.children == {"cloud": ["institution-0"], "institution-0": ["device-0"]}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -89,8 +89,8 @@ def experiments(draw: st.DrawFn) -> Experiment:
     closing = st.sampled_from([{}, {"rule": "all"}, quorum])
     rule = st.sampled_from(AGGREGATIONS)
     link = st.sampled_from(["lte", "mine", {"profile": "mine", "down_mbit": 3.0}, {"profile": "3g"}, {"delay_ms": 5.0}])
-    names_of = parse({"topology": topology}).topology
-    of = {node: draw(link) for node in (names_of.institution_names()[0], names_of.device_names()[-1])}
+    tree = parse({"topology": topology}).tree
+    of = {node: draw(link) for node in (tree.aggregators[0], tree.devices[-1])}
     return parse(
         {
             "name": draw(names),
@@ -152,7 +152,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
     experiment = parse(given_)
     text = to_toml(experiment)
     without_effect = {"score.better", "score.target"}  # of accuracy
-    assert keys(tomllib.loads(text)) == keys(json.loads(experiment.to_json())) - without_effect
+    assert keys(tomllib.loads(text)) == keys(ShortForm.model_validate(given_).model_dump(mode="json")) - without_effect
     assert load_text(tmp_path, text) == experiment
 
 
@@ -220,9 +220,9 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def test_the_digest_changes_with_any_value() -> None:
-    digests = [Experiment().digest, *(parse(change).digest for change in CHANGES)]
+    digests = [parse({}).digest, *(parse(change).digest for change in CHANGES)]
     assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
-    assert parse({"seed": 1, "rounds": 10}).digest == Experiment().digest  # defaults, said or not
+    assert parse({"seed": 1, "rounds": 10}).digest == parse({}).digest  # defaults, said or not
     assert parse({"training": {"momentum": 0}}).digest == parse({"training": {"momentum": 0.0}}).digest
 
 
@@ -271,7 +271,7 @@ def test_a_key_of_the_data_that_does_nothing_is_refused_even_with_its_default(ke
 
 
 def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
-    written = json.loads(Experiment().to_json())["data"]
+    written = json.loads(parse({}).to_json())["data"]
     kept = {"dataset": "digits", "root": "data", "noise": 0.0, "partition": "iid"}
     assert written == kept | {"targets": "classes", "normalise": "published", "node_samples": 0}
 
@@ -465,14 +465,14 @@ def test_an_unknown_rule_has_a_proposal(tier: str, name: str, remedy: str) -> No
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_known_by_its_name(tmp_path: Path, name: str) -> None:
     experiment = parse(least_lab(name))
-    assert type(experiment.cloud.aggregation) is RULES[name]
-    assert experiment.cloud.aggregation == RULES[name](**LEAST[name])
+    assert type(experiment.tiers[0].aggregation) is RULES[name]
+    assert experiment.tiers[0].aggregation == RULES[name](**LEAST[name])
     assert load_text(tmp_path, to_toml(experiment)) == experiment == parse(experiment.to_json())
     override = ", ".join(f"{key}={json.dumps(value)}" for key, value in LEAST[name].items())
     more = [f"training.objective.name={json.dumps(WITH_OBJECTIVE[name])}"] if name in WITH_OBJECTIVE else []
     three = ("topology.institutions=1", "topology.devices=3")
     lab = load_text(tmp_path, "", *three, f"institution.aggregation={{{override}}}", *more)
-    assert lab.institution.aggregation.name == name
+    assert lab.tiers[1].aggregation.name == name
 
 
 def test_a_device_may_have_a_rules_name() -> None:
@@ -495,7 +495,7 @@ def test_json_that_is_no_experiment_is_refused(text: str) -> None:
 
 def test_an_experiment_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        Experiment().seed = 3  # type: ignore[misc]
+        parse({}).seed = 3  # type: ignore[misc]
 
 
 # Topology
@@ -585,29 +585,29 @@ def test_a_stranger_among_the_devices() -> None:
 
 @given(institutions=st.integers(1, 12), more=st.integers(0, 60))
 def test_blocks_are_contiguous_and_of_equal_size(institutions: int, more: int) -> None:
-    topology = parse({"topology": {"institutions": institutions, "devices": institutions + more}}).topology
-    children = topology.homes()
-    assert list(children) == [f"institution-{m}" for m in range(institutions)]
-    assert [name for members in children.values() for name in members] == topology.device_names()
-    ((count,), sizes) = topology.sizes()
+    experiment = parse({"topology": {"institutions": institutions, "devices": institutions + more}})
+    tree = experiment.tree
+    assert tree.aggregators == [f"institution-{m}" for m in range(institutions)]
+    assert tree.devices == [f"device-{k}" for k in range(institutions + more)]
+    ((count,), sizes) = experiment.sizes()
     assert count == institutions
-    assert sizes == [len(members) for members in children.values()] and max(sizes) - min(sizes) <= 1
+    assert sizes == [len(tree.children[name]) for name in tree.aggregators] and max(sizes) - min(sizes) <= 1
 
 
 def test_members_are_taken_as_they_are_said() -> None:
     members = {"b": ["device-2", "device-0"], "a": ["device-1"]}
-    topology = parse({"topology": {"institutions": ["a", "b"], "devices": 3, "members": members}}).topology
-    assert list(topology.homes().items()) == [("a", ["device-1"]), ("b", ["device-2", "device-0"])]
-    assert topology.sizes() == [[2], [1, 2]]
+    experiment = parse({"topology": {"institutions": ["a", "b"], "devices": 3, "members": members}})
+    children = {"cloud": ["a", "b"], "a": ["device-1"], "b": ["device-2", "device-0"]}
+    assert experiment.tree.children == children and experiment.sizes() == [[2], [1, 2]]
 
 
 def test_millions_of_devices_need_no_names() -> None:
     tree = {"topology": {"institutions": 10_000, "devices": 10_000_000}, "institution": {"participation": 0.5}}
     tracemalloc.start()
-    topology = parse(tree).topology
+    sizes = parse(tree).sizes()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert topology.sizes() == [[10_000], [1000] * 10_000] and peak < 10e6
+    assert sizes == [[10_000], [1000] * 10_000] and peak < 10e6
 
 
 # Links and profiles
@@ -795,12 +795,10 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         ("data.root=/some/where else", ("data.root", "/some/where else")),
         ("data.root=a=b", ("data.root", "a=b")),
         ("data.root=", ("data.root", "")),
-        ('topology.institutions=["a"]', ("topology.institutions", ["a"])),
-        ("topology.devices=3", ("topology.devices", 3)),
+        ('topology.institutions=["a"]', ("tree.aggregators", ["a"])),
+        ("topology.devices=3", ("tree.devices", ["device-0", "device-1", "device-2"])),
         ("cloud.epoch_control.name=tempo", ("cloud.epoch_control.name", "tempo")),
-        ("links.wan.up_mbit=2.5", ("links.wan.up_mbit", 2.5)),
-        ("links.wan=lte", ("links.wan.profile", "lte")),
-        ("links.of.device-0=lte", ("links.of", {"device-0": parse({"links": {"lan": "lte"}}).links.lan})),
+        ("links.of.device-0=lte", ("links.of", {"device-0": parse({"links": {"lan": "lte"}}).tiers[-1].link})),
     ],
 )
 def test_an_override_is_read_like_the_file(tmp_path: Path, override: str, value: tuple[str, Any]) -> None:
@@ -886,19 +884,19 @@ def test_all_tables_that_are_chosen_by_a_name_are_known() -> None:
                 found.update([f"{path}{key}"] if "name" in kind.model_fields else [])
                 collect(kind, f"{path}{key}.")
 
-    collect(Experiment, "")
+    collect(ShortForm, "")
     assert found == NAMES.keys()
 
 
 def test_a_key_is_set_below_a_name_that_stands_for_its_table(tmp_path: Path) -> None:
     text = '[cloud]\naggregation = "fedcross"\n[links]\nwan = "lte"\n[topology]\ndevices = 4\ninstitutions = 2\n'
     found = load_text(tmp_path, text, "cloud.aggregation.alpha=0.8", "links.wan.delay_ms=3")
-    assert isinstance(found.cloud.aggregation, FedCross) and found.cloud.aggregation.alpha == 0.8
-    assert (found.links.wan.profile, found.links.wan.delay_ms) == ("lte", 3)
+    assert isinstance(found.tiers[0].aggregation, FedCross) and found.tiers[0].aggregation.alpha == 0.8
+    assert (found.tiers[0].link.profile, found.tiers[0].link.delay_ms) == ("lte", 3)
 
 
 def test_a_keyword_of_own_code_keeps_its_text() -> None:
-    rule = parse({"cloud": {"aggregation": {"name": "mine:Rule", "model": "small"}}}).cloud.aggregation
+    rule = parse({"cloud": {"aggregation": {"name": "mine:Rule", "model": "small"}}}).tiers[0].aggregation
     assert isinstance(rule, OwnRule) and rule.keywords == {"model": "small"}
 
 

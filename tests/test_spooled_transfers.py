@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.round import Dispatch

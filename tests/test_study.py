@@ -37,7 +37,7 @@ def test_all_rows_do_equal_local_work() -> None:
     for name in EQUAL_WORK:
         for one in load(shipped_sweeps()[name], seeds=1).experiments.values():
             drawn = float(len(one.tree.devices))
-            for tier in one.every_tier:
+            for tier in one.tiers:
                 drawn *= tier.participation
             training = one.training.model_copy(
                 update={"objective": CrossEntropy()}

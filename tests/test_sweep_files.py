@@ -92,7 +92,7 @@ def test_a_cell_has_the_keys_of_all_its_values_in_their_order() -> None:
     }  # fmt: skip
     assert first.experiments[2] == parse(wanted)
     assert (last.experiments[1].rounds, last.target, first.target) == (9, 0.7, 0.8)
-    assert last.experiments[1].cloud.aggregation.name == "fedcross"
+    assert last.experiments[1].tiers[0].aggregation.name == "fedcross"
 
 
 def test_experiments_that_are_equal_are_one() -> None:
@@ -133,7 +133,7 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
     assert [one.rounds for one in large.experiments.values()] == [4, 4, 50, 50] * 2
     one, other = small_grid.experiments.values()
     assert (one.rounds, one.seed, one.training.epochs, one.data.node_samples) == (2, 7, 2, 29)
-    assert (other.training.epochs, other.cloud.aggregation.name) == (1, "fedcross")
+    assert (other.training.epochs, other.tiers[0].aggregation.name) == (1, "fedcross")
     assert [measure.label for measure in small_grid.measures] == ["bytes"]
 
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Tree
-from common.experiment.topology import CLOUD
+from common.experiment.topology import CLOUD, Tree
 from common.metrics import Metrics, NodeLabels
 from common.net.address import BrokerAddress
 from common.protocol.attendance import REPORT_MOST_S, REPORT_S, STAYING, Targets

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cloud.tempo import dealt, decide, next_epochs
 from common.errors import RunFailed
-from common.experiment.rounds import EpochControl
+from common.experiment.schema import EpochControl
 from tests.helpers.examples import examples
 
 EPOCHS = st.integers(1, 30)

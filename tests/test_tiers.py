@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
 from common.experiment import lint
-from common.experiment.reading import parse, to_toml
-from common.experiment.tiers import Tree
+from common.experiment.reading import load, parse, to_toml
+from common.experiment.topology import Tree
 
 REGIONS: list[dict[str, Any]] = [
     {"name": "core", "children": "region", "fan_out": 2, "link": "wan-200mbit"},
@@ -40,7 +41,7 @@ def test_a_tier_has_its_own_settings_and_rounds() -> None:
     assert [experiment.rounds_of(depth) for depth in range(3)] == [1, 3, 6] and experiment.device_rounds == 6
     assert (experiment.link("region-0").up_mbit, experiment.link("device-3").up_mbit) == (200.0, 5.0)
     assert experiment.link("institution-0").up_mbit is None
-    assert experiment.every_tier[1].transfer.up == "fp16"
+    assert experiment.tiers[1].transfer.up == "fp16"
 
 
 def test_the_general_form_is_written_and_read_again() -> None:
@@ -64,11 +65,9 @@ def test_the_short_form_has_the_same_tiers() -> None:
         ]
     })  # fmt: skip
     assert short.tree.children == general.tree.children and short.sizes() == general.sizes()
-    ways = {"fan_out"}
-    assert [t.model_dump(exclude=ways) for t in short.every_tier] == [
-        t.model_dump(exclude=ways) for t in general.every_tier
-    ]
-    assert lint.warnings(short) == [reason.replace("tiers.1", "institution") for reason in lint.warnings(general)]
+    ways = {"fan_out", "number"}
+    assert [t.model_dump(exclude=ways) for t in short.tiers] == [t.model_dump(exclude=ways) for t in general.tiers]
+    assert lint.warnings(short) == [reason.replace("tiers.lan", "institution") for reason in lint.warnings(general)]
 
 
 def test_without_institutions_the_devices_are_below_the_cloud() -> None:
@@ -76,7 +75,7 @@ def test_without_institutions_the_devices_are_below_the_cloud() -> None:
     assert experiment.tree.children == {"cloud": ["device-0", "device-1", "device-2"]}
     assert experiment.tier_names == ["wan"] and experiment.link("device-1").up_mbit == 2.0
     assert experiment.device_rounds == 1 and experiment.sizes() == [[3]]
-    assert "tiers" not in experiment.model_dump(mode="json")
+    assert "[[tiers]]" not in to_toml(experiment)
 
 
 @given(fan_outs=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
@@ -90,12 +89,63 @@ def test_every_node_has_one_parent_one_layer_up(fan_outs: list[int], data: st.Da
     assert sum(map(len, tree.children.values())) == len(tree.nodes)
 
 
-def test_devices_keep_the_order_of_their_partitions() -> None:
-    members = {"a": ["device-2"], "b": ["device-0", "device-1"]}
+def test_devices_and_their_partitions_are_in_the_order_of_the_tree() -> None:
+    members = {"b": ["device-0", "device-1"], "a": ["device-2"]}
     tree = parse({"topology": {"institutions": ["a", "b"], "devices": 3, "members": members}}).tree
-    assert tree.devices == ["device-0", "device-1", "device-2"] and tree.layers[-1] == [
-        "device-2", "device-0", "device-1"
-    ]  # fmt: skip
+    assert tree.devices == ["device-2", "device-0", "device-1"]
+
+
+@given(parents=st.integers(1, 12), more=st.integers(0, 60))
+def test_a_number_of_children_is_shared_out_among_the_parents(parents: int, more: int) -> None:
+    tiers = [{"name": "top", "children": "site", "fan_out": parents}, {"name": "low", "number": parents + more}]
+    experiment = parse({"tiers": tiers})
+    assert experiment.tree.devices == [f"device-{i}" for i in range(parents + more)]
+    sizes = experiment.sizes()[-1]
+    assert [len(experiment.tree.children[f"site-{i}"]) for i in range(parents)] == sizes
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        {"institutions": 3, "devices": 10},
+        {"institutions": 0, "devices": 4},
+        {"institutions": 0, "devices": ["a", "b"]},
+        {"institutions": ["x", "y"], "devices": 5},
+        {"institutions": 2, "devices": ["a", "b", "c"]},
+        {"institutions": ["x", "y"], "devices": ["a", "b", "c"], "members": {"y": ["a", "c"], "x": ["b"]}},
+    ],
+)
+def test_a_short_form_is_written_as_it_was_given(topology: dict[str, Any]) -> None:
+    experiment = parse({"topology": topology, "cloud": {"participation": 0.5}})
+    written = tomllib.loads(to_toml(experiment))
+    assert {key: written["topology"][key] for key in ("institutions",)} == {"institutions": topology["institutions"]}
+    assert parse(written) == experiment == parse(experiment.to_json())
+    assert parse(written).digest == experiment.digest and "tiers" not in written
+
+
+SETTINGS = {"rounds=2": "institution.rounds=2", "aggregation=fedmr": "institution.aggregation=fedmr",
+            "aggregation.name=fedmr": "institution.aggregation.name=fedmr", "link=lte": "links.lan=lte",
+            "link.up_mbit=3": "links.lan.up_mbit=3", "transfer.up=fp16": "transfer.lan.up=fp16"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("below", "short"), SETTINGS.items())
+def test_a_tiers_key_is_set_by_its_name_in_both_forms(tmp_path: Path, below: str, short: str) -> None:
+    file = tmp_path / "it.toml"
+    file.write_text("[topology]\ndevices = 8\ninstitutions = 2\n", encoding="utf-8")
+    assert load(file, [f"tiers.lan.{below}"]) == load(file, [short]) != load(file)
+    tiers = '[[tiers]]\nname = "top"\nchildren = "site"\nfan_out = 2\n[[tiers]]\nname = "low"\nfan_out = 4\n'
+    file.write_text(tiers, encoding="utf-8")
+    changed, plain = load(file, [f"tiers.low.{below}"]), load(file)
+    assert changed.tiers[0] == plain.tiers[0] and changed.tiers[1] != plain.tiers[1]
+
+
+def test_a_tier_that_is_not_there_cannot_be_set(tmp_path: Path) -> None:
+    file = tmp_path / "it.toml"
+    for text, remedy in (("", "Its tiers are wan and lan"), ('[[tiers]]\nname = "low"\n', "Did you mean 'low'")):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(InvalidExperiment, match=remedy):
+            load(file, ["tiers.lo.rounds=2"])
 
 
 @pytest.mark.parametrize(
@@ -117,32 +167,37 @@ def test_devices_keep_the_order_of_their_partitions() -> None:
         ({"topology": {"institutions": 0}, "data": {"partition": "institution_shards"}}, ("data.partition",)),
         ({"topology": {"institutions": 0, "devices": ["d"], "members": {"a": ["d"]}}}, ("topology.members.a",)),
         ({"topology": {"institutions": 0, "devices": []}}, ("topology.devices", "cloud would have no device")),
-        ({"tiers": [{"name": "a"}], "topology": {"devices": 2}}, ("topology.devices", "[[tiers]]", "Remove topology")),
+        ({"tiers": [{"name": "a"}], "topology": {"devices": 2}}, ("topology", "[[tiers]]", "Remove topology")),
         ({"tiers": [{"name": "a"}], "cloud": {"participation": 0.5}}, ("cloud.participation", "[[tiers]]")),
-        ({"tiers": [{"name": "a", "rounds": 2}]}, ("tiers.0.rounds", "global rounds", "Set rounds")),
+        ({"tiers": [{"name": "a", "rounds": 2}]}, ("tiers.a.rounds", "global rounds", "Set rounds")),
         ({"tiers": [{"name": "a"}, {"name": "a", "children": "x"}]}, ("tiers.name", "two tiers")),
         ({"tiers": [{"name": "a"}, {"name": "b"}]}, ("tiers.children", "two tiers")),
         ({"tiers": [{"name": "epochs"}]}, ("tiers.name", "Rename")),
         ({"tiers": [{"name": "A b"}]}, ("tiers.0.name", "lower-case letters")),
-        ({"tiers": [{"name": "a", "children": "x" * 49}]}, ("tiers.0.children", "at most 48")),
-        ({"tiers": [{"name": "a", "fan_out": 10**9}]}, ("tiers.0.fan_out", "more than 1,000,000")),
+        ({"tiers": [{"name": "a", "children": "x" * 49}]}, ("tiers.a.children", "at most 48")),
+        ({"tiers": [{"name": "a", "fan_out": 10**9}]}, ("tiers.a.fan_out", "more than 1,000,000")),
         (
             {"tiers": [{"name": "a", "children": "b", "fan_out": 2000}, {"name": "c", "fan_out": 2000}]},
-            ("tiers.1.fan_out", "2000 parents would have more than 1,000,000"),
+            ("tiers.c.fan_out", "2000 parents would have more than 1,000,000"),
+        ),
+        ({"tiers": [{"name": "a", "fan_out": 2, "number": 4}]}, ("tiers.a.number", "fan_out is given too")),
+        (
+            {"tiers": [{"name": "a", "children": "b", "fan_out": 3}, {"name": "c", "number": 2}]},
+            ("tiers.c.number", "there are 3 parents", "Use 3"),
         ),
         ({"tiers": [{"name": f"t{i}", "children": f"c{i}"} for i in range(17)]}, ("tiers", "at most 16")),
         ({"tiers": [3]}, ("tiers.0", "3")),
         ({"tiers": ["link"]}, ("tiers.0", "link")),
-        ({"tiers": [{"name": "a", "fan_out": 0}]}, ("tiers.0.fan_out", "Write 1 or more")),
-        ({"tiers": [{"name": "a", "fanout": 2}]}, ("tiers.0.fanout", "Did you mean 'fan_out'?")),
-        ({"tiers": [{"name": "a", "members": {"clod": ["d"]}}]}, ("tiers.0.members.clod", "Did you mean 'cloud'?")),
-        ({"tiers": [{"name": "a", "members": {"cloud": []}}]}, ("tiers.0.members", "no child")),
+        ({"tiers": [{"name": "a", "fan_out": 0}]}, ("tiers.a.fan_out", "Write 1 or more")),
+        ({"tiers": [{"name": "a", "fanout": 2}]}, ("tiers.a.fanout", "Did you mean 'fan_out'?")),
+        ({"tiers": [{"name": "a", "members": {"clod": ["d"]}}]}, ("tiers.a.members.clod", "Did you mean 'cloud'?")),
+        ({"tiers": [{"name": "a", "members": {"cloud": []}}]}, ("tiers.a.members", "no child")),
         ({"tiers": [{"name": "a", "members": {"cloud": ["d", "d"]}}]}, ("tiers", "share this name")),
         ({"tiers": [{"name": "a", "members": {"cloud": ["all"]}}]}, ("tiers", "reserved")),
-        ({"tiers": [{"name": "a", "link": "lt"}]}, ("tiers.0.link", "Did you mean 'lte'?")),
-        ({"tiers": [{"name": "a", "transfer": {"up": "fp3"}}]}, ("tiers.0.transfer.up", "no such codec")),
-        ({"tiers": [{"name": "a", "participation": 0.0}]}, ("tiers.0.participation", "selects no clients")),
-        ({"tiers": [{"name": "a", "closing": {"rule": "quorum"}}]}, ("tiers.0.closing.quorum",)),
+        ({"tiers": [{"name": "a", "link": "lt"}]}, ("tiers.a.link", "Did you mean 'lte'?")),
+        ({"tiers": [{"name": "a", "transfer": {"up": "fp3"}}]}, ("tiers.a.transfer.up", "no such codec")),
+        ({"tiers": [{"name": "a", "participation": 0.0}]}, ("tiers.a.participation", "selects no clients")),
+        ({"tiers": [{"name": "a", "closing": {"rule": "quorum"}}]}, ("tiers.a.closing.quorum",)),
     ],
     ids=lambda value: "",
 )

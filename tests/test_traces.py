@@ -81,11 +81,11 @@ def test_a_trace_is_part_of_the_experiment_once_it_is_read(tmp_path: Path) -> No
     experiment = load(file)
     again = parse(experiment.to_json())
     assert again == experiment and "up_mbit = [8.0, 0.0, 4.0]" in to_toml(experiment)
-    wan = experiment.links.wan
+    wan = experiment.tiers[0].link
     assert wan.up.trace == RateTrace((0.0, 5.0, 9.0), (1e6, 0.0, 5e5), (0.01, 0.01, 0.05), 12.0)
     assert wan.up.rate == pytest.approx((5 * 1e6 + 3 * 5e5) / 12) and wan.down.delay_s == 0.01
     assert experiment.link("device-0").down.trace == RateTrace((0.0,), (125_000.0,), (0.0,))
-    assert load(file, ["links.lan.trace=bus.csv"]).links.lan.up.rate == 125_000.0
+    assert load(file, ["links.lan.trace=bus.csv"]).tiers[-1].link.up.rate == 125_000.0
 
 
 @pytest.mark.parametrize(

@@ -203,9 +203,9 @@ class LinkSettings(Profile):
 
 
 class Links(SettingsTable):
-    """The links of the two tiers: `wan` between cloud and institution, `lan` between institution and device.
+    """What shapes the links, and the links of single nodes: `links.of.NODE` is that to its parent.
 
-    `links.of.NODE` is the link of a single node to its parent. A link is a table, or the name of a profile.
+    A link is a table, or the name of a profile.
     """
 
     # What shapes the links: token buckets in the sending agents, the kernel, or nothing. The declared rates decide the
@@ -215,8 +215,6 @@ class Links(SettingsTable):
     check: Literal["error", "warn", "off"] = "error"
     # Share by which a measured rate may differ from the declared one.
     tolerance: Annotated[float, Field(gt=0, le=1)] = 0.1
-    wan: LinkSettings = LinkSettings()
-    lan: LinkSettings = LinkSettings()
     of: dict[Name, LinkSettings] = Field(default_factory=dict)
 
 
@@ -263,7 +261,7 @@ def _with_links(tree: Mapping[str, Any], change: Callable[[str, Any], Any]) -> d
     links, tiers = tree.get("links"), tree.get("tiers")
     if isinstance(tiers, list):
         changed["tiers"] = [
-            {**tier, "link": change(f"tiers.{place}.link", tier["link"])}
+            {**tier, "link": change(f"tiers.{tier.get('name', place)}.link", tier["link"])}
             if isinstance(tier, Mapping) and "link" in tier
             else tier
             for place, tier in enumerate(tiers)

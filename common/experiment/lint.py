@@ -11,9 +11,8 @@ from typing import Final
 
 from common.experiment.data import Data
 from common.experiment.methods import RuleUse
-from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
-from common.experiment.tiers import Tier
+from common.experiment.tiers import Tier, participants
 from common.experiment.training import Schedule
 
 BATCH_NORM: Final = frozenset({"resnet18_cifar", "resnet20", "resnet20_b", "resnet20_preact", "vgg16_bn"})
@@ -23,7 +22,8 @@ SKEWED_CONCENTRATION: Final = 1.0  # of the Dirichlet split, at or below which l
 def warnings(experiment: Experiment) -> list[str]:
     """Return one line per such setting: the key, its value and the effect."""
     found: list[str] = []
-    for depth, (key, tier) in enumerate(experiment.keyed_tiers()):
+    for depth, tier in enumerate(experiment.tiers):
+        key = experiment.key(tier)
         found += tier.aggregation.advice(_use(experiment, key, tier, depth))
         if tier.selection.name != "fraction" and tier.participation >= 1:
             found.append(

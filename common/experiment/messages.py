@@ -58,8 +58,6 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
         name, (kind, tables) = first["ctx"]["tag"], SELECTED[path[-1]]
         problem = f"no {kind} has this name"
         return InvalidExperiment(f"{key}.name", name, problem, proposal(name, tables, what="There are"))
-    if first["type"] == "json_invalid":
-        return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
     value = None if first["type"] == "missing" else first["input"]  # else the table in which it is missing
     problem, remedy = problem_of(first)
     if first["type"] in NOT_A_TABLE and (keys := _known_keys(path, root)):

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from common.errors import InvalidExperiment
 from common.experiment.devices import with_availability
 from common.experiment.links import with_traces
 from common.experiment.messages import explain
 from common.experiment.schema import Experiment
-from common.experiment.tables import read_toml, stands_for, write
-from common.experiment.topology import LAB
+from common.experiment.short_form import LAB, ShortForm, as_written, short_key
+from common.experiment.tables import proposal, read_toml, stands_for, write
 
 PARENTS_MOST: Final = 20  # of a key, in keywords of own code
 ANNOUNCED_MOST: Final = 4096  # characters of a text in an announced experiment: a path may have as many
@@ -39,15 +40,18 @@ def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
 
 def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
     """Validate a tree, or its JSON text, and return the experiment. Raises InvalidExperiment."""
-    if isinstance(tree, Mapping) and tree.get("topology") == LAB:
+    if isinstance(tree, (str, bytes)):
+        tree = _of_json(tree)
+    if tree.get("topology") == LAB:
         problem = "only `fedstrata cloud` can ask which nodes are there"
         raise InvalidExperiment("topology", LAB, problem, "Give topology.institutions and topology.devices.")
     try:
-        if isinstance(tree, (str, bytes)):
-            return Experiment.model_validate_json(tree)
+        if "tiers" not in tree:
+            return ShortForm.model_validate(tree).experiment()
+        _check_one_form(tree)
         return Experiment.model_validate(tree)
     except ValidationError as error:
-        raise explain(error, Experiment) from None
+        raise _named(explain(error, Experiment if "tiers" in tree else ShortForm), tree) from None
 
 
 @lru_cache(maxsize=2)
@@ -67,31 +71,77 @@ def announced(text: str) -> Experiment:
 
 def to_toml(experiment: Experiment) -> str:
     """Return the experiment as TOML with all keys that apply, defaults included."""
-    return write(experiment.model_dump(mode="json", exclude_none=True))
+    return write(as_written(experiment))
 
 
 def override(tree: dict[str, Any], text: str) -> None:
-    """Set one `key=value` in a tree. Raises InvalidExperiment."""
+    """Set one `key=value` in a tree; `tiers.NAME.KEY` is a key of the tier of that name. Raises InvalidExperiment."""
     key, equals, value = text.partition("=")
-    key = key.strip()
-    *parents, last = key.split(".")
-    if not equals or not key.strip("."):
+    path = key.strip().split(".")
+    if not equals or not any(path):
         raise InvalidExperiment("--set", text, "not of the form key=value", "Write for instance seed=3.")
-    if len(parents) > PARENTS_MOST:
+    if len(path) > PARENTS_MOST + 1:
         raise InvalidExperiment("--set", text, "no key is that deep", "Write for instance training.epochs=2.")
     try:
         read = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         read = {}
-    # A bare word is a string, as in a shell. So is a value that would add further lines.
-    branch: dict[str, Any] = {last: read["value"] if read.keys() == {"value"} else value.strip()}
-    for parent in reversed(parents):
-        branch = {parent: branch}
-    for depth in range(1, len(parents) + 1):
-        ((parent, branch),) = branch.items()
-        if isinstance(name := tree.get(parent), str) and (inner := stands_for(parents[:depth])):
+    begin = 0
+    if path[0] == "tiers" and len(path) > 2:
+        if isinstance(tiers := tree.get("tiers"), list):
+            tree, begin = _tier(tiers, path[1], text), 2
+        else:
+            path = short_key(path)
+    for depth in range(begin, len(path) - 1):
+        parent = path[depth]
+        if isinstance(name := tree.get(parent), str) and (inner := stands_for(path[: depth + 1])):
             tree[parent] = {inner: name}
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise InvalidExperiment("--set", text, f"{'.'.join(parents[:depth])} is not a table", "Check the key.")
-    tree.update(branch)
+            raise InvalidExperiment("--set", text, f"{'.'.join(path[: depth + 1])} is not a table", "Check the key.")
+    # A bare word is a string, as in a shell. So is a value that would add further lines.
+    tree[path[-1]] = read["value"] if read.keys() == {"value"} else value.strip()
+
+
+def _tier(tiers: list[Any], name: str, text: str) -> dict[str, Any]:
+    names = {each["name"]: each for each in tiers if isinstance(each, dict) and isinstance(each.get("name"), str)}
+    if name not in names:
+        raise InvalidExperiment("--set", text, "no tier has this name", proposal(name, names, what="There are"))
+    return names[name]
+
+
+def _check_one_form(tree: Mapping[str, Any]) -> None:
+    """Check that a tree with `[[tiers]]` has no key of the short form."""
+    for key, field in ShortForm.model_fields.items():
+        found, general = tree.get(key), Experiment.model_fields.get(key)
+        if found is not None and general is None:
+            raise InvalidExperiment(key, found, "[[tiers]] has these settings", f"Remove {key}.")
+        short = getattr(field.annotation, "model_fields", {}).keys()
+        for below in short - getattr(general and general.annotation, "model_fields", {}).keys():
+            if isinstance(found, Mapping) and below in found:
+                at = f"{key}.{below}"
+                raise InvalidExperiment(at, found[below], "[[tiers]] has these settings", f"Remove {at}.")
+
+
+def _of_json(text: str | bytes) -> Mapping[str, Any]:
+    try:
+        tree = from_json(text)
+    except ValueError as error:
+        raise InvalidExperiment("experiment", "...", str(error), "Start all roles from one release.") from None
+    if not isinstance(tree, dict):
+        raise InvalidExperiment("experiment", "...", "not a table", "Start all roles from one release.")
+    return tree
+
+
+def _named(error: InvalidExperiment, tree: Mapping[str, Any]) -> InvalidExperiment:
+    """Return an error whose key has the name of its tier, not its number."""
+    key, value, problem, remedy = error.parts
+    first, _, below = key.partition(".")
+    number, _, last = below.partition(".")
+    if first != "tiers" or not number.isdigit():
+        return error
+    tier = tree["tiers"][int(number)]
+    name = tier.get("name") if isinstance(tier, Mapping) else None
+    if not isinstance(name, str) or last == "name":
+        return error
+    return InvalidExperiment(f"tiers.{name}.{last}", value, problem, remedy)

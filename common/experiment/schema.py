@@ -9,12 +9,12 @@ The comment above a key, or behind it, is its meaning in docs/experiment.md (`do
 from __future__ import annotations
 
 import json
-from functools import cached_property, reduce
+from functools import cached_property
 from hashlib import blake2b
 from math import prod
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from common.errors import InvalidExperiment
 from common.experiment.data import NUMBERS, Data, Model, check_data
@@ -29,7 +29,6 @@ from common.experiment.devices import (
 from common.experiment.links import (
     DOWN,
     UP,
-    Codecs,
     Links,
     LinkSettings,
     Profile,
@@ -38,10 +37,18 @@ from common.experiment.links import (
     with_profiles,
 )
 from common.experiment.methods import RuleSettings
-from common.experiment.rounds import Cloud, Institution, check_closing, participants
-from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal, with_tables
-from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_alone, check_tiers, layers_of
-from common.experiment.topology import CLOUD, Topology, check_topology
+from common.experiment.tables import (
+    AcceleratorName,
+    Count,
+    Fraction,
+    Name,
+    Positive,
+    SettingsTable,
+    proposal,
+    with_tables,
+)
+from common.experiment.tiers import DEVICE, NODES_MOST, Tier, check_rounds, check_tiers, layers_of, sizes_of
+from common.experiment.topology import CLOUD, Tree
 from common.experiment.training import (
     Score,
     TrainingSettings,
@@ -50,6 +57,33 @@ from common.experiment.training import (
     learning_rate,
     with_loss_and_score,
 )
+
+
+class EpochControl(SettingsTable):
+    """How many epochs devices train in a local round. The first global round has `training.epochs`."""
+
+    name: Literal["fixed", "tempo"] = "fixed"  # `fixed`: always `training.epochs`; `tempo`: decided by the cloud
+    variant: Literal["paper", "plato"] = "paper"  # Tempo's equation (9), or the form of its public code
+    # Baselines that spend the same number of epochs without regard to the distances: given to the institutions by
+    # chance, or their mean for everybody.
+    control: Literal["none", "shuffled", "fixed_mean"] = "none"
+    per_epoch: bool = False  # divide each distance by the epochs that led to it
+
+
+class CloudSettings(SettingsTable):
+    """What the cloud does besides its rounds: Tempo's epoch control, evaluation, checkpoints."""
+
+    epoch_control: EpochControl = EpochControl()
+    evaluate_every: Count = 1  # evaluate after every so many global rounds, and after the last one
+    # Where the cloud evaluates: `cpu`, `cuda`, `cuda:1` (a GPU's number), or `auto`, a GPU if its machine has one. It
+    # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
+    evaluate_on: AcceleratorName = "cpu"
+    checkpoint_every: Count = 1  # save a checkpoint after every so many global rounds, and after the last one
+
+    @property
+    def rounds_back(self) -> int:
+        """How many global rounds a resumed cloud may return: to the checkpoint before the last, if that is damaged."""
+        return 2 * self.checkpoint_every
 
 
 class TransferSettings(SettingsTable):
@@ -68,47 +102,29 @@ class TransferSettings(SettingsTable):
     # Megabytes of uploads in memory; those beyond it stay in the spool until they are mixed.
     resident_mb: Positive = 512.0
     keepalive_s: Annotated[int, Field(ge=5, le=65_535)] = 30  # MQTT's keep-alive in seconds
-    wan: Codecs = Codecs()
-    lan: Codecs = Codecs()
 
 
 ROUNDS_MOST: Final = 10**12  # of a device in a run; their numbers fit into messages
-SHORT_FORM: Final = (
-    "topology", "institution", "cloud.participation", "cloud.selection", "cloud.aggregation", "cloud.norm_bound",
-    "cloud.closing", "links.wan", "links.lan", "transfer.wan", "transfer.lan",
-)  # fmt: skip
-BELOW_INSTITUTIONS: Final = ("institution", "links.lan", "transfer.lan")
+SHORT: Final = (("wan", "institution"), ("lan", DEVICE))  # the tiers that the short form stands for: name, children
 
 
-class Experiment(SettingsTable):
-    """All that defines a run. Equal experiments with equal seeds give equal models, bit for bit, on CPUs."""
+class ExperimentSettings(SettingsTable):
+    """The keys of both forms of an experiment."""
 
     name: Name = "experiment"  # it is part of the name of the run's folder
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of the split, the first model, client selection, batches, mixing
     rounds: Count = 10  # global rounds
     target_accuracy: Fraction | None = None  # the run ends once the test accuracy has reached it
     score: Score = Score()
-    topology: Topology = Topology()
     data: Data = Data()
     model: Model = Model()
     training: TrainingSettings = TrainingSettings()
-    cloud: Cloud = Cloud()
-    institution: Institution = Institution()
-    tiers: list[Tier] = Field(default_factory=list)
+    cloud: CloudSettings = CloudSettings()
     profiles: dict[Name, Profile] = Field(default_factory=dict)
     links: Links = Links()
     transfer: TransferSettings = TransferSettings()
     hardware: HardwareSettings = HardwareSettings()
     availability: Availability = Availability()
-
-    @model_serializer(mode="wrap")
-    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what the other form of the tiers has."""
-        tree: dict[str, Any] = dump(self)
-        for path in SHORT_FORM if self.tiers else ("tiers",):
-            *parents, last = path.split(".")
-            del reduce(dict.__getitem__, parents, tree)[last]
-        return tree
 
     @model_validator(mode="before")
     @classmethod
@@ -117,34 +133,32 @@ class Experiment(SettingsTable):
             return tree
         return with_loss_and_score(with_machines(with_profiles(with_tables(tree))))
 
+
+class Experiment(ExperimentSettings):
+    """All that defines a run. Equal experiments with equal seeds give equal models, bit for bit, on CPUs."""
+
+    tiers: Annotated[list[Tier], Field(min_length=1)]
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.tiers:
-            check_tiers(self.tiers)
-        else:
-            check_topology(self.topology)
+        check_tiers(self.tiers)
         if self.rounds * self.device_rounds > ROUNDS_MOST:
             problem = "too many local rounds of each device"
             raise InvalidExperiment("rounds", self.rounds, problem, f"Use at most {ROUNDS_MOST:,} in all.")
-        self._check_form()
+        if len(self.tiers) == 1 and self.data.partition.startswith("institution_"):
+            problem = "this lab has no institution"
+            raise InvalidExperiment("data.partition", self.data.partition, problem, "Use a partition over the devices.")
         check_data(self.data, self.model)
         check_training(self.training, self.data)
         check_score(self.data.targets, self.training.loss, self.score, target_accuracy=self.target_accuracy)
-        for (key, tier), sizes in zip(self.keyed_tiers(), self.sizes(), strict=True):
-            if tier.participation <= 0:
-                remedy = "Give a fraction above 0 and at most 1."
-                raise InvalidExperiment(f"{key}.participation", tier.participation, "selects no clients", remedy)
-            selected = [participants(size, tier.participation) for size in set(sizes)]
-            check_closing(f"{key}.closing", tier.closing, min(selected))
-            for count in {min(selected), max(selected)}:
-                tier.aggregation.check(f"{key}.aggregation", count, tier.closing.uploads_of(count))
-            tier.selection.check(f"{key}.selection", max(sizes), max(selected))
-            check_alone(key, tier)
+        for tier, sizes in zip(self.tiers, self.sizes(), strict=True):
+            key = self.key(tier)
+            check_rounds(key, tier, sizes)
             tier.aggregation.check_training(f"{key}.aggregation", self.model, self.training)
             if tier.aggregation.refines:
                 self._check_refined(f"{key}.aggregation.name", tier.aggregation)
         self._check_objective()
-        rule = self.every_tier[0].aggregation
+        rule = self.tiers[0].aggregation
         if rule.buffers and self.cloud.epoch_control.name != "fixed":
             problem = f"it compares the uploads of a global round, and {rule.name} has uploads of several"
             raise InvalidExperiment("cloud.epoch_control.name", "tempo", problem, "Use another rule at the cloud.")
@@ -154,11 +168,25 @@ class Experiment(SettingsTable):
             self._check_device("hardware.of", device)
         check_availability(self.availability, self._check_device)
         self._check_traces()
-        for key, tier in self.keyed_tiers():
-            at = f"{key}.transfer" if self.tiers else f"transfer.{tier.name}"
-            check_codec(f"{at}.up", tier.transfer.up, UP)
-            check_codec(f"{at}.down", tier.transfer.down, DOWN)
+        for tier in self.tiers:
+            check_codec(f"{self.key(tier, 'transfer')}.up", tier.transfer.up, UP)
+            check_codec(f"{self.key(tier, 'transfer')}.down", tier.transfer.down, DOWN)
         return self
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the short form (`short_form.py`) can say it: so it is written, and errors have its keys."""
+        shape = tuple((tier.name, tier.children) for tier in self.tiers)
+        counted = all(tier.members or tier.number for tier in self.tiers)
+        return counted and shape in (SHORT, (("wan", DEVICE),))
+
+    def key(self, tier: Tier, table: Literal["", "link", "transfer"] = "") -> str:
+        """Return the key in the file of a tier's rounds, or of its link or transfer."""
+        if not self.is_short:
+            return f"tiers.{tier.name}.{table}".rstrip(".")
+        if table:
+            return f"{'links' if table == 'link' else table}.{tier.name}"
+        return CLOUD if tier.name == "wan" else "institution"
 
     def link(self, child: str) -> LinkSettings:
         """Return the link between a node and its parent. Raises InvalidExperiment."""
@@ -182,39 +210,21 @@ class Experiment(SettingsTable):
     @cached_property
     def tree(self) -> Tree:
         """The nodes of the lab. Raises InvalidExperiment if there are too many to give them names."""
-        count = sum(sum(sizes) for sizes in self.sizes())
+        count = sum(map(sum, self.sizes()))
         if count > NODES_MOST:
             problem = "too many nodes for a run; only a plan may have more"
-            raise InvalidExperiment("topology", count, problem, f"Use at most {NODES_MOST:,}.")
-        if self.tiers:
-            return Tree(layers_of(self.tiers))
-        return Tree(self.topology.layers(), self.topology.device_names())
-
-    @cached_property
-    def every_tier(self) -> tuple[Tier, ...]:
-        """The tiers from the cloud down, in whichever form the experiment has them."""
-        if self.tiers:
-            return tuple(self.tiers)
-        cloud, institution = self.cloud, self.institution
-        wan = Tier(
-            name="wan", participation=cloud.participation, selection=cloud.selection, aggregation=cloud.aggregation,
-            norm_bound=cloud.norm_bound, closing=cloud.closing, link=self.links.wan, transfer=self.transfer.wan,
-            children="institution" if self.topology.institutions else DEVICE,
-        )  # fmt: skip
-        lan = Tier(
-            name="lan", participation=institution.participation, selection=institution.selection,
-            aggregation=institution.aggregation, norm_bound=institution.norm_bound, closing=institution.closing,
-            link=self.links.lan, transfer=self.transfer.lan, rounds=institution.rounds,
-        )  # fmt: skip
-        return (wan, lan) if self.topology.institutions else (wan,)
+            raise InvalidExperiment(
+                "topology" if self.is_short else "tiers", count, problem, f"Use at most {NODES_MOST:,}."
+            )
+        return Tree(layers_of(self.tiers))
 
     def tier_above(self, child: str) -> Tier:
         """Return the tier between a node and its parent. Raises KeyError."""
-        return self.every_tier[self.tree.depth(child) - 1]
+        return self.tiers[self.tree.depth(child) - 1]
 
     def tier_below(self, parent: str) -> Tier:
         """Return the tier between a node and its children. Raises KeyError."""
-        return self.every_tier[self.tree.depth(parent)]
+        return self.tiers[self.tree.depth(parent)]
 
     def rounds_below(self, parent: str) -> int:
         """Return a device's local rounds in each round of a node above it, 1 for its own parent. Raises KeyError."""
@@ -226,37 +236,30 @@ class Experiment(SettingsTable):
         Its rule or its selection may have some. So may a node below it: then it must know what that node's next task
         follows. Devices have some if the objective keeps vectors.
         """
-        below = self.every_tier[self.tree.depth(parent) :]
+        below = self.tiers[self.tree.depth(parent) :]
         return self.training.objective.remembers or any(tier.remembers for tier in below)
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
-        return {f"{tier.children}s": sum(sizes) for tier, sizes in zip(self.every_tier, self.sizes(), strict=True)}
-
-    def keyed_tiers(self) -> list[tuple[str, Tier]]:
-        """Return the tiers, each with the key of its settings."""
-        keys = [f"tiers.{place}" for place in range(len(self.tiers))] or ["cloud", "institution"]
-        return list(zip(keys, self.every_tier, strict=False))
+        return {f"{tier.children}s": sum(sizes) for tier, sizes in zip(self.tiers, self.sizes(), strict=True)}
 
     @property
     def tier_names(self) -> list[str]:
         """The names of the tiers from the cloud down."""
-        return [tier.name for tier in self.every_tier]
+        return [tier.name for tier in self.tiers]
 
     def sizes(self) -> list[list[int]]:
         """Return the number of children of each parent, by tier: without names, there may be millions."""
-        if self.tiers:
-            return [[len(names) for names in layer.values()] for layer in layers_of(self.tiers)]
-        return self.topology.sizes()
+        return sizes_of(self.tiers)
 
     def rounds_of(self, depth: int) -> int:
         """Return how many rounds a parent at this depth runs in a global round, the cloud's depth being 0."""
-        return prod(tier.rounds for tier in self.every_tier[1 : depth + 1])
+        return prod(tier.rounds for tier in self.tiers[1 : depth + 1])
 
     @property
     def device_rounds(self) -> int:
         """The local rounds of a device in each global round: those of its parent."""
-        return self.rounds_of(len(self.every_tier) - 1)
+        return self.rounds_of(len(self.tiers) - 1)
 
     def learning_rate_in(self, local_round: int) -> float:
         """Return the devices' learning rate in one of their local rounds, counted over the run from 0."""
@@ -265,9 +268,9 @@ class Experiment(SettingsTable):
 
     def code_at(self, node: str) -> dict[str, str]:
         """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`."""
-        if self.tree.depth(node) < len(self.every_tier):
-            key = self.keyed_tiers()[self.tree.depth(node)][0]
+        if self.tree.depth(node) < len(self.tiers):
             tier = self.tier_below(node)
+            key = self.key(tier)
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
             return names | (self._learned if tier.aggregation.reads_samples else {})
         training = self.training
@@ -291,22 +294,6 @@ class Experiment(SettingsTable):
         """16 hexadecimal digits that identify the effective experiment."""
         return blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
-    def _check_form(self) -> None:
-        """Check that no key is set that has no effect with this form of the tiers."""
-        if len(self.every_tier) == 1 and self.data.partition.startswith("institution_"):
-            problem = "this lab has no institution"
-            raise InvalidExperiment("data.partition", self.data.partition, problem, "Use a partition over the devices.")
-        unused = [] if self.topology.institutions or self.tiers else BELOW_INSTITUTIONS
-        for key in SHORT_FORM if self.tiers else unused:
-            found: Any = self
-            default: Any = DEFAULTS
-            for part in key.split("."):
-                found, default = getattr(found, part), getattr(default, part)
-            if found != default:
-                at, value = _difference(key, found, default)
-                problem = "[[tiers]] has these settings" if self.tiers else "this lab has no institution"
-                raise InvalidExperiment(at, value, problem, f"Remove {key}.")
-
     def _check_refined(self, key: str, rule: RuleSettings) -> None:
         """Check that the data are those that a rule with a refiner's process needs."""
         if self.data.targets == NUMBERS:
@@ -320,11 +307,12 @@ class Experiment(SettingsTable):
     def _check_objective(self) -> None:
         """Check that the objective and the rule of the devices' tier belong together."""
         objective, key = self.training.objective, "training.objective.name"
-        *above, (last_key, last) = self.keyed_tiers()
-        for tier_key, tier in above:
+        *above, last = self.tiers
+        last_key = self.key(last)
+        for tier in above:
             if tier.aggregation.objective or tier.aggregation.sends or tier.aggregation.returns:
-                name, remedy = tier.aggregation.name, f"Use it in {last_key}.aggregation."
-                raise InvalidExperiment(f"{tier_key}.aggregation.name", name, "its children must be devices", remedy)
+                at, remedy = f"{self.key(tier)}.aggregation.name", f"Use it in {last_key}.aggregation."
+                raise InvalidExperiment(at, tier.aggregation.name, "its children must be devices", remedy)
         rule = last.aggregation
         if rule.objective not in (None, objective.name):
             problem, remedy = f"{last_key}.aggregation.name = {rule.name!r} needs another", f"Use {rule.objective!r}."
@@ -334,7 +322,7 @@ class Experiment(SettingsTable):
             raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
 
     def _check_traces(self) -> None:
-        tiers = {f"{key}.link" if self.tiers else f"links.{tier.name}": tier.link for key, tier in self.keyed_tiers()}
+        tiers = {self.key(tier, "link"): tier.link for tier in self.tiers}
         for key, link in (tiers | {f"links.of.{name}": link for name, link in self.links.of.items()}).items():
             if link.trace is not None:
                 check_trace(f"{key}.trace", link.trace)
@@ -350,20 +338,5 @@ class Experiment(SettingsTable):
 
     def _check_device(self, key: str, name: str) -> None:
         devices = self.tree.layers[-1]
-        if name not in self.tree or self.tree.depth(name) != len(self.every_tier):
+        if name not in self.tree or self.tree.depth(name) != len(self.tiers):
             raise InvalidExperiment(key, name, "no device has this name", proposal(name, devices, what="There are"))
-
-
-def _difference(key: str, found: object, default: object) -> tuple[str, object]:
-    """Return the first key below a table that is not its default, and the value there."""
-    if isinstance(found, SettingsTable) and type(found) is type(default):
-        for name in type(found).model_fields:
-            one, other = getattr(found, name), getattr(default, name)
-            if one != other:
-                return _difference(f"{key}.{name}", one, other)
-    if isinstance(found, SettingsTable):  # of another name, as rules and selectors have one
-        return f"{key}.name", getattr(found, "name", "")
-    return key, found
-
-
-DEFAULTS: Final = Experiment()

@@ -1,4 +1,4 @@
-"""The tiers of a lab: between the nodes of one layer and those of the next, and the tree of all nodes.
+"""The tiers of a lab: between the nodes of one layer and those of the next.
 
     cloud  --tier 0-->  institutions  --tier 1-->  devices
 
@@ -9,17 +9,17 @@ one has a cloud and devices, two have institutions between, three have regions a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Final
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment, LeftOut
+from common.errors import InvalidExperiment
 from common.experiment.links import Codecs, LinkSettings
 from common.experiment.methods import Aggregation, NormBound, Selection, fedavg, fraction
-from common.experiment.rounds import Closing, Share
-from common.experiment.tables import NAME_FORM, Count, Name, SettingsTable, form, proposal
-from common.experiment.topology import CLOUD, RESERVED
+from common.experiment.tables import NAME_FORM, Count, Name, Positive, SettingsTable, form, proposal
+from common.experiment.topology import CLOUD, RESERVED, Tree
 
 DEVICE: Final = "device"
 TIER_NAME: Final = r"[a-z][a-z0-9-]{0,15}"
@@ -28,22 +28,70 @@ NODES_MOST: Final = 1_000_000  # each has its name in memory
 TAKEN: Final = ("epochs", "omega", "spread")  # rounds.csv has columns of nodes that begin with these
 
 
-class Tier(SettingsTable):
-    """One tier, from the root down: who its children are, its parents' rounds over them, and the links between."""
+class Closing(SettingsTable):
+    """When a round closes: with all results, or with `quorum` of them once `deadline_s` has passed."""
+
+    # `all` waits for every child that takes part; `quorum` needs the two keys below.
+    rule: Literal["all", "quorum"] = "all"
+    quorum: Count | None = None  # results that are enough
+    deadline_s: Positive | None = None  # seconds since the round opened; before that the round waits for all
+
+    def among(self, children: int) -> Closing:
+        """Return the rule of a round with so many children: a larger quorum is all of them."""
+        return self if (self.quorum or 0) <= children else self.model_copy(update={"quorum": children})
+
+    def uploads_of(self, children: int) -> int:
+        """Return how many uploads of so many children close a round."""
+        return children if self.rule == "all" else min(self.quorum or children, children)
+
+
+class RoundSettings(SettingsTable):
+    """The rounds of a tier's parents: who takes part, the rule, and when a round closes."""
+
+    # Share of a parent's children in a round, above 0: max(1, floor(share * number)).
+    participation: Annotated[float, Field(le=1)] = 1.0
+    selection: Selection = Field(default_factory=fraction)
+    aggregation: Aggregation = Field(default_factory=fedavg)
+    norm_bound: NormBound = NormBound()
+    closing: Closing = Closing()
+
+
+class TierNodes(SettingsTable):
+    """The children of a tier's parents, and how often they take part."""
 
     # Of its columns in rounds.csv and its rows in links.csv: small letters, digits, dashes.
     name: Annotated[str, form(rf"^{TIER_NAME}$", "lower-case letters, digits and -, at most 16, a letter first")]
     # What its children are: `region` makes the names `region-0`, `region-1`, ...; the last tier's are devices.
     children: Annotated[str, form(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,47}$", NAME_FORM.format(48))] = DEVICE
     fan_out: Count = 1  # children of each parent
+    # Children of all parents together, in place of `fan_out`: their numbers differ by at most one.
+    number: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     # The children of each parent by name, in place of `fan_out`.
     members: dict[Name, list[Name]] = Field(default_factory=dict)
     rounds: Count = 1  # of a parent, for each round of the tier above; the first tier's are the experiment's `rounds`
-    participation: Share = 1.0  # share of a parent's children in a round, above 0: max(1, floor(share * number))
-    selection: Selection = Field(default_factory=fraction)
-    aggregation: Aggregation = Field(default_factory=fedavg)
-    norm_bound: NormBound = NormBound()
-    closing: Closing = Closing()
+
+    def sizes(self, parents: int) -> list[int]:
+        """Return the number of children of each of so many parents."""
+        if self.members:
+            return [len(names) for names in self.members.values()]
+        if self.number is None:
+            return [self.fan_out] * parents
+        return [end - start for start, end in pairwise(self.number * place // parents for place in range(parents + 1))]
+
+    def below(self, parents: Sequence[str]) -> dict[str, list[str]]:
+        """Return the names of each parent's children."""
+        if self.members:
+            return {parent: list(self.members[parent]) for parent in parents}
+        ends = accumulate(self.sizes(len(parents)), initial=0)
+        return {
+            parent: [f"{self.children}-{i}" for i in range(start, end)]
+            for parent, (start, end) in zip(parents, pairwise(ends), strict=True)
+        }
+
+
+class Tier(RoundSettings, TierNodes):
+    """One tier, from the root down: who its children are, its parents' rounds over them, and the links between."""
+
     link: LinkSettings = LinkSettings()  # between a parent and a child; `links.of.NODE` is that of a single node
     transfer: Codecs = Codecs()
 
@@ -64,7 +112,95 @@ class Tier(SettingsTable):
         return self.aggregation.remembers or self.selection.remembers
 
 
-def check_alone(key: str, tier: Tier) -> None:
+def share_of(count: int, fraction: float) -> int:
+    """Return floor(fraction * count + 1e-9): 0.29 of 100 is 29, where the product of the floats lies below."""
+    return int(fraction * count + 1e-9)
+
+
+def participants(children: int, fraction: float) -> int:
+    """Return K = max(1, floor(fraction * children)), the number of children that take part in a round."""
+    return max(1, share_of(children, fraction))
+
+
+def check_rounds(key: str, tier: Tier, sizes: Sequence[int]) -> None:
+    """Check that rounds of a tier whose parents have so many children are possible. Raises InvalidExperiment."""
+    if tier.participation <= 0:
+        remedy = "Give a fraction above 0 and at most 1."
+        raise InvalidExperiment(f"{key}.participation", tier.participation, "selects no clients", remedy)
+    selected = [participants(size, tier.participation) for size in set(sizes)]
+    _check_closing(f"{key}.closing", tier.closing, min(selected))
+    for count in {min(selected), max(selected)}:
+        tier.aggregation.check(f"{key}.aggregation", count, tier.closing.uploads_of(count))
+    tier.selection.check(f"{key}.selection", max(sizes), max(selected))
+    _check_alone(key, tier)
+
+
+def check_tiers(tiers: Sequence[Tier]) -> None:
+    """Check the form of `[[tiers]]`, each by itself and beside the others. Raises InvalidExperiment."""
+    if len(tiers) > TIERS_MOST:
+        raise InvalidExperiment("tiers", f"{len(tiers)} tables", "too many tiers", f"Use at most {TIERS_MOST}.")
+    for key in ("name", "children"):
+        double = _double(getattr(tier, key) for tier in tiers)
+        if double:
+            raise InvalidExperiment(f"tiers.{key}", double, "two tiers have it", "Give every tier its own.")
+    for tier in tiers:
+        if tier.name in TAKEN:
+            raise InvalidExperiment("tiers.name", tier.name, "rounds.csv has other columns of this name", "Rename it.")
+    if tiers[0].rounds != 1:
+        key, problem = f"tiers.{tiers[0].name}.rounds", "the first tier's rounds are the global rounds"
+        raise InvalidExperiment(key, tiers[0].rounds, problem, "Set rounds.")
+    parents = 1
+    for place, tier in enumerate(tiers):
+        key = f"tiers.{tier.name}"
+        given = {"fan_out": tier.fan_out > 1, "number": tier.number is not None, "members": bool(tier.members)}
+        if sum(given.values()) > 1:
+            first, second, *_ = (name for name, is_given in given.items() if is_given)
+            raise InvalidExperiment(f"{key}.{second}", getattr(tier, second), f"{first} is given too", "Remove one.")
+        if tier.members:
+            _check_members(key, tier, Tree(layers_of(tiers[:place])).layers[-1])
+        elif tier.number is not None and tier.number < parents:
+            raise InvalidExperiment(f"{key}.number", tier.number, f"there are {parents} parents", f"Use {parents}.")
+        elif tier.number is None and parents * tier.fan_out > NODES_MOST:
+            problem = f"{parents} parents would have more than {NODES_MOST:,} children"
+            raise InvalidExperiment(f"{key}.fan_out", tier.fan_out, problem, "Use fewer.")
+        parents = sum(tier.sizes(parents))
+    if any(tier.members for tier in tiers):  # names by number cannot clash: their beginnings differ
+        _check_names([name for layer in layers_of(tiers) for names in layer.values() for name in names])
+
+
+def layers_of(tiers: Sequence[Tier]) -> list[dict[str, list[str]]]:
+    """Return the children of each parent, by layer from the cloud down."""
+    layers: list[dict[str, list[str]]] = []
+    for tier in tiers:
+        layers.append(tier.below([name for names in layers[-1].values() for name in names] if layers else [CLOUD]))
+    return layers
+
+
+def sizes_of(tiers: Sequence[Tier]) -> list[list[int]]:
+    """Return the number of children of each parent, by tier: without names, there may be millions."""
+    sizes: list[list[int]] = []
+    for tier in tiers:
+        sizes.append(tier.sizes(sum(sizes[-1]) if sizes else 1))
+    return sizes
+
+
+def _check_closing(key: str, closing: Closing, children: int) -> None:
+    """Check that a round with this number of children can close. Raises InvalidExperiment."""
+    if closing.rule == "all":
+        return
+    if closing.quorum is None or closing.deadline_s is None:
+        missing = "quorum" if closing.quorum is None else "deadline_s"
+        raise InvalidExperiment(f"{key}.{missing}", None, "rule 'quorum' needs it", f"Set {key}.{missing}.")
+    if closing.quorum > children:
+        raise InvalidExperiment(
+            f"{key}.quorum",
+            closing.quorum,
+            f"more than the children that take part ({children})",
+            f"Give at most {children}.",
+        )
+
+
+def _check_alone(key: str, tier: Tier) -> None:
     """Check that a tier has no settings that its rule replaces. Raises InvalidExperiment."""
     rule, replaced = tier.aggregation, []
     if rule.selects or rule.buffers:
@@ -80,130 +216,6 @@ def check_alone(key: str, tier: Tier) -> None:
             raise InvalidExperiment(f"{key}.{name}", value, problem, f"Use {default!r}, or another rule.")
 
 
-class Tree:
-    """The nodes of a lab. `layers`: the children of each parent, by layer from the cloud down; names are unique.
-
-    `devices`: in the order of their data partitions, if that is not the order of the tree.
-    """
-
-    def __init__(self, layers: Sequence[Mapping[str, Sequence[str]]], devices: Sequence[str] | None = None) -> None:
-        self.children = {parent: list(names) for layer in layers for parent, names in layer.items()}
-        self.layers = [[CLOUD], *([name for names in layer.values() for name in names] for layer in layers)]
-        self.devices = list(self.layers[-1] if devices is None else devices)
-        self._parents = {child: parent for parent, names in self.children.items() for child in names}
-        self._depths = {name: depth for depth, names in enumerate(self.layers) for name in names}
-        self._below: dict[str, int] = {}
-        for parent, names in reversed(self.children.items()):
-            self._below[parent] = sum(1 + self.count_below(name) for name in names)
-
-    def __contains__(self, node: object) -> bool:
-        return node in self._depths
-
-    @property
-    def aggregators(self) -> list[str]:
-        """The nodes between the cloud and the devices, from the top down."""
-        return [name for layer in self.layers[1:-1] for name in layer]
-
-    @property
-    def nodes(self) -> list[str]:
-        """All nodes but the cloud, from the top down; the devices in the order of their data partitions."""
-        return [*self.aggregators, *self.devices]
-
-    def parent(self, node: str) -> str:
-        """Return a node's parent. Raises KeyError for the cloud and for unknown nodes."""
-        return self._parents[node]
-
-    def depth(self, node: str) -> int:
-        """Return the number of links between a node and the cloud. Raises KeyError."""
-        return self._depths[node]
-
-    def path(self, node: str) -> str:
-        """Return the names from the cloud down to a node, with `/` between them. Raises KeyError."""
-        names = [node]
-        while names[-1] != CLOUD:
-            names.append(self._parents[names[-1]])
-        return "/".join(reversed(names))
-
-    def below(self, node: str) -> Iterator[str]:
-        """Yield all nodes below a node, children before grandchildren."""
-        for child in self.children.get(node, ()):
-            yield child
-        for child in self.children.get(node, ()):
-            yield from self.below(child)
-
-    def count_below(self, node: str) -> int:
-        """Return the number of nodes below a node."""
-        return self._below.get(node, 0)
-
-    def below_each(self, node: str) -> dict[str, tuple[str, ...]]:
-        """Return for each child of a node all nodes below that child."""
-        return {child: tuple(self.below(child)) for child in self.children[node]}
-
-
-def check_tiers(tiers: Sequence[Tier]) -> None:
-    """Check the form of `[[tiers]]`, each by itself and beside the others. Raises InvalidExperiment."""
-    if len(tiers) > TIERS_MOST:
-        raise InvalidExperiment("tiers", f"{len(tiers)} tables", "too many tiers", f"Use at most {TIERS_MOST}.")
-    for key in ("name", "children"):
-        double = _double(getattr(tier, key) for tier in tiers)
-        if double:
-            raise InvalidExperiment(f"tiers.{key}", double, "two tiers have it", "Give every tier its own.")
-    for tier in tiers:
-        if tier.name in TAKEN:
-            raise InvalidExperiment("tiers.name", tier.name, "rounds.csv has other columns of this name", "Rename it.")
-    if tiers[0].rounds != 1:
-        raise InvalidExperiment(
-            "tiers.0.rounds", tiers[0].rounds, "the first tier's rounds are the global rounds", "Set rounds."
-        )
-    parents = [CLOUD]
-    for place, tier in enumerate(tiers):
-        if tier.members:
-            _check_members(f"tiers.{place}", tier, parents)
-        elif len(parents) * tier.fan_out > NODES_MOST:
-            problem = f"{len(parents)} parents would have more than {NODES_MOST:,} children"
-            raise InvalidExperiment(f"tiers.{place}.fan_out", tier.fan_out, problem, "Use fewer.")
-        parents = [name for names in _layer(tier, parents).values() for name in names]
-    everybody = [CLOUD, *(name for layer in layers_of(tiers) for names in layer.values() for name in names)]
-    double = _double(everybody)
-    if double or any(name in RESERVED for name in everybody[1:]):
-        problem = "two nodes share this name" if double else "the name is reserved"
-        name = double or next(name for name in everybody[1:] if name in RESERVED)
-        raise InvalidExperiment("tiers", name, problem, "Give every node its own name.")
-
-
-def check_parent(tree: Tree, node: str, parent: str, *, role: str, among: Sequence[str]) -> None:
-    """Check the parent that a node was started with; `among`: the nodes of its role.
-
-    Raises InvalidExperiment, LeftOut if the node has no parent there.
-    """
-    home = tree.parent(node) if node in among else None
-    if home != parent:
-        problem = f"it belongs to {home}" if home else f"no {role} of this experiment"
-        there = [name for name in tree.children.get(parent, ()) if name in among]
-        remedy = f"{parent} has {', '.join(there or [f'no {role}'])}."
-        refused = InvalidExperiment if home else LeftOut
-        raise refused("--parent", parent, f"{node} is not there: {problem}", remedy)
-
-
-def layers_of(tiers: Sequence[Tier]) -> list[dict[str, list[str]]]:
-    """Return the children of each parent, by layer from the cloud down."""
-    parents, layers = [CLOUD], []
-    for tier in tiers:
-        layers.append(_layer(tier, parents))
-        parents = [name for names in layers[-1].values() for name in names]
-    return layers
-
-
-def _layer(tier: Tier, parents: Sequence[str]) -> dict[str, list[str]]:
-    if tier.members:
-        return {parent: list(tier.members[parent]) for parent in parents}
-    size = tier.fan_out
-    return {
-        parent: [f"{tier.children}-{i}" for i in range(place * size, (place + 1) * size)]
-        for place, parent in enumerate(parents)
-    }
-
-
 def _check_members(key: str, tier: Tier, parents: Sequence[str]) -> None:
     for unknown in tier.members.keys() - set(parents):
         remedy = proposal(unknown, parents, what="There are")
@@ -213,5 +225,13 @@ def _check_members(key: str, tier: Tier, parents: Sequence[str]) -> None:
             raise InvalidExperiment(f"{key}.members", parent, "it would have no child", "Give every parent children.")
 
 
-def _double(names: Any) -> str | None:
+def _check_names(nodes: Sequence[str]) -> None:
+    double = _double(nodes)
+    for name in nodes:
+        if name in RESERVED or name == double:
+            problem = "two nodes share this name" if name == double else "the name is reserved"
+            raise InvalidExperiment("tiers", name, problem, "Give every node its own name.")
+
+
+def _double(names: Iterable[str]) -> str | None:
     return next((name for name, times in Counter(names).items() if times > 1), None)

@@ -46,10 +46,10 @@ def main() -> None:
 
 
 def _missing(experiment: Experiment, node: str, package: str) -> InvalidExperiment:
-    key = experiment.keyed_tiers()[experiment.tree.depth(node)][0]
-    name = experiment.tier_below(node).aggregation.name
+    tier = experiment.tier_below(node)
     problem = f"{package} is not installed where {node} runs"
-    return InvalidExperiment(f"{key}.aggregation.name", name, problem, "Install fedstrata[learning] there.")
+    key = f"{experiment.key(tier)}.aggregation.name"
+    return InvalidExperiment(key, tier.aggregation.name, problem, "Install fedstrata[learning] there.")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.experiment.data import Data
-from common.experiment.tiers import Tree
-from common.experiment.topology import CLOUD
+from common.experiment.topology import CLOUD, Tree
 from common.host.files import replacing, writing
 from common.learning import datasets
 from common.randomness import Purpose, generator

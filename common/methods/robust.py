@@ -19,8 +19,8 @@ from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment.methods import RuleSettings
-from common.experiment.rounds import share_of
 from common.experiment.tables import Count
+from common.experiment.tiers import share_of
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts
 from common.methods.mixing import Floats

@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from common.experiment import own
 from common.experiment.methods import SelectionSettings
 from common.experiment.own import OwnName, OwnSettings
-from common.experiment.rounds import participants
-from common.experiment.tiers import Tier
+from common.experiment.tiers import Tier, participants
 from common.lazy import np
 from common.randomness import Purpose, generator
 

@@ -15,7 +15,7 @@ from math import inf
 from typing import Final, Generic, TypeVar
 
 from common.experiment.devices import Online
-from common.experiment.rounds import Closing
+from common.experiment.tiers import Closing
 from common.protocol.messages import LIVING, Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.round_state import (
     ACKNOWLEDGE_S,

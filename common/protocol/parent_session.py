@@ -19,8 +19,8 @@ from common.accounting.ledger import Ledger
 from common.accounting.traffic import Traffic
 from common.errors import Misfit, RefusedModel, WireError
 from common.experiment.links import LinkSet, LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.protocol import topics
 from common.protocol.attendance import Attendance, AwayWatch, Readiness, Targets
 from common.protocol.coordinator import Coordinator

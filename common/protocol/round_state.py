@@ -17,7 +17,7 @@ from math import inf
 from typing import Final, TypeAlias
 
 from common.experiment.devices import OnlineTimes
-from common.experiment.rounds import Closing
+from common.experiment.tiers import Closing
 from common.protocol.messages import LIVING, Failure, Key, Manifest, NodeState, Phase, Progress, Result
 from common.text import by_cause
 

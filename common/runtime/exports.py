@@ -11,8 +11,7 @@ from typing import Final, TypedDict
 
 from common.accounting.counters import DIRECTIONS, LINK_KINDS
 from common.accounting.traffic import Measured
-from common.experiment.tiers import Tree
-from common.experiment.topology import CLOUD
+from common.experiment.topology import CLOUD, Tree
 from common.metrics import NODE, STATES, Metrics, NodeLabels, Reading
 from common.net.address import BrokerAddress, HostPort, is_loopback
 from common.protocol.admission import Refusal

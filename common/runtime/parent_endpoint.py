@@ -12,8 +12,8 @@ from typing import Any, Final
 from common.accounting.ledger import Ledger
 from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
 from common.experiment.links import PLAIN, Codecs, LinkDirection, Links, LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.host.offload import offload
 from common.methods.rule import Uploads
 from common.model.layout import LinkLayouts, Row

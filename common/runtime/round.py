@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.ledger import Ledger
-from common.experiment.rounds import Closing
+from common.experiment.tiers import Closing
 from common.methods.rule import Uploads
 from common.methods.selection import ResultFacts
 from common.model.layout import Row

@@ -137,7 +137,7 @@ def experiments(output: Output = "table") -> None:
         rows = []
         for name, path in shipped().items():
             one = load(path, ())
-            rules = " + ".join(tier.aggregation.name for tier in one.every_tier)
+            rules = " + ".join(tier.aggregation.name for tier in one.tiers)
             nodes = ", ".join(f"{count} {kind}" for kind, count in one.count_by_kind().items())
             rows.append((name, rules, one.model.name, one.data.dataset, nodes, one.rounds))
             if output == "json":

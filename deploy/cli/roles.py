@@ -114,7 +114,7 @@ def cloud(
     from cloud.agent import CloudAgent
     from cloud.results import RunFolder
     from common.experiment.reading import parse
-    from common.experiment.topology import LAB
+    from common.experiment.short_form import LAB
     from common.host.energy import EnergyMeter
     from common.runtime.discovery import check_carried
     from common.runtime.roll import claim
@@ -357,7 +357,7 @@ async def _call_the_roll(reached: LabAccess, connect_timeout_s: float) -> tuple[
 
 def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]:
     """Return the `topology` table of the nodes that are there, and report who is left out."""
-    from common.experiment.topology import PresentNode, topology_of
+    from common.experiment.short_form import PresentNode, topology_of
 
     there = [
         PresentNode(each.node, each.here.role, each.here.parent, each.here.host)

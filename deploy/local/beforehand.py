@@ -35,8 +35,8 @@ def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> Non
         allow_connections(len(tree.nodes) + 1)
     check_cloud(experiment, runs)
     check_code(experiment)
-    for key, tier in experiment.keyed_tiers():
-        _check_packages(key, tier.aggregation)
+    for tier in experiment.tiers:
+        _check_packages(experiment.key(tier), tier.aggregation)
     if experiment.data.dataset == "folder":
         require("PIL")
     here = experiment if direct else experiment.with_data_root(os.environ.get(DATA) or experiment.data.root)
@@ -74,9 +74,9 @@ def check_cloud(experiment: Experiment, runs: Path | None) -> None:
     require("torch")
     if runs is not None:
         check_folder(runs)
-    (key, tier), *_ = experiment.keyed_tiers()
-    _check_packages(key, tier.aggregation)
-    _check_tier(key, tier)
+    tier = experiment.tiers[0]
+    _check_packages(experiment.key(tier), tier.aggregation)
+    _check_tier(experiment.key(tier), tier)
     _check_learned(experiment)
     _check_data(experiment, [CLOUD])
     check_fits(experiment.data, experiment.model, devices=len(experiment.tree.devices))
@@ -85,8 +85,8 @@ def check_cloud(experiment: Experiment, runs: Path | None) -> None:
 def check_code(experiment: Experiment) -> None:
     """Check the own code of all nodes. Raises InvalidExperiment."""
     _check_learned(experiment)
-    for key, tier in experiment.keyed_tiers():
-        _check_tier(key, tier)
+    for tier in experiment.tiers:
+        _check_tier(experiment.key(tier), tier)
     _check_name("training.loss", experiment.training.loss)
     _check_name("training.objective.name", experiment.training.objective.name, experiment.training.objective)
 

@@ -44,11 +44,9 @@ class NetworkPlan:
 def by_kernel(experiment: Experiment, *, delays: bool) -> Experiment:
     """Return the experiment with links enforced by the kernel; without their delays if `delays` is false."""
     tree = experiment.model_dump(mode="json")
-    links = tree["links"]
-    links["enforce"] = "kernel"
+    tree["links"]["enforce"] = "kernel"
     if not delays:
-        tiers = [tier["link"] for tier in tree.get("tiers", ())] or [links["wan"], links["lan"]]
-        for link in (*tiers, *links["of"].values()):
+        for link in (*(tier["link"] for tier in tree["tiers"]), *tree["links"]["of"].values()):
             link["delay_ms"] = 0.0
             if link.get("trace"):
                 link["trace"]["delay_ms"] = []

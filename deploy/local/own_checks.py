@@ -46,11 +46,11 @@ def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Findin
     """
     found = own.load("name", name)
     if isinstance(found, type) and issubclass(found, ColumnRule):
-        below = parse({"institution": {"aggregation": {**keywords, "name": name}}}).institution
-        return "rule", _each(_rule(below.aggregation))
+        below = {"aggregation": {**keywords, "name": name}}
+        return "rule", _each(_rule(parse({"institution": below}).tiers[-1].aggregation))
     if isinstance(found, type) and issubclass(found, Selector):
         tree = {"cloud": {"selection": {**keywords, "name": name}, "participation": 0.4}}
-        return "selector", _each(_selector(parse(tree).tier_below(CLOUD)))
+        return "selector", _each(_selector(parse(tree).tiers[0]))
     if isinstance(found, type):
         from device.training.objectives.objective import Objective
 

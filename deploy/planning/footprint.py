@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from common.experiment.rounds import participants
 from common.experiment.schema import Experiment, TransferSettings
+from common.experiment.tiers import participants
 from common.experiment.topology import CLOUD
 from deploy.planning.packets import down_bytes, up_bytes
 from deploy.planning.prediction import Branch, PlannedDevice, PlannedLab, Sizes
@@ -64,7 +64,7 @@ def memory_of(lab: PlannedLab, experiment: Experiment, *, data_bytes: int, devic
     `data_bytes`: size of the data set, which devices, the evaluator and some refiners load. `devices`: devices in the
     largest process.
     """
-    row, transfer, tiers = lab.sizes.row, lab.transfer, experiment.every_tier
+    row, transfer, tiers = lab.sizes.row, lab.transfer, experiment.tiers
     own, most = sum(kind.count for kind in lab.children), [max(sizes) for sizes in experiment.sizes()]
     found = {
         "cloud": _parent(lab, experiment, 0, own, most[0]),
@@ -104,7 +104,7 @@ def _parent(lab: PlannedLab, experiment: Experiment, place: int, taking_part: in
     They are the resident uploads (the rest is in the spool), the model, the mixing buffer, and what its rule holds.
     """
     row, sizes, resident = lab.sizes.row, lab.sizes.tiers[place], lab.transfer.resident_mb * 1e6
-    rule = experiment.every_tier[place].aggregation
+    rule = experiment.tiers[place].aggregation
     held = rule.held_bytes(row, children=children, taking_part=taking_part, resident_bytes=resident)
     uploads = min(taking_part * (row + sizes.extras_up), resident)
     return AGENT_BYTES + int(uploads + held) + 2 * row + sizes.extras_down

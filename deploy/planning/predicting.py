@@ -64,7 +64,7 @@ def predict(
         run = simulated.simulate(work, speeds, one_host=one_host, interface_mbit=interface_mbit, rounds=rounds)
         found = simulated.prediction_of(work, run)
     else:
-        if any(link.trace for link in (*(tier.link for tier in experiment.every_tier), *experiment.links.of.values())):
+        if any(link.trace for link in (*(tier.link for tier in experiment.tiers), *experiment.links.of.values())):
             work.assumed.append("links have the mean rates of their traces; --simulate replays them")
         if experiment.availability.trace is not None:
             work.assumed.append("every device is available; --simulate replays the trace of availability")

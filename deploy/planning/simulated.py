@@ -234,7 +234,7 @@ def _simulated(work: PlannedWorkload, rounds: int | None) -> Experiment:
     if count > DEVICES_MOST:
         remedy = f"Simulate at most {DEVICES_MOST} devices, or leave --simulate out."
         raise InvalidExperiment("topology.devices", count, "too many for agents in virtual time", remedy)
-    for tier in experiment.every_tier:
+    for tier in experiment.tiers:
         if tier.aggregation.refines:
             problem = "its training at a node is not simulated"
             raise InvalidExperiment("aggregation.name", tier.aggregation.name, problem, "Leave --simulate out.")

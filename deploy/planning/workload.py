@@ -22,8 +22,8 @@ from common.errors import InvalidExperiment
 from common.experiment.devices import Machine
 from common.experiment.links import LinkSettings
 from common.experiment.reading import parse
-from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
+from common.experiment.tiers import participants
 from common.experiment.topology import CLOUD
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
@@ -191,7 +191,7 @@ def _below(work: PlannedWorkload, name: str) -> int:
 def _alike(work: PlannedWorkload, speeds: MachineSpeeds) -> tuple[Kind, ...]:
     """Return the children of the cloud in a lab whose devices are all equal: only their numbers differ."""
     experiment = work.experiment
-    *above, last = experiment.every_tier
+    *above, last = experiment.tiers
     machine = experiment.hardware.default
     samples, epochs = work.samples_of(""), experiment.training.epochs
     device = _device(work, speeds, last.link, machine, samples=samples, epochs=epochs)
@@ -238,11 +238,9 @@ def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment
 
 def _alone(experiment: Experiment, samples: int) -> Experiment:
     """Return an experiment of one device, which has as many samples of synthetic data."""
-    last = experiment.every_tier[-1].aggregation  # its devices' objective may need it
+    last = experiment.tiers[-1].aggregation  # its devices' objective may need it
     rule = last.model_dump(mode="json") if last.objective or last.sends or last.returns else {}
-    alone: dict[str, object] = {"topology": {"institutions": 0, "devices": 1}, "tiers": [], "institution": {}}
-    alone |= {"cloud": {"aggregation": rule}, "links": {}, "hardware": {}}
-    alone |= {"transfer": experiment.transfer.model_dump(mode="json") | {"wan": {}, "lan": {}}}
+    alone: dict[str, object] = {"tiers": [{"name": "wan", "aggregation": rule}], "links": {}, "hardware": {}}
     if experiment.data.dataset == "synthetic":
         alone["data"] = experiment.data.model_dump(mode="json") | {"samples": samples}
     return parse(experiment.model_dump(mode="json") | alone)
@@ -264,7 +262,7 @@ def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
         return codec_of(name).encode(layout, after, reference=row).nbytes + 4 * sent.extras
 
     tiers = []
-    for tier in experiment.every_tier:
+    for tier in experiment.tiers:
         links = link_layouts(tier.aggregation, layout)
         sizes = size(tier.transfer.up, links.up), size(tier.transfer.down, links.down)
         tiers.append(TierSizes(tier.name, *sizes, 4 * links.up.extras, 4 * links.down.extras))

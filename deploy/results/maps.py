@@ -14,8 +14,7 @@ import numpy as np
 
 from common.experiment.links import LinkTrace, RateTrace
 from common.experiment.schema import Experiment
-from common.experiment.tiers import Tree
-from common.experiment.topology import CLOUD
+from common.experiment.topology import CLOUD, Tree
 from deploy.console.tabular import Cell, Column, Table, show
 from deploy.results.charts import stroke, ticks
 from deploy.results.figures import LETTER, Figure, legend, path, rect, text

@@ -23,7 +23,8 @@ from cloud.results import DIRECT, HELD, SIMULATED, check_format, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.experiment.tiers import Tree
+from common.experiment.short_form import as_written
+from common.experiment.topology import Tree
 from common.experiment.training import Score
 from common.host.files import writing
 
@@ -108,7 +109,7 @@ class Run:
     @cached_property
     def tree(self) -> Mapping[str, Any]:
         """The experiment's keys, completed by defaults."""
-        return self.experiment.model_dump(mode="json", exclude_none=True)
+        return as_written(self.experiment)
 
     @property
     def text(self) -> str:
@@ -218,7 +219,7 @@ class Run:
     @property
     def aggregation(self) -> str:
         """The rules of the tiers from the cloud down, such as `fedcross + fedavg`."""
-        return " + ".join(tier.aggregation.name for tier in self.experiment.every_tier)
+        return " + ".join(tier.aggregation.name for tier in self.experiment.tiers)
 
     def frame(self, table: Literal["rounds", "links", "devices"]) -> DataFrame:
         """Return a table as a pandas data frame; what is not known is missing. Raises InvalidExperiment."""
@@ -249,7 +250,7 @@ class Run:
     @property
     def tiers(self) -> Sequence[str]:
         """The names of the tiers, from the cloud down."""
-        return tuple(tier.name for tier in self.experiment.every_tier)
+        return tuple(tier.name for tier in self.experiment.tiers)
 
     @property
     def global_rounds(self) -> int:

@@ -19,8 +19,7 @@ from typing import Any, Final
 
 from cloud.results import SIMULATED
 from common.errors import InvalidExperiment
-from common.experiment.schema import BELOW_INSTITUTIONS
-from common.experiment.tiers import DEVICE
+from common.experiment.short_form import by_table
 from common.experiment.topology import CLOUD
 from deploy.console.tabular import Spread
 from deploy.results.run import Run, State
@@ -143,9 +142,7 @@ BUSY: Final = 0.5  # load of a core before a run above which its seconds are in 
 NAME_MOST: Final = 24  # letters of a series' name up to which reports repeat it; longer ones are numbered
 CONDITIONS: Final = ("links", "hardware", "seconds", "versions")
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
-_SHAPE: Final = ("topology", "tiers", "profiles")  # tables whose effect is in other leaves
-_BELOW: Final = tuple(f"{key}." for key in BELOW_INSTITUTIONS)
-_TIER: Final = ("rounds", "participation", "selection", "aggregation", "norm_bound", "closing")
+_PROFILES: Final = "profiles."  # their effect is in other leaves
 _FIRST: Final = ("cloud", "institution", "training", "nodes", "data", "model", "network")  # in labels; then the others
 _LAST: Final = ("links", "hardware", "transfer")
 _HOST: Final = ("host", "cpus")
@@ -268,9 +265,10 @@ def _labels_within(
 def leaves_of(run: Run) -> dict[str, Any]:
     """Return what distinguishes a run's results: its experiment's leaves but the seed, its nodes, network and host.
 
-    Tables of `[[tiers]]` have the keys of the short form, so that labs of different layers can be compared.
+    Tiers have the keys of the short form, so that labs of different layers can be compared.
     """
-    leaves = {key: value for key, value in _uniform(run.tree).items() if key not in _IGNORED}
+    found = flat(by_table(run.experiment.model_dump(mode="json", exclude_none=True)))
+    leaves = {key: value for key, value in found.items() if key not in _IGNORED and not key.startswith(_PROFILES)}
     leaves |= {"nodes": nodes_of(run), "network": "no network" if run.direct else "network"}
     leaves |= {"seconds": "simulated seconds" if run.simulated else "measured seconds"}
     leaves |= {key: run.manifest.get(key) for key in _HOST}
@@ -280,10 +278,10 @@ def leaves_of(run: Run) -> dict[str, Any]:
 def chosen_keys(run: Run) -> frozenset[str]:
     """Return the keys that are not at their defaults, with the keys of `leaves_of`."""
     experiment = run.experiment
-    tables = {key: getattr(experiment, key) for key in ("cloud", "institution", "training", "data", "model", "links")}
-    tree = {key: table.model_dump(exclude_defaults=True) for key, table in tables.items()}
+    tables = {key: getattr(experiment, key) for key in ("cloud", "training", "data", "model", "links")}
+    tree: dict[str, Any] = {key: table.model_dump(exclude_defaults=True) for key, table in tables.items()}
     tree["tiers"] = [tier.model_dump(exclude_defaults=True) for tier in experiment.tiers]
-    return frozenset(_uniform(tree))
+    return frozenset(flat(by_table(tree)))
 
 
 def _rank(key: str) -> int:
@@ -408,22 +406,6 @@ def _versions(run: Run) -> dict[str, Any]:
 _CONDITIONS: Final[Mapping[str, Callable[[Run], dict[str, Any]]]] = dict(
     zip(CONDITIONS, (_links, _hardware, _seconds, _versions), strict=True)
 )
-
-
-def _uniform(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of an experiment without its shape, those of `[[tiers]]` under the keys of short forms."""
-    uniform = {key: value for key, value in tree.items() if key not in _SHAPE}
-    parent = "cloud"
-    for tier in tree.get("tiers", ()):
-        own = {key: tier[key] for key in _TIER if key in tier and (key, parent) != ("rounds", "cloud")}
-        uniform[parent] = {**uniform.get(parent, {}), **own}
-        for table, key in (("links", "link"), ("transfer", "transfer")):
-            uniform[table] = {**uniform.get(table, {}), tier["name"]: tier.get(key, {})}
-        parent = tier.get("children", DEVICE)
-    leaves = flat(uniform)
-    if tree.get("topology", {}).get("institutions") == 0:
-        leaves = {key: value for key, value in leaves.items() if not f"{key}.".startswith(_BELOW)}
-    return leaves
 
 
 def _check_splits(runs: Sequence[tuple[str, Run]]) -> None:

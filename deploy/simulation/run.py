@@ -36,7 +36,7 @@ FAREWELL_S: Final = 30.0  # virtual time in which an interrupted cloud writes it
 
 def check_simulated(experiment: Experiment) -> None:
     """Raise InvalidExperiment for what is not simulated: training at a node, and traces that the kernel replays."""
-    for tier in experiment.every_tier:
+    for tier in experiment.tiers:
         if tier.aggregation.refines:
             problem, remedy = "its training at a node is not simulated", "Use --direct, or a lab of processes."
             raise InvalidExperiment("aggregation.name", tier.aggregation.name, problem, remedy)

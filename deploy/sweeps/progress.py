@@ -38,7 +38,7 @@ class SweepProgress:
         self._reminded: dict[str, str] = {}
         self._seconds: dict[str, list[float]] = {}  # of the finished ones, by kind
         for run in (run for run in finished.values() if not run.simulated):
-            self._seconds.setdefault(_kind(run.tree), []).append(run.seconds)
+            self._seconds.setdefault(_kind(run.experiment), []).append(run.seconds)
         self._live: Live | None = None
 
     @contextmanager
@@ -141,7 +141,6 @@ class SweepProgress:
             write_line(line)
 
 
-def _kind(experiment: Experiment | Mapping[str, Any]) -> str:
+def _kind(experiment: Experiment) -> str:
     """Return what runs of about the same duration share: the experiment without its seed."""
-    tree = experiment.model_dump(mode="json", exclude_none=True) if isinstance(experiment, Experiment) else experiment
-    return str({key: value for key, value in tree.items() if key != "seed"})
+    return experiment.model_copy(update={"seed": 0}).to_json()

@@ -197,7 +197,7 @@ def conditions(results: SweepResults) -> list[str]:
         return lines
     if profiles:
         lines.append(f"emulated: {', '.join(profiles)}")
-    links = _distinct(f"{tier.name}: {_link(tier.link)}" for run in runs for tier in run.experiment.every_tier)
+    links = _distinct(f"{tier.name}: {_link(tier.link)}" for run in runs for tier in run.experiment.tiers)
     enforced = _distinct(str((run.manifest.get("links") or {}).get("enforce")) for run in runs)
     lines.append(f"links: {'; '.join(links)}; enforced by: {', '.join(enforced)}")
     if any(run.simulated for run in runs):

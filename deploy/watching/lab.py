@@ -99,7 +99,7 @@ class WatchedLab:
             for name in children:
                 role = "institution" if name in experiment.tree.children else "device"
                 node = self._add(name, role, self.nodes[parent])
-                node.below = tuple(TierMeters() for _ in experiment.every_tier[experiment.tree.depth(name) :])
+                node.below = tuple(TierMeters() for _ in experiment.tiers[experiment.tree.depth(name) :])
         self.received = RateMeter()
         self._received_bytes = 0
         self.controls = 0

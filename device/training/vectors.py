@@ -119,7 +119,7 @@ def finish(
     """Write the vectors behind a trained model, which the objective makes of those that training began with."""
     if vectors.expected:
         columns, rate = slice(0, vectors.layout.parameters), experiment.learning_rate_in(local_round)
-        uploaded = _uploaded(codec_of(experiment.every_tier[-1].transfer.up), vectors.layout, row, out)
+        uploaded = _uploaded(codec_of(experiment.tiers[-1].transfer.up), vectors.layout, row, out)
         received_D, trained_D, uploaded_D = (vectors.layout.floats(each)[columns] for each in (row, out, uploaded))
         (weight,) = gradient_weights(np.array([steps]), experiment.training, rate)
         given, counts = vectors.read(row), local.label_counts()

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
-from common.experiment.schema import Experiment
+from common.experiment.short_form import ShortForm
+from common.experiment.tiers import Tier
 from common.experiment.training import OBJECTIVES, ObjectiveTable, OwnObjective
 from common.methods.selection import OwnSelection
 from common.methods.single_model import OwnRule
@@ -37,6 +38,9 @@ fedstrata run my.toml --dry-run                                                 
 - An unknown key, a wrong value and an impossible lab end the command with exit code 4 and one line: the key, the value,
   the problem and the remedy.
 - The cloud alone gets the file. The other nodes receive the experiment through the broker.
+- A lab of one or two tiers has the short form: `topology`, `cloud`, `institution`, `links.wan`, `links.lan`,
+  `transfer.wan`, `transfer.lan`. Any lab has a table `[[tiers]]` for each tier in place of these. `--set
+  tiers.NAME.KEY=...` sets a key of a tier in both forms; the tiers of the short form are `wan` and `lan`.
 - In `deploy/experiments/` are the demo (`demo.toml`), a lab of four layers (`regions.toml`), and Tempo's lab
   (`tempo-fashionmnist.toml`). The papers' tables and figures are [sweeps](reproduction.md).
 """
@@ -64,6 +68,10 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     SelectionSettings: {**SELECTORS, "package.module:Name": OwnSelection},
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
 }
+ORDER: Final = (
+    "", "score", "topology", "data", "model", "training", "cloud", "institution", "tiers", "profiles", "links",
+    "transfer", "hardware", "availability",
+)  # fmt: skip
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables
 COMMENT: Final = re.compile(r"^(?P<code>.*?)(?:^| ) *# (?P<text>.*)$")
 
@@ -71,7 +79,8 @@ COMMENT: Final = re.compile(r"^(?P<code>.*?)(?:^| ) *# (?P<text>.*)$")
 def page() -> str:
     """Return the page."""
     places: dict[type[BaseModel], list[str]] = {}
-    for path, table in _tables(Experiment, ""):
+    tables = [*_tables(ShortForm, ""), *_tables(Tier, "tiers")]
+    for path, table in sorted(tables, key=lambda each: ORDER.index(each[0].partition(".")[0])):
         places.setdefault(table, []).append(path)
     lines = [INTRO]
     for table, paths in places.items():

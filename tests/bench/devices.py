@@ -46,7 +46,7 @@ def experiment(model: str, samples: int, shape: list[int]) -> schema.Experiment:
 
 
 async def members_of(pool: Pool, lab: schema.Experiment) -> tuple[list[Member], Any]:
-    members = [pool.member(name) for name in lab.topology.device_names()]
+    members = [pool.member(name) for name in lab.tree.devices]
     prepared = await asyncio.gather(*(member.prepare(lab) for member in members))
     return members, prepared[0].layout
 

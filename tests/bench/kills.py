@@ -33,8 +33,8 @@ from rich.table import Table
 from rounds import layout_of
 
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.host.memory import keep_large_buffers
 from common.model.layout import LinkLayouts, Row
 from common.net.address import BrokerAddress

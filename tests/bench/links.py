@@ -33,8 +33,8 @@ from common.accounting.counters import Account, Direction
 from common.accounting.traffic import TcpStats
 from common.errors import ConnectionFailed, InvalidExperiment, RunFailed
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.model.layout import LinkLayouts
 from common.net.address import BrokerAddress
 from common.protocol.messages import NodeState, Task

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tcp
 
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.host.memory import keep_large_buffers
 from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress

@@ -23,8 +23,8 @@ import numpy as np
 import psutil
 
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.host.memory import keep_large_buffers
 from common.methods import aggregator
 from common.methods.fedavg import FedAvg

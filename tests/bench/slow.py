@@ -29,8 +29,8 @@ from rich.table import Table
 from rounds import end, layout_of, peak_bytes
 
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.host.memory import keep_large_buffers
 from common.model.layout import LinkLayouts
 from common.net.address import BrokerAddress

@@ -20,8 +20,8 @@ import numpy as np
 from rounds import layout_of
 
 from common.experiment.links import LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.experiment.topology import CLOUD
 from common.host.memory import keep_large_buffers
 from common.model.layout import LinkLayouts

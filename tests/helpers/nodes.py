@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.experiment.links import PLAIN, Codecs, LinkSettings
-from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Closing
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
 from common.protocol.presence import Identity, Proof

@@ -16,8 +16,8 @@ from common.errors import InvalidExperiment
 from common.experiment.devices import Availability
 from common.experiment.links import DOWN, UP
 from common.experiment.reading import parse
-from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
+from common.experiment.tiers import participants
 from common.experiment.topology import CLOUD
 from deploy.simulation.hardware import Durations
 from deploy.simulation.link import LinkConditions
@@ -87,7 +87,7 @@ class DrawnLab:
     @property
     def timed(self) -> bool:
         """Whether the aggregated models depend on time."""
-        return any(tier.timed for tier in self.experiment.every_tier)
+        return any(tier.timed for tier in self.experiment.tiers)
 
     @property
     def slow(self) -> bool:
@@ -125,7 +125,7 @@ def draw_lab(seed: int) -> DrawnLab:
         except InvalidExperiment:
             continue
         drawn = _around(seed, rng, experiment, durations)
-        with_institutions = len(experiment.every_tier) == 2
+        with_institutions = len(experiment.tiers) == 2
         drawn = _with_permanent_fault(rng, drawn) if with_institutions and rng.random() < PERMANENT else drawn
         if rng.random() < ABSENT:
             return _with_absences(rng, drawn)
@@ -328,13 +328,13 @@ def _conditions(rng: random.Random, experiment: Experiment) -> tuple[LinkConditi
 
 
 def _expected_s(experiment: Experiment, durations: Durations, model_bytes: int, conditions: LinkConditions) -> float:
-    links = [tier.link for tier in experiment.every_tier]
+    links = [tier.link for tier in experiment.tiers]
     rates = [way.rate for link in links for way in (link.up, link.down) if way.rate]
     slowest = min([1e6, *rates])
     training_s = durations.train_s * (1 + durations.spread / 2) * experiment.training.epochs
     local_s = 0.3 + training_s + 2 * model_bytes / slowest
     rounds = experiment.device_rounds
-    transfers = sum(experiment.rounds_of(depth) for depth in range(len(experiment.every_tier) - 1)) or 1
+    transfers = sum(experiment.rounds_of(depth) for depth in range(len(experiment.tiers) - 1)) or 1
     carried_s = transfers * (2 * model_bytes / slowest + 0.3)
     return 1 + 4 * durations.boot_s + experiment.rounds * (rounds * local_s + carried_s)
 

@@ -8,8 +8,8 @@ from math import inf
 from typing import Any, Final
 
 from common.experiment.reading import parse
-from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
+from common.experiment.tiers import participants
 from common.experiment.topology import CLOUD
 from common.host.subprocess_channel import REPLACEMENTS
 from deploy.simulation.lab import BROKER
@@ -137,21 +137,21 @@ def draw_permanent_fault(
 
 def _device(rng: random.Random, experiment: Experiment) -> tuple[str, str]:
     """Return an institution and one of its devices, preferably one with siblings that can continue."""
-    children = experiment.topology.homes()
-    devices = [(home, device) for home, names in children.items() for device in names]
+    children = experiment.tree.children
+    devices = [(experiment.tree.parent(device), device) for device in experiment.tree.devices]
     return rng.choice([(home, device) for home, device in devices if len(children[home]) > 1] or devices)
 
 
 def _tree(rng: random.Random, experiment: Experiment, kind: FaultKind, *, round_s: float) -> dict[str, Any]:
     tree = experiment.model_dump(mode="json")
-    transfer, institution = tree["transfer"], tree["institution"]
+    transfer, institution = tree["transfer"], tree["tiers"][-1]
     tree["rounds"] = max(tree["rounds"], ROUNDS_LEAST)
     transfer["idle_s"] = max(transfer["idle_s"], IDLE_S_LEAST)
     transfer["inline_bytes"] = 0  # an inline model would need no chunk
     transfer["upload_slots"] = rng.choice([1, 1, 2])
     if kind is FaultKind.BLACK_HOLE:
-        transfer["lan"] = {}  # a codec may make the model smaller than a packet
-    if rng.random() < QUORUM_SHARE and not experiment.institution.aggregation.buffers:
+        institution["transfer"] = {}  # a codec may make the model smaller than a packet
+    if rng.random() < QUORUM_SHARE and not experiment.tiers[-1].aggregation.buffers:
         most = min(participants(size, institution["participation"]) for size in experiment.sizes()[-1])
         quorum = max(1, most - rng.choice([0, 1, 1]))
         deadline_s = round(DEADLINE_S + 3 * round_s, 3)

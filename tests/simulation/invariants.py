@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Final
 
 from common.accounting.counters import LINK_KINDS
-from common.experiment.rounds import participants
+from common.experiment.tiers import participants
 from common.experiment.topology import CLOUD
 from common.host.subprocess_channel import REPLACEMENTS
 from common.protocol.messages import Presence
@@ -213,11 +213,11 @@ def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
     if most > drawn.runs:
         return f"a round was trained {most} times"
     experiment = drawn.experiment
-    *above, last = experiment.every_tier
+    *above, last = experiment.tiers
     sizes = [participants(n, last.participation) for n in experiment.sizes()[-1]]
     expected = drawn.runs * experiment.rounds * experiment.device_rounds * sum(sizes)
     everybody = all(tier.participation == 1.0 for tier in above)
-    selects = any(tier.aggregation.selects for tier in experiment.every_tier)  # then fewer may take part
+    selects = any(tier.aggregation.selects for tier in experiment.tiers)  # then fewer may take part
     if not drawn.timed and everybody and not selects and twin.outcome.trainings != expected:
         return f"{twin.outcome.trainings} trainings, expected {expected}"
     return ""
@@ -251,7 +251,7 @@ def _is_fatal(fault: Fault) -> bool:
 def forgets(drawn: DrawnLab) -> bool:
     """Return whether a restart may lose the state of an institution's rule or client selection, or of a device."""
     devices = drawn.experiment.training.objective.remembers
-    if not devices and not any(tier.remembers for tier in drawn.experiment.every_tier[1:]):
+    if not devices and not any(tier.remembers for tier in drawn.experiment.tiers[1:]):
         return False
     return any(fault.restarts and fault.node != CLOUD and (not fault.keep or not drawn.spool) for fault in drawn.faults)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-from common.experiment.rounds import Cloud, Institution, participants
+from common.experiment.tiers import Tier, participants
 from common.experiment.topology import CLOUD
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import FaultKind
@@ -44,14 +44,14 @@ def seconds_to_the_end(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[f
     begun_s = max([_lost_s(drawn, faulty), returned_s(drawn, faulty), *evidence.closed_s])
     ended_s = faulty.outcome.virtual_s if evidence.failed_s is None else evidence.failed_s
     hangs = drawn.permanent is not None and drawn.permanent.kind is FaultKind.HANG
-    gathering_s = drawn.experiment.institution.closing.deadline_s if hangs else None  # for which a quorum waits for it
+    gathering_s = drawn.experiment.tiers[-1].closing.deadline_s if hangs else None  # for which a quorum waits for it
     bound_s = drawn.experiment.transfer.idle_s + (gathering_s or 0.0) + _round_s(drawn, twin) + ENDING_S
     return ended_s - begun_s, bound_s
 
 
 def spends_few_deadlines(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     """Check that a device costs one deadline if it is known to be lost, else at most one in each local round."""
-    fault, institution = drawn.permanent, drawn.experiment.institution
+    fault, institution = drawn.permanent, drawn.experiment.tiers[-1]
     deadline_s = institution.closing.deadline_s
     if fault is None or deadline_s is None:
         return ""
@@ -74,21 +74,20 @@ def returned_s(drawn: DrawnLab, faulty: LabRun) -> float:
 
 
 def _home(drawn: DrawnLab, device: str) -> tuple[str, list[str]]:
-    children = drawn.experiment.topology.homes()
-    return next((home, devices) for home, devices in children.items() if device in devices)
+    home = drawn.experiment.tree.parent(device)
+    return home, drawn.experiment.tree.children[home]
 
 
 def _continues_at_institution(drawn: DrawnLab, siblings: list[str]) -> bool:
-    institution = drawn.experiment.institution
+    institution = drawn.experiment.tiers[-1]
     return _closes_without_one(drawn, institution, len(siblings))
 
 
 def _continues_at_cloud(drawn: DrawnLab) -> bool:
-    cloud, institutions = drawn.experiment.cloud, drawn.experiment.topology.institution_names()
-    return _closes_without_one(drawn, cloud, len(institutions))
+    return _closes_without_one(drawn, drawn.experiment.tiers[0], len(drawn.experiment.tree.children[CLOUD]))
 
 
-def _closes_without_one(drawn: DrawnLab, node: Cloud | Institution, children: int) -> bool:
+def _closes_without_one(drawn: DrawnLab, node: Tier, children: int) -> bool:
     buffered, fault = node.aggregation.closes_with, drawn.permanent
     if buffered is not None:  # it begins with all its children
         return (

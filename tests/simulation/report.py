@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from common.errors import WireError
-from common.experiment.rounds import Closing
 from common.experiment.schema import Experiment
-from common.experiment.tiers import Tier
+from common.experiment.tiers import Closing, Tier
 from common.protocol import serialization, topics
 from common.protocol.messages import Ask, Message, Preparing, Presence, Progress, Result, Task, WhoIsThere
 from deploy.simulation.broker import Routed
@@ -37,7 +36,7 @@ def print_report(report: LabReport) -> None:
 def describe(drawn: DrawnLab) -> str:
     """Return a description of a lab and its faults."""
     experiment = drawn.experiment
-    tiers, transfer = experiment.every_tier, experiment.transfer
+    tiers, transfer = experiment.tiers, experiment.transfer
 
     def each(text: Callable[[Tier], object]) -> str:
         return "/".join(str(text(tier)) for tier in tiers)
