@@ -31,7 +31,6 @@ from deploy.cli.export import export
 from deploy.cli.plan import plan
 from deploy.cli.replay import replay
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, check_metrics
-from deploy.cli.simulate import run_simulated
 from deploy.cli.sweep import sweep
 from deploy.cli.watch import watch
 from deploy.console import logs
@@ -182,7 +181,7 @@ def run(
         check_lab(chosen, runs if resume is None else None, direct=direct or simulate)
         check_metrics(metrics)
         if simulate:
-            run_simulated(
+            _run_simulated(
                 chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu",
                 workers=workers, speeds=speeds,
             )  # fmt: skip
@@ -291,3 +290,40 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     command = ["fedstrata", "run", "--direct", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
     with kept_once_begun(folder, command), show(chosen, json_lines=json_lines) as observe:
         run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
+
+
+def _run_simulated(
+    chosen: Experiment,
+    *,
+    runs: Path,
+    resume: Path | None,
+    json_lines: bool,
+    accelerator: str,
+    workers: int | None,
+    speeds: Path | None,
+) -> None:
+    """Run, or resume, an experiment in virtual time. Raises FedstrataError, KeyboardInterrupt."""
+    from cloud.results import SIMULATED, RunFolder
+    from common.host.memory import keep_large_buffers
+    from deploy.planning.predicting import load_line
+    from deploy.planning.simulated_run import STAGES, machine_speeds, simulated_run
+    from deploy.results.run import Run
+    from deploy.simulation.run import check_simulated
+    from deploy.watching.showing import show
+
+    check_simulated(chosen)
+    keep_large_buffers()
+    logging.getLogger(logs.ACTIVITY).setLevel(logging.WARNING)  # the cloud's events are shown, not each node's
+    if resume is None:
+        with stages(STAGES) as begin:
+            facts = machine_speeds(chosen, of=speeds, begin=begin)
+        if facts.get("load", {}).get("busy"):
+            logs.write_line(load_line(facts["load"], facts["speeds"]["share"]).strip(), level=logging.WARNING)
+        folder = RunFolder.create(runs, chosen, simulated=facts)
+    else:
+        facts = Run(resume).manifest[SIMULATED]
+        folder = RunFolder.reopen(resume, simulated=True)
+    run = simulated_run(folder, facts, accelerator=accelerator, workers=workers)
+    command = ["fedstrata", "run", "--simulate", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
+    with kept_once_begun(folder, command), show(chosen, json_lines=json_lines, clock=run.now) as observe:
+        run.run(observe)

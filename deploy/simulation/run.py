@@ -30,6 +30,7 @@ from deploy.simulation.loop import SimulationError
 from deploy.simulation.machines import Placement
 
 LIMIT_S: Final = 1e9  # virtual seconds
+LOOPBACK_S: Final = 2e-5  # one way, of a node's link to the broker on its own host
 REASON_S: Final = 5.0  # virtual time in which the cloud may end too: its error names the cause
 FAREWELL_S: Final = 30.0  # virtual time in which an interrupted cloud writes its last byte counts
 
@@ -94,6 +95,7 @@ class VirtualRun:
             seed=self._seed(),
             run=self._folder,
             scenario=self._watch,
+            conditions=LinkConditions(delay_s=LOOPBACK_S),
             placement=self._placement,
             broker_each=True,
             time_limit_s=LIMIT_S,

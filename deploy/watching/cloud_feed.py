@@ -60,6 +60,8 @@ class CloudFeed:
 
     def note(self, event: str, facts: Mapping[str, Any]) -> str | None:
         """Return what the live view keeps of an event below the tree, or None."""
+        if event == "run" and facts.get("simulated"):
+            return "times and rates are simulated"
         lost = event == "child" and facts["state"] in ("lost", "failed") and not self._lab.deep
         return self.line(event, facts) if lost or event in ("refused", "warning") else None
 
