@@ -12,7 +12,7 @@ import pytest
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
-from common.experiment.reading import parse, to_toml
+from common.experiment.reading import parse
 from common.experiment.tables import write
 from common.runtime.world import RealWorld
 from deploy.local.direct import run_in_process
@@ -145,21 +145,21 @@ def test_a_killed_run_is_resumed_with_its_speeds(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         simulated_run(folder, facts, workers=1).run(until_the_second)
     folder.release()
-    file = tmp_path / "other.toml"
-    file.write_text(to_toml(experiment))
     refused = invoke("run", "--resume", folder.path)
     assert refused.exit_code == 4 and "Add --simulate" in refused.output
     resumed = invoke("run", "--simulate", "--workers", "1", "--resume", folder.path)
     assert resumed.exit_code == 0, resumed.output
-    alone = invoke("run", file, "--simulate", "--workers", "1", "--runs", tmp_path / "alone", "--speeds", folder.path)
-    assert alone.exit_code == 0, alone.output
-    assert "simulated time" in alone.stdout
-    killed, undisturbed = (Run(next((tmp_path / name).iterdir())) for name in ("killed", "alone"))
-    assert killed.manifest["simulated"]["speeds"] == undisturbed.manifest["simulated"]["speeds"] == facts["speeds"]
-    assert model_digest(tmp_path / "killed") == model_digest(tmp_path / "alone")
-    for one, other in zip(killed.rounds, undisturbed.rounds, strict=True):
-        assert (one.accuracy, one.sgd_steps, one.train_loss) == (other.accuracy, other.sgd_steps, other.train_loss)
-        assert one.seconds == pytest.approx(other.seconds, rel=0.2)
+    assert "simulated time" in resumed.stdout
+    killed = Run(folder.path)
+    assert killed.manifest["simulated"] == facts and len(killed.rounds) == 3
+    assert model_digest(tmp_path / "killed") == direct_digest(tmp_path / "direct", tree)
+    for one, other in zip(table(tmp_path / "killed"), table(tmp_path / "direct"), strict=True):
+        for key in ("accuracy", "train_loss", "sgd_steps"):
+            assert one[key] == other[key], key
+    assert machine_speeds(experiment, of=folder.path)["speeds"] == facts["speeds"]
+    for changes in ({"training": {"batch_size": 5}}, {"model": {"name": "cnn_digits"}}):
+        with pytest.raises(InvalidExperiment, match=r"--speeds.*of mlp_digits on digits in batches of 50, not of"):
+            machine_speeds(parse(merged(tree, changes)), of=folder.path)
 
 
 def test_the_error_of_a_node_ends_the_run(tmp_path: Path) -> None:
@@ -192,14 +192,16 @@ def test_options_that_contradict_are_refused(options: list[str]) -> None:
     assert invoke("run", "nothing.toml", *options).exit_code == 2
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_sweep_share_one_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
-    file, words = tmp_path / "two.toml", ["--simulate", "--jobs", "2", "--runs", tmp_path, "--format", "csv"]
+    file = tmp_path / "two.toml"
+    words: list[str | Path] = ["--simulate", "--jobs", "2", "--runs", tmp_path, "--format", "csv"]
     axes = {"rule": {"FedAvg": {}, "FedCross": {"cloud": {"aggregation": CROSS}}}}
     lab = merged(LAB, TWO_LAYERS) | {"hardware": {}, "rounds": 1}
     for key in ("name", "seed"):
         del lab[key]
-    measure = [{"name": "seconds", "unit": "s"}]
+    measure = [{"name": "seconds", "unit": "s", "until": "end"}]
     file.write_text(write({"title": "Two", "columns": ["rule"], "measure": measure, "experiment": lab, "axes": axes}))
     done = invoke("sweep", file, *words)
     assert done.exit_code == 0, done.output
