@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,12 @@ def test_the_error_of_a_node_ends_the_run(tmp_path: Path) -> None:
     tree = merged(LAB, {"data": {"dataset": "mnist", "root": str(tmp_path / "nothing")}})
     with pytest.raises(InvalidExperiment, match=r"data\.root"):
         new(tmp_path / "runs", tree, workers=1).run()
+
+
+def test_an_accelerator_that_is_missing_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match="accelerator"):
+        new(tmp_path, LAB, accelerator="cuda:99", workers=1).run()
+    assert not [thread for thread in threading.enumerate() if thread.name == "computing"]
 
 
 @pytest.mark.parametrize(

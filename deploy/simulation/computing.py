@@ -117,7 +117,11 @@ class RealComputing:
     def __enter__(self) -> Self:
         """Start the workers, and let all devices prepare. Raises InvalidExperiment if there is no such accelerator."""
         self._thread.start()
-        pool: Pool = self._begin(self._opened.enter_async_context(Pool(**self._options))).result()  # type: ignore[arg-type]
+        try:
+            pool: Pool = self._begin(self._opened.enter_async_context(Pool(**self._options))).result()  # type: ignore[arg-type]
+        except BaseException:
+            self.__exit__()
+            raise
         self._members = {node: pool.member(node) for node in self._experiment.tree.devices}
         self._prepared = {node: self._begin(one.prepare(self._experiment)) for node, one in self._members.items()}
         return self
