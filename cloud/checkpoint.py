@@ -7,7 +7,7 @@ holds the state of the cloud's rule.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +44,7 @@ def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: 
     """
     path = folder / f"round-{state.global_round:06d}.safetensors"
     rule_states.write(folder, path.stem, rule.save)
-    save_model(path, layout=layout, row=row, facts=asdict(state))
+    save_model(path, layout=layout, row=row, facts={key: getattr(state, key) for key in RunState.__slots__})
     for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
         old.unlink(missing_ok=True)
     rule_states.prune(folder, keep=KEPT)

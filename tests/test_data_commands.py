@@ -101,7 +101,7 @@ def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None
 def test_the_picture_has_a_cell_for_each_class_that_a_device_has() -> None:
     devices = {"<x>": {"parent": "a", "by_class": [5, 0, 20]}, "y": {"parent": "b", "by_class": [0, 80, 0]}}
     facts = {"digest": "&", "seed": 1, "data": {"dataset": "d", "partition": "iid"}, "devices": devices}
-    picture = ElementTree.fromstring(partition(facts).file())
+    picture = ElementTree.fromstring(partition(facts).svg())
     cells = [cell for cell in picture.iter(f"{SVG}rect") if cell.find(f"{SVG}title") is not None]
     titles = [cell.findtext(f"{SVG}title") for cell in cells]
     assert titles == ["a / <x>, class 0: 5", "a / <x>, class 2: 20", "b / y, class 1: 80"]

@@ -30,7 +30,21 @@ from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import THIN, html
 from deploy.local import direct
 from deploy.results import charts
-from deploy.results.figures import COLOURS, SERIES, Figure
+from deploy.results.figures import (
+    CLASSES,
+    COLOURS,
+    LETTER,
+    SERIES,
+    STYLE,
+    Dot,
+    Drawing,
+    Figure,
+    Line,
+    Mark,
+    Rect,
+    Text,
+    inks,
+)
 from deploy.results.maps import Rates, epochs, topology
 from deploy.results.page import compose
 from deploy.results.run import Run
@@ -122,6 +136,17 @@ def render(figure: Figure, formats: list[str]) -> dict[str, bytes]:
     from deploy.results import paper
 
     return paper.render(figure, formats)
+
+
+def texts(figure: Figure, *, paper: bool = False) -> list[str]:
+    """Return the texts of a figure on a page, or on a paper."""
+    drawing = figure.draw(True) if paper else figure.page()
+    return [mark.content for mark in drawing.marks if isinstance(mark, Text)]
+
+
+def titles(figure: Figure, paper: bool = False) -> list[str]:
+    """Return the tooltips of a figure."""
+    return [mark.title for mark in figure.draw(paper).marks if isinstance(mark, Rect | Dot) and mark.title]
 
 
 def number(cell: str) -> float:
@@ -278,7 +303,7 @@ def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
     again: dict[str, str | bytes] = {}
     for table in page.tables:
         again |= {f"{table.name}.csv": table.csv(), f"{table.name}.tex": table.latex()}
-    for figure in {type(figure) is Figure: figure for figure in page.figures}.values():  # a drawing and a chart
+    for figure in {figure.draw(True).headed: figure for figure in page.figures}.values():  # a drawing and a chart
         again |= {f"{figure.name}.{kind}": file for kind, file in render(figure, ["pdf", "png", "svg"]).items()}
     for name, content in again.items():
         assert files[name] == (content if isinstance(content, bytes) else content.encode()), name
@@ -322,17 +347,95 @@ def test_the_option_that_names_no_writable_place_is_reported(tmp_path: Path, mak
 AXIS = charts.Axis("x")
 
 
-def test_a_figures_png_has_its_colours() -> None:
-    points = {"a": [(0.0, 0.0), (1.0, 1.0)], **{f"r{i}": [(0.0, i / 9), (1.0, i / 9)] for i in range(9)}}
-    lines = {name: charts.Curve(line) for name, line in points.items()}
-    file = render(charts.curves("n", "t", lines, x=AXIS, y=AXIS, target=0.5), ["png"])["png"]
-    with Image.open(BytesIO(file)) as picture:
-        colours = {colour[:3] for _, colour in picture.getcolors(1 << 20) or ()}
-    assert {ImageColor.getrgb(COLOURS[f"s{i}"][0]) for i in range(7)} <= colours
+def pixels(mark: Mark) -> Any:
+    """Return the red, green and blue [y, x, 3] of a mark on a paper, 400 by 100 of its pixels."""
+    figure = Figure("n", "t", "", lambda paper: Drawing((400, 100), [mark], headed=paper))
+    with Image.open(BytesIO(render(figure, ["png"])["png"])) as picture:
+        return np.asarray(picture.convert("RGB")).astype(int)
+
+
+PAINTS = [kind for kind, looks in CLASSES.items() if {"fill", "stroke"} & set(looks)]
+
+
+@pytest.mark.parametrize("kind", [*PAINTS, "band fill-s1", "stroke-s1 thin", "stroke-s1 dash-1"])
+def test_papers_have_the_colours_of_the_page(kind: str) -> None:
+    looks = {key: value for each in kind.split() for key, value in CLASSES[each].items()}
+    found = pixels(Line([(50, 20), (300, 20), (300, 80), (50, 80), (50, 20)], kind)).reshape(-1, 3)
+    for key in ("fill", "stroke"):
+        if (colour := looks.get(key, "none")) != "none":
+            ink = 255 + (np.array(ImageColor.getrgb(COLOURS[colour][0])) - 255) * float(looks.get(f"{key}-opacity", 1))
+            assert np.abs(found - ink).max(axis=1).min() < 2
+
+
+def test_papers_have_the_dashes_and_widths_of_the_page() -> None:
+    def drawn(kind: str) -> tuple[float, float]:
+        inked = pixels(Line([(50, 50), (350, 50)], kind)).min(axis=2) < 200
+        return inked.any(axis=0).sum() / (300 * 25 / 9), inked.sum(axis=0).max() * 9 / 25
+
+    for kind, share, width in (("", 1, 2), ("dash-1", 6 / 9, 2), ("dash-2", 2 / 5, 2), ("thin", 1, 1)):
+        assert drawn(f"stroke-s0 {kind}") == (pytest.approx(share, abs=0.08), pytest.approx(width, abs=0.5))
+
+
+def test_classes_go_before_those_that_they_change() -> None:
+    order = re.findall(r"(?:^| )\.([\w-]+) {", STYLE, re.MULTILINE)
+    assert order == list(CLASSES)  # of a page's rules the last one goes
+    assert max(map(order.index, (f"stroke-s{i}" for i in range(SERIES)))) < order.index("thin")
+
+
+def test_each_series_has_a_marker_on_papers_and_a_disc_on_pages() -> None:
+    shapes = {(pixels(Dot(50, 50, inks(i, i)[1])).min(axis=2) < 128).tobytes() for i in range(SERIES)}
+    assert len(shapes) == SERIES
+    lines = {"a": charts.Curve([(float(i), float(i)) for i in range(30)]), "b": charts.Curve([(0.0, 1.0)])}
+    figure = charts.curves("n", "t", lines, x=AXIS, y=AXIS)
+    dots = [[mark for mark in figure.draw(paper).marks if isinstance(mark, Dot)] for paper in (False, True)]
+    assert len(dots[0]) == figure.svg().count("<circle") == 31 and all(dot.title for dot in dots[0])
+    assert len(dots[1]) == 10 + 1 + 2  # and those of the legend
+
+
+AXIS = charts.Axis("x")
+PARTS = [("fill-s0", "train"), ("fill-s5", "wait")]
+AMOUNTS = st.floats(0, 1e6)
+
+
+@example(levels=[(0.00025, 0.0)], ends=[199_999.0])
+@given(levels=st.lists(st.tuples(AMOUNTS, AMOUNTS), min_size=1, max_size=4), ends=st.lists(AMOUNTS, min_size=1))
+def test_no_text_is_outside_of_its_chart(levels: list[tuple[float, float]], ends: list[float]) -> None:
+    points = [charts.Curve([(end, level) for end in ends]) for level, _ in levels]
+    for figure in (
+        charts.curves(
+            "n", "t", {f"line {i}": line for i, line in enumerate(points)}, x=AXIS, y=AXIS, target=levels[0][1]
+        ),
+        charts.bars("n", "t", PARTS, {f"bar {i}": both for i, both in enumerate(levels)}, axis=AXIS),
+        charts.columns("n", "t", PARTS, levels, x=AXIS, axis=AXIS),
+    ):
+        for drawing in (figure.page(), figure.draw(True)):
+            for text in (mark for mark in drawing.marks if isinstance(mark, Text)):
+                start = text.x - LETTER * len(text.content) * {"start": 0, "middle": 0.5, "end": 1}[text.anchor]
+                assert start >= -0.1 and start + LETTER * len(text.content) <= drawing.size[0] + 0.1, text
+                assert 10 <= text.y <= drawing.size[1]
+
+
+def test_global_rounds_are_whole_numbers() -> None:
+    whole, axis = charts.Axis("global round", whole=True), charts.Axis("time", "s")
+    curve = charts.curves("n", "t", {"a": charts.Curve([(1.0, 0.0), (2.0, 1.0)])}, x=whole, y=AXIS)
+    assert [text for text in texts(curve) if text in ("0", "0.5", "1", "1.5", "2")].count("0.5") == 0
+    bars = charts.columns("n", "t", PARTS, [(1.0, 1.0)] * 30, x=whole, axis=axis)
+    assert {"10", "20", "30"} < set(texts(bars)) and "29" not in texts(bars)
+
+
+def test_papers_name_the_y_axis_and_have_whole_labels_and_no_room_on_the_right() -> None:
+    points = [(1.0, 0.5), (11.0, 0.75)]
+    lines = {"alpha=1": charts.Curve(points), "alpha=2": charts.Curve(points[:1])}
+    y = charts.Axis("accuracy", "%", 100.0)
+    figure = charts.curves("n", "t", lines, x=AXIS, y=y, short={"alpha=1": "#1", "alpha=2": "#2"})
+    page, paper = (texts(figure, paper=paper) for paper in (False, True))
+    assert {"t", "#1", "#2", "15"} <= set(page) and not {"accuracy, %", "alpha=1"} & set(page)
+    assert {"accuracy, %", "alpha=1", "alpha=2", "10"} <= set(paper) and not {"t", "#1", "15"} & set(paper)
+    last = max(mark.x for mark in figure.draw(True).marks if isinstance(mark, Dot))
+    assert last == pytest.approx(figure.draw(True).size[0] - charts.RIGHT)
 
 
 LONG = [f"cloud.aggregation.alpha={i} {'institution_' * 9}" for i in range(9)]
-PARTS = [("fill-s0", "train"), ("fill-s5", "wait")]
 
 
 @pytest.mark.parametrize(
@@ -402,8 +505,7 @@ def test_equal_curves_are_drawn_once_and_share_a_name() -> None:
         "none, too": charts.Curve([]),
     }
     figure = charts.curves("n", "t", lines, x=AXIS, y=AXIS, short={"slow, a": "#1", "fast, a": "#3"})
-    drawn = "".join(figure.elements)
-    words = re.findall(r">([^<>]+)</text>", drawn)
+    drawn, words = figure.svg("key"), texts(figure)
     assert {"#1 = #3", "slow, b", "none", "none, too"} <= set(words) and "slow, a" not in words
     assert drawn.count('class="stroke-s0 dash-0"') == 2  # the line and its legend
     assert "stroke-s2" not in drawn
@@ -417,16 +519,16 @@ def test_a_legend_has_what_can_be_seen() -> None:
         charts.bars("n", "t", parts, {"a": bars[0], "b": bars[1]}, axis=AXIS),
         charts.columns("n", "t", parts, bars, x=AXIS, axis=AXIS),
     ):
-        words = re.findall(r">([^<>]+)</text>", "".join(figure.elements))
+        words = texts(figure)
         assert {"train", "wait", "too short to be seen: collect"} <= set(words) and "collect" not in words
         assert figure.table is not None and "collect" in [column.name for column in figure.table.columns]
 
 
 def test_drawings_for_papers_have_a_columns_or_a_pages_width_and_no_title() -> None:
     narrow, wide = (epochs("epochs", {"institution-0": [2] * count}) for count in (3, 15))
-    assert "<text" in narrow.file() and f">{narrow.title}</text>" in narrow.file()
+    assert narrow.title in texts(narrow) and f">{narrow.title}</text>" in narrow.svg()
     for figure, inches in ((narrow, 3.5), (wide, 7.16)):
-        assert narrow.title not in "".join(figure.elements)
+        assert figure.title not in texts(figure, paper=True)
         with Image.open(BytesIO(render(figure, ["png"])["png"])) as picture:
             assert picture.width == round(inches * 300)
             dark = picture.convert("L").point(lambda level: 255 * (level < 250)).getbbox()
@@ -446,21 +548,20 @@ def test_ticks_are_few_round_and_hold_the_range(low: float, span: float) -> None
 def test_many_global_rounds_are_joined_to_means() -> None:
     axis = charts.Axis("global_round")
     figure = charts.columns("n", "t", PARTS, [[1.0, 2.0]] * 150, x=axis, axis=charts.Axis("s", "s"))
-    assert sum("<rect" in e and "global_round" in e for e in figure.elements) == 2 * 50
+    assert [sum("global_round" in title for title in titles(figure, paper)) for paper in (False, True)] == [100, 300]
     assert figure.table is not None and len(figure.table.rows) == 150 and "3 global rounds" in figure.text
 
 
 def test_epochs_of_a_long_run_are_reported_in_stretches() -> None:
     figure = epochs("epochs", {"i": [2] * 400 + [None] + [4] * 100})
-    titles = [title for e in figure.elements for title in re.findall("<title>(.*?)</title>", e)]
-    assert titles == ["i, global round 1 to 400: 2 epochs", "i, global round 402 to 501: 4 epochs"]
+    assert titles(figure) == ["i, global round 1 to 400: 2 epochs", "i, global round 402 to 501: 4 epochs"]
 
 
 def test_devices_of_like_links_are_one_box() -> None:
     slow, fast = Rates((1.0, 0.5), 30.0, (0.9, None)), Rates((None, None), 0.0, (None, None))
     tree = experiment_tiers.Tree([{"cloud": ["i"]}, {"i": ["a", "b", "c"]}])
     figure = topology("t", tree, {"i": fast, "a": slow, "b": fast, "c": slow})
-    words = re.findall(r">([^<>]+)</text>", "".join(figure.elements))
+    words = texts(figure)
     assert {"2 devices", "b", "1 / 0.5 Mbit/s, 30 ms", "measured 0.9 / -", "unlimited"} <= set(words)
 
 
@@ -469,8 +570,8 @@ def test_each_layer_is_a_column(tiers: int) -> None:
     tree = parse({"tiers": [{"name": f"t{i}", "children": f"n{i}", "fan_out": 2} for i in range(tiers)]}).tree
     rates = {name: Rates((float(i), 1.0), 0.0, (None, None)) for i, name in enumerate(tree.nodes)}
     figure = topology("t", tree, rates)
-    lefts = {float(x) for x in re.findall(r'<rect class="node" x="([\d.]+)"', "".join(figure.elements))}
-    words = re.findall(r">([^<>]+)</text>", "".join(figure.elements))
+    lefts = {mark.x for mark in figure.page().marks if isinstance(mark, Rect) and mark.kind == "node"}
+    words = texts(figure)
     assert len(lefts) == tiers + 1
     assert sum(word in tree.nodes for word in words) == len(tree.nodes)
 

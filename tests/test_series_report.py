@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.experiment.training import Score
-from deploy.results import charts
+from deploy.console.tabular import Spread
+from deploy.results.figures import Line, Point
 from deploy.results.page import Page, compose
 from deploy.results.run import Run
 from deploy.results.sections import mean_curve, score_axis
@@ -30,7 +31,7 @@ POINTS = st.lists(
 
 
 @given(runs=POINTS)
-def test_means_and_bands_are_those_of_numpy(runs: list[dict[int, charts.Point]]) -> None:
+def test_means_and_bands_are_those_of_numpy(runs: list[dict[int, Point]]) -> None:
     curve = mean_curve(runs)
     some = [run for run in runs if run]
     common = sorted(set.intersection(*map(set, some))) if some else []
@@ -60,11 +61,13 @@ def test_seeds_are_one_line_with_a_band_and_one_row(tmp_path: Path, make_run: Ma
     page, title = compose([Run(path) for path in (*fixed, *other, killed, failed)])
     assert title == "8 runs: fixed; tempo"
     figure = next(figure for figure in page.figures if figure.name == "accuracy-rounds")
-    assert isinstance(figure, charts.CurvesFigure) and list(figure.lines) == ["fixed", "tempo"]
-    curve = figure.lines["fixed"]
-    assert curve.points == [(1.0, pytest.approx(1.25 / 3))] and curve.deviations == [pytest.approx(0.1443, abs=1e-4)]
-    assert curve.rest == [[(1.0, 0.5), (2.0, 0.75)], [(1.0, 0.25), (2.0, 0.5)], [(1.0, 0.125)]]
-    assert sum("band" in element for element in figure.elements) == 1  # a band of one point has no area
+    assert figure.table is not None
+    assert [row[:2] for row in figure.table.rows] == [("fixed", 1.0), ("tempo", 1.0), ("tempo", 2.0)]
+    assert figure.table.rows[0][2] == Spread(pytest.approx(125 / 3), pytest.approx(14.43, abs=0.01))
+    marks = [mark for mark in figure.page().marks if isinstance(mark, Line)]
+    thin = [[x for x, _ in mark.points] for mark in marks if mark.kind == "stroke-s0 dash-0 thin"]
+    assert thin == [[216.0, 386.0], [216.0, 386.0], [216.0]]  # beyond the mean, and of the killed one
+    assert sum("band" in mark.kind for mark in marks) == 1  # a band of one point has no area
     tree = read(page.html(title))
     heads, first, second = tree.tables["The series: mean ± standard deviation (n - 1) over the finished runs"]
     assert heads[:2] == ["series", "finished"] and first[:3] == ["fixed", "3/5", "1, 2, 3, 5, 6"]
@@ -89,7 +92,7 @@ def test_tasks_are_not_laid_over_each_other(tmp_path: Path, make_run: MakeRun) -
     larger = {**LAB, "topology": {"institutions": 2, "devices": 8}}
     page, title = compose([Run(make_run(tmp_path, tree)) for tree in (LAB, larger)])
     assert title == "2 runs: 2 tasks"
-    lines = {f.name: list(f.lines) for f in page.figures if isinstance(f, charts.CurvesFigure) and "rounds" in f.name}
+    lines = {f.name: list(dict.fromkeys(row[0] for row in f.table.rows)) for f in page.figures if f.table}
     assert lines["accuracy-rounds-task0"] == lines["accuracy-rounds-task1"] == ["tiny"]
     words = read(page.html(title)).words
     assert (

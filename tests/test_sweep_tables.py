@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from deploy.console.tabular import Column, Table
+from deploy.results.figures import Figure, Line, inks
 from deploy.results.run import Run
 from deploy.sweeps.grid import Grid, expand
 from deploy.sweeps.measuring import value_of
@@ -260,21 +261,28 @@ def test_a_page_has_tables_curves_and_runs(tmp_path: Path, make_run: MakeRun) ->
     page = page_of(results(tmp_path, make_run, tables=["split"], paper={"figures": FIGURES, "notes": ["so"]}))
     assert [table.name for table in page.tables] == ["table-1", "table-2", "runs"]
     first, _ = page.figures
-    assert {label: line.points for label, line in first.lines.items()} == {
-        "a, FedAvg": [(1.0, pytest.approx(0.3)), (2.0, pytest.approx(0.5)), (3.0, pytest.approx(0.625))],
-        "a, Other": [(1.0, pytest.approx(0.25)), (2.0, pytest.approx(0.6)), (3.0, pytest.approx(0.75))],
-    }  # type: ignore[attr-defined]
-    assert [line.style for line in first.lines.values()] == [(0, 0), (1, 0)]  # type: ignore[attr-defined]
+    assert first.table is not None
+    assert [(label, at, pytest.approx(cell.mean)) for label, at, cell in first.table.rows] == [  # type: ignore[union-attr]
+        ("a, FedAvg", 1.0, 30.0), ("a, FedAvg", 2.0, 50.0), ("a, FedAvg", 3.0, 62.5),
+        ("a, Other", 1.0, 25.0), ("a, Other", 2.0, 60.0), ("a, Other", 3.0, 75.0),
+    ]  # fmt: skip
     assert "note: so" in page.html("t") and "contradicts the order: b: " in page.html("t")
 
 
 def test_a_method_has_a_colour_and_the_other_values_a_dash_pattern(tmp_path: Path, make_run: MakeRun) -> None:
     (figure,) = page_of(results(tmp_path, make_run)).figures
-    styles = {label: line.style for label, line in figure.lines.items()}  # type: ignore[attr-defined]
-    assert styles == {"a, FedAvg": (0, 0), "a, Other": (1, 0), "b, FedAvg": (0, 1), "b, Other": (1, 1)}
-    axes = {"split": {f"split-{i}": {} for i in range(5)}, "method": TREE["axes"]["method"]}
+    assert in_legend(figure) == ["stroke-s0 dash-0", "stroke-s1 dash-0", "stroke-s0 dash-1", "stroke-s1 dash-1"]
+    axes = {"split": {f"split-{i}": {"data": {"noise": i / 10}} for i in range(5)}, "method": TREE["axes"]["method"]}
     grid = expand({**TREE, "axes": axes}, Path("two.toml"))
-    run = Run(make_run(tmp_path, {}))
-    page = page_of(SweepResults(grid, {cell.experiments[1].digest: run for cell in grid.cells}))
+    runs = [Run(make_run(tmp_path, {}, accuracies=(i / 10, 0.9, 0.9))) for i in range(10)]
+    page = page_of(
+        SweepResults(grid, {cell.experiments[1].digest: run for cell, run in zip(grid.cells, runs, strict=True)})
+    )
     (figure,) = page.figures
-    assert {line.style for line in figure.lines.values()} == {None}  # type: ignore[attr-defined]
+    assert in_legend(figure) == [inks(i, i)[0] for i in range(10)]
+
+
+def in_legend(figure: Figure) -> list[str]:
+    """Return the classes of the lines in the legend of curves with three points."""
+    lines = (mark for mark in figure.page().marks if isinstance(mark, Line) and len(mark.points) == 2)
+    return [line.kind for line in lines if line.kind.startswith("stroke")]

@@ -7,7 +7,7 @@ that inherits from `Selector`. Either is named by the tier's settings, which bui
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -209,7 +209,9 @@ class ClientSelection:
 
     def save(self) -> dict[str, Any]:
         """Return the state, in a form that JSON can hold."""
-        found: dict[str, Any] = {"history": {name: asdict(past) for name, past in self._history.items()}}
+        keys = Participation.__slots__
+        history = {name: {key: getattr(past, key) for key in keys} for name, past in self._history.items()}
+        found: dict[str, Any] = {"history": history}
         if self._selector is not None and self._selector.numbers:
             found["numbers"] = self._selector.numbers
         return found

@@ -129,7 +129,7 @@ def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         facts = splits.write(experiment, split, out)
-        (out / "partition.svg").write_text(partition(facts).file(), encoding="utf-8")
+        (out / "partition.svg").write_text(partition(facts).svg(), encoding="utf-8")
     except OSError as error:
         raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a writable folder.") from None
     return facts

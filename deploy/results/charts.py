@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 from deploy.console.tabular import Cell, Column, Spread, Table, show
-from deploy.results.figures import DASHES, SERIES, Figure, dot, legend, path, rect, text, wrapped
+from deploy.results.figures import LETTER, Dot, Drawing, Figure, Line, Mark, Point, Rect, Text, inks, legend, wrapped
 
-Point = tuple[float, float]
-DOTS_MOST = 60  # points of a curve up to which each has a marker
-PLOT = 340.0  # pixels: width of a chart between its axes
+DOTS_MOST = 60  # points of a curve up to which each has a dot on a page
+MARKERS = 10  # dots of a curve on a paper, about
+WIDTHS = (404.0, 376.0)  # pixels of a chart on a page, and on a paper: a column
+RIGHT = 18.0  # pixels right of the axes, at least
 COLUMN = 150.0  # pixels: height of a chart of columns
 SEEN_LEAST = 3.0  # pixels of a part of a bar whose colour can be seen
 SAME = " = "  # between the labels of equal curves
-COLUMNS_MOST = 60  # bars up to which each is drawn; more are averaged
+COLUMNS_MOST = 60  # bars up to which each is drawn on a page; more are averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Axis:
     unit: str = ""
     factor: float = 1.0
     bounds: Point = (-math.inf, math.inf)  # of the quantity, in the unit of the points: bands are drawn within
+    whole: bool = False  # whether it counts
 
     @property
     def head(self) -> str:
@@ -58,33 +60,49 @@ class Curve:
         return [*self.points, *corners, *(point for line in self.rest for point in line)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurvesFigure(Figure):
-    """A chart of curves by label, and of a horizontal line at `target`; points are not yet in the axes' units."""
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """The area between axes, in pixels, and the numbers at them.
 
-    lines: Mapping[str, Curve]
-    x: Axis
-    y: Axis
-    target: float | None = None
+    The x axis goes from its first number to its end, the y axis from its first to its last number.
+    """
 
+    left: float
+    top: float
+    width: float
+    height: float
+    x_ticks: Sequence[float]
+    x_end: float
+    y_ticks: Sequence[float] = ()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarsFigure(Figure):
-    """A chart of horizontal stacked bars by label, of parts (CSS class, label)."""
+    def x(self, value: float) -> float:
+        """Return the pixel of a value."""
+        return self.left + self.width * (value - self.x_ticks[0]) / (self.x_end - self.x_ticks[0])
 
-    parts: Sequence[tuple[str, str]]
-    rows: Mapping[str, Sequence[float]]
-    axis: Axis
+    def y(self, value: float) -> float:
+        """Return the pixel of a value."""
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return self.top + self.height * (1 - (value - low) / (high - low))
 
+    def across(self, y: float, kind: str) -> Line:
+        """Draw a line from side to side."""
+        return Line([(self.left, y), (self.left + self.width, y)], kind)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnsFigure(Figure):
-    """A chart of vertical stacked bars [bars][parts], of parts (CSS class, label)."""
+    def levels(self) -> list[Mark]:
+        """Draw the lines and the numbers of the y axis."""
+        numbers = [Text(self.left - 6, self.y(tick) + 4, number(tick), "end") for tick in self.y_ticks]
+        return [*(self.across(self.y(tick), "grid") for tick in self.y_ticks), *numbers]
 
-    parts: Sequence[tuple[str, str]]
-    values: Sequence[Sequence[float]]
-    x: Axis
-    axis: Axis
+    def base(self) -> list[Mark]:
+        """Draw the x axis, without its numbers."""
+        end = self.top + self.height
+        small = (Line([(at, end), (at, end + 4)], "line") for at in map(self.x, self.x_ticks))
+        return [*small, self.across(end, "line")]
+
+    def numbers(self, y: float, head: str) -> list[Mark]:
+        """Draw the numbers of the x axis, and below them its head."""
+        numbers = (Text(self.x(tick), y, number(tick), "middle") for tick in self.x_ticks)
+        return [*numbers, Text(self.left + self.width / 2, y + 18, head, "middle", "soft")]
 
 
 def curves(
@@ -96,87 +114,65 @@ def curves(
     y: Axis,
     target: float | None = None,
     short: Mapping[str, str] | None = None,
-) -> CurvesFigure:
+) -> Figure:
     """Draw each curve with its band, equal ones once, and `target` as a horizontal line.
 
-    `short`: names for the legend by label.
+    `short`: names for the legend of a page, by label.
     """
-    (left, top), (width, height) = (46.0, 34.0), (PLOT, 200.0)
     points = [point for line in lines.values() for point in line.every_point(y)]
-    x_ticks = ticks(0.0, x.factor * max((at for at, _ in points), default=1.0))
-    levels = [y.factor * level for _, level in points] + ([] if target is None else [y.factor * target])
-    y_ticks = ticks(min(levels, default=0.0), max(levels, default=1.0))
+    most = x.factor * max((at for at, _ in points), default=1.0)
+    goals = [] if target is None else [y.factor * target]
+    levels = [*(y.factor * level for _, level in points), *goals]
+    y_ticks, shown = ticks(min(levels, default=0.0), max(levels, default=1.0)), distinct(lines)
 
-    def place(point: Point) -> Point:
-        across = (x.factor * point[0] - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
-        up = (y.factor * point[1] - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
-        return left + width * across, top + height * (1 - up)
+    def draw(paper: bool) -> Drawing:
+        plot = _plot(34.0, 200.0, *_across(most, paper, whole=x.whole), y_ticks, paper)
 
-    elements = list[str]()
-    for tick in y_ticks:
-        _, at = place((0.0, tick / y.factor))
-        elements += [path([(left, at), (left + width, at)], "grid"), text(left - 6, at + 4, _tick(tick), anchor="end")]
-    for tick in x_ticks:
-        at, _ = place((tick / x.factor, 0.0))
-        elements += [
-            path([(at, top + height), (at, top + height + 4)], "line"),
-            text(at, top + height + 18, _tick(tick), anchor="middle"),
-        ]
-    elements.append(path([(left, top + height), (left + width, top + height)], "line"))
-    elements.append(text(left + width / 2, top + height + 36, x.head, anchor="middle", kind="soft"))
-    if target is not None:
-        _, at = place((0.0, target))
-        elements.append(path([(left, at), (left + width, at)], "target"))
-        elements.append(text(left + 4, at - 4, "target", kind="soft"))
-    shown = distinct(lines)
-    for (colour, dash), _, line in shown:
-        band = line.band(y)
-        around = [(at, high) for at, _, high in band] + [(at, low) for at, low, _ in reversed(band)]
-        if len(band) > 1:
-            elements.append(path([place(point) for point in around], f"band fill-s{colour}"))
-        elements += [path([place(point) for point in rest], f"{stroke(colour, dash)} thin") for rest in line.rest]
-    for (colour, dash), names, line in shown:
-        if len(line.points) > 1:
-            elements.append(path([place(point) for point in line.points], stroke(colour, dash)))
-        for point in line.points if len(line.points) <= DOTS_MOST else ():
-            level = f"{y.factor * point[1]:.4g} {y.unit}"
-            description = f"{SAME.join(names)}: {_tick(x.factor * point[0])} {x.unit or x.name}, {level}"
-            elements.append(dot(*place(point), f"fill-s{colour}", title=description))
-    bottom = top + height + 56
-    entries = [
-        (stroke(*style), SAME.join((short or {}).get(name, name) for name in names)) for style, names, _ in shown
-    ]
-    if len(lines) > 1:
-        found, tall = legend(left, bottom, entries, width=width)
-        elements, bottom = elements + found, bottom + tall
-    size, description = (left + width + 18, bottom - 8), _last_points(lines, x, y)
-    table = _numbers(name, title, lines, x, y)
-    return CurvesFigure(name, title, description, size, elements, table, lines=lines, x=x, y=y, target=target)
+        def place(points: Sequence[Point]) -> list[Point]:
+            return [(plot.x(x.factor * at), plot.y(y.factor * level)) for at, level in points]
+
+        end = plot.top + plot.height
+        marks = [*[Text(2, 16, y.head)] * paper, *plot.levels(), *plot.base(), *plot.numbers(end + 18, x.head)]
+        for at in map(plot.y, goals):
+            marks += [plot.across(at, "target"), Text(plot.left + 4, at - 4, "target", kind="soft")]
+        for (stroke, fill), _, line in shown:
+            band = line.band(y)
+            around = [(at, high) for at, _, high in band] + [(at, low) for at, low, _ in reversed(band)]
+            if len(band) > 1:
+                marks.append(Line(place(around), f"band {fill}"))
+            marks += [Line(place(rest), f"{stroke} thin") for rest in line.rest]
+        for (stroke, fill), names, line in shown:
+            count = len(line.points)
+            if count > 1:
+                marks.append(Line(place(line.points), stroke))
+            dotted = line.points[:: max(1, count // MARKERS)] if paper else line.points[: count * (count <= DOTS_MOST)]
+            for (at, level), pixel in zip(dotted, place(dotted), strict=True):
+                where = f"{number(x.factor * at)} {x.unit or x.name}, {y.factor * level:.4g} {y.unit}"
+                marks.append(Dot(*pixel, fill, f"{SAME.join(names)}: {where}"))
+        end += 56
+        if len(lines) > 1:
+            of = {} if paper else short or {}
+            entries = [(kinds[0], SAME.join(of.get(name, name) for name in names)) for kinds, names, _ in shown]
+            dots = [fill for (_, fill), *_ in shown] * paper
+            left = 2.0 if paper else plot.left
+            found, tall = legend(left, end, entries, width=plot.left + plot.width - left, dots=dots)
+            marks, end = marks + found, end + tall
+        return Drawing((WIDTHS[paper], end - 8), marks, headed=paper)
+
+    return Figure(name, title, _last_points(lines, x, y), draw, _numbers(name, title, lines, x, y))
 
 
-def distinct(lines: Mapping[str, Curve]) -> list[tuple[tuple[int, int], list[str], Curve]]:
-    """Return the different ones of some curves: the colour and the dash pattern, the labels, and the curve."""
-    found: list[tuple[tuple[int, int], list[str], Curve]] = []
+def distinct(lines: Mapping[str, Curve]) -> list[tuple[tuple[str, str], list[str], Curve]]:
+    """Return the different ones of some curves: the classes of lines and areas, the labels, and the curve."""
+    found: list[tuple[tuple[str, str], list[str], Curve]] = []
     for i, (label, line) in enumerate(lines.items()):
         whole = (line.points, line.deviations, line.rest)
         same = (names for _, names, one in found if line.points and whole == (one.points, one.deviations, one.rest))
         if (names := next(same, None)) is not None:
             names.append(label)
         else:
-            colour, dash = line.style or (i, i)
-            found.append(((colour % SERIES, dash % len(DASHES)), [label], line))
+            found.append((inks(*(line.style or (i, i))), [label], line))
     return found
-
-
-def stroke(colour: int, dash: int) -> str:
-    """Return the CSS classes of a line."""
-    return f"stroke-s{colour % SERIES} dash-{dash % len(DASHES)}"
-
-
-def seen(bars: Sequence[Sequence[float]], length: float) -> list[bool]:
-    """Return of each part of stacked bars whether it has SEEN_LEAST pixels in any; `length`: of the longest bar."""
-    least = max(map(math.fsum, bars), default=0.0) * SEEN_LEAST / length
-    return [max(values) >= least > 0 for values in zip(*bars, strict=True)]
 
 
 def bars(
@@ -187,40 +183,43 @@ def bars(
     *,
     axis: Axis,
     short: Mapping[str, str] | None = None,
-) -> BarsFigure:
-    """Draw a horizontal stacked bar for each label, of parts (class, label); its sum and short name are above it."""
-    (left, top), width = (8.0, 36.0), PLOT
-    sums = {
-        label: f"{(short or {}).get(label, label)}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}"
-        for label, values in rows.items()
-    }
-    heads = {label: wrapped(whole, width) for label, whole in sums.items()}
-    height = sum(28 + 16 * len(lines) for lines in heads.values())
-    most = axis.factor * max((math.fsum(values) for values in rows.values()), default=0.0)
-    marks = ticks(0.0, most)
-    elements, tall = _parts_legend(parts, [*rows.values()], width, top + 4, width=left + width)
-    top += tall
-    for tick in marks:
-        at = left + width * tick / marks[-1]
-        elements.append(path([(at, top), (at, top + height)], "grid"))
-        elements.append(text(at, top + height + 16, _tick(tick), anchor="middle"))
-    y = top
-    for label, values in rows.items():
-        elements += [text(left + 2, y + 15 + 16 * i, line) for i, line in enumerate(heads[label])]
-        y, at = y + 4 + 16 * len(heads[label]), left
-        for (kind, part), value in zip(parts, values, strict=True):
-            wide = width * axis.factor * value / marks[-1]
-            if wide > 0:
-                description = f"{label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
-                elements.append(rect(at, y, max(wide - 1, 0.4), 18, kind, title=description))
-            at += wide
-        y += 24
-    bottom = top + height + 34
-    elements.append(text(left + width / 2, bottom, axis.head, anchor="middle", kind="soft"))
+) -> Figure:
+    """Draw a horizontal stacked bar for each label, of parts (class, label); its label and its sum are above it.
+
+    `short`: names for the bars of a page, by label.
+    """
+
+    def heads(of: Mapping[str, str]) -> list[str]:
+        sums = {label: show(axis.factor * math.fsum(values), 2) for label, values in rows.items()}
+        return [f"{of.get(label, label)}: {total} {axis.unit}" for label, total in sums.items()]
+
+    def draw(paper: bool) -> Drawing:
+        left, top = 8.0, 36.0
+        x_ticks, end = _across(axis.factor * max(map(math.fsum, rows.values()), default=0.0), paper)
+        width = WIDTHS[paper] - left - max(RIGHT if paper else 56.0, LETTER / 2 * len(number(x_ticks[-1])))
+        above = [wrapped(head, width) for head in heads({} if paper else short or {})]
+        height = sum(28 + 16 * len(lines) for lines in above)
+        marks, tall = _parts_legend(parts, [*rows.values()], width, top + 4, width=left + width)
+        top += tall
+        plot = Plot(left, top, width, height, x_ticks, end)
+        marks += [Line([(at, top), (at, top + height)], "grid") for at in map(plot.x, plot.x_ticks)]
+        marks += plot.numbers(top + height + 16, axis.head)
+        y = top
+        for (label, values), lines in zip(rows.items(), above, strict=True):
+            marks += [Text(left + 2, y + 15 + 16 * i, line) for i, line in enumerate(lines)]
+            y, at = y + 4 + 16 * len(lines), left
+            for (kind, part), value in zip(parts, values, strict=True):
+                wide = plot.x(axis.factor * value) - left
+                if wide > 0:
+                    description = f"{label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
+                    marks.append(Rect(at, y, max(wide - 1, 0.4), 18, kind, description))
+                at += wide
+            y += 24
+        return Drawing((WIDTHS[paper], top + height + 44), marks)
+
     columns = (Column("bar", text=True), *(Column(part, axis.unit, 3) for _, part in parts))
     table = Table(name, title, columns, [(label, *(axis.factor * v for v in values)) for label, values in rows.items()])
-    size = (left + width + 56, bottom + 10)
-    return BarsFigure(name, title, "; ".join(sums.values()), size, elements, table, parts=parts, rows=rows, axis=axis)
+    return Figure(name, title, "; ".join(heads(short or {})), draw, table)
 
 
 def columns(
@@ -231,77 +230,103 @@ def columns(
     *,
     x: Axis,
     axis: Axis,
-) -> ColumnsFigure:
-    """Draw a vertical stacked bar for each of `values` [bars][parts]; above COLUMNS_MOST, neighbours are averaged."""
-    joined = math.ceil(len(values) / COLUMNS_MOST)
-    groups = [values[start : start + joined] for start in range(0, len(values), max(joined, 1))]
-    means = [[math.fsum(part) / len(group) for part in zip(*group, strict=True)] for group in groups]
-    (left, top), (width, height) = (46.0, 36.0), (PLOT, COLUMN)
-    marks = ticks(0.0, axis.factor * max((math.fsum(bar) for bar in means), default=0.0))
-    elements, tall = _parts_legend(parts, means, height, top + 4, width=left + width)
-    top += tall + 4
-    for tick in marks:
-        at = top + height * (1 - tick / marks[-1])
-        elements += [path([(left, at), (left + width, at)], "grid"), text(left - 6, at + 4, _tick(tick), anchor="end")]
-    wide = width / max(len(means), 1)
-    gap = min(wide * 0.25, 4.0)
-    for i, bar in enumerate(means):
-        first, at = 1 + i * joined, top + height
-        label = f"{first}" if joined == 1 else f"{first} to {min(first + joined - 1, len(values))}"
-        for (kind, part), value in zip(parts, bar, strict=True):
-            tall = height * axis.factor * value / marks[-1]
-            at -= tall
-            if tall > 0:
-                description = f"{x.name} {label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
-                elements.append(rect(left + wide * i + gap / 2, at, min(wide - gap, 40), tall, kind, title=description))
-        if i % math.ceil(len(means) / 9) == 0:
-            middle = left + wide * i + gap / 2 + min(wide - gap, 40) / 2
-            elements.append(text(middle, top + height + 16, str(first), anchor="middle"))
-    elements.append(text(left + width / 2, top + height + 34, x.head, anchor="middle", kind="soft"))
+) -> Figure:
+    """Draw a vertical stacked bar for each of `values` [bars][parts].
+
+    Above COLUMNS_MOST, neighbours are averaged on a page.
+    """
+    count = len(values)
+    many = max(1, math.ceil(count / COLUMNS_MOST))
+
+    def draw(paper: bool) -> Drawing:
+        joined = 1 if paper else many
+        groups = [values[start : start + joined] for start in range(0, count, joined)]
+        means = [[math.fsum(part) / len(group) for part in zip(*group, strict=True)] for group in groups]
+        plot = _plot(40.0, COLUMN, (), 0.0, ticks(0.0, axis.factor * max(map(math.fsum, means), default=0.0)), paper)
+        marks, tall = _parts_legend(parts, means, COLUMN, plot.top, width=plot.left + plot.width)
+        plot = replace(plot, top=plot.top + tall)
+        bottom, wide = plot.top + plot.height, plot.width / max(len(means), 1)
+        marks += [*[Text(2, 16, axis.head)] * paper, *plot.levels()]
+        gap = min(wide * 0.25, 4.0) if wide > 4 else 0.0
+        thick = min(wide - gap, 40) if gap else wide + 0.4  # without gaps they overlap, so that none can be seen
+        for i, bar in enumerate(means):
+            first, at = 1 + i * joined, bottom
+            label = f"{first}" if joined == 1 else f"{first} to {min(first + joined - 1, count)}"
+            for (kind, part), value in zip(parts, bar, strict=True):
+                tall = bottom - plot.y(axis.factor * value)
+                at -= tall
+                if tall > 0:
+                    description = f"{x.name} {label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
+                    marks.append(Rect(plot.left + wide * i + gap / 2, at, thick, tall, kind, description))
+        for tick in ticks(0.0, count, wanted=8, whole=True):
+            if 1 <= tick <= count:
+                middle = plot.left + wide * ((int(tick) - 1) // joined) + (gap + thick) / 2
+                marks.append(Text(middle, bottom + 16, number(tick), "middle"))
+        marks.append(Text(plot.left + plot.width / 2, bottom + 34, x.head, "middle", "soft"))
+        return Drawing((WIDTHS[paper], bottom + 44), marks, headed=paper)
+
     heads = (Column(x.name), *(Column(part, axis.unit, 3) for _, part in parts))
-    rows = [(i + 1, *(axis.factor * value for value in bar)) for i, bar in enumerate(values)]
-    description = f"{len(values)} bars" if joined <= 1 else f"Each bar is the mean of {joined} global rounds"
-    table = Table(name, title, heads, rows)
-    size = (left + width + 18, top + height + 44)
-    return ColumnsFigure(name, title, description, size, elements, table, parts=parts, values=values, x=x, axis=axis)
+    table = Table(name, title, heads, [(i, *(axis.factor * v for v in bar)) for i, bar in enumerate(values, 1)])
+    return Figure(
+        name, title, f"{count} bars" if many == 1 else f"Each bar is the mean of {many} global rounds", draw, table
+    )
 
 
-def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:
-    """Return evenly spaced round numbers, from at most `low` to at least `high`."""
+def ticks(low: float, high: float, *, wanted: int = 5, whole: bool = False) -> list[float]:
+    """Return evenly spaced round numbers, integers if `whole`, from at most `low` to at least `high`."""
     span = high - low
     if not span > 1e-9 * max(abs(low), abs(high), 1e-9):  # all values are equal
         span = abs(low) if abs(low) > 1e-9 else 1.0
         high = low + span
-    rough = span / wanted
+    rough = max(span / wanted, float(whole))
     size = 10.0 ** math.floor(math.log10(rough))
     step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
 
 
+def number(value: float) -> str:
+    """Return a number of an axis."""
+    return f"{value:.4g}" if abs(value) < 1e4 else show(round(value))
+
+
+def _across(most: float, paper: bool, *, whole: bool = False) -> tuple[list[float], float]:
+    """Return the numbers of an x axis from 0 on, and its end: a number, on papers what is shown."""
+    found = ticks(0.0, most, whole=whole)
+    return ([tick for tick in found if tick <= most], most) if paper and most > 0 else (found, found[-1])
+
+
+def _plot(
+    top: float, height: float, x_ticks: Sequence[float], x_end: float, y_ticks: Sequence[float], paper: bool
+) -> Plot:
+    """Return the plot of a chart, with room for its numbers."""
+    left = max(46.0, 8 + LETTER * max(len(number(tick)) for tick in y_ticks))
+    right = max([RIGHT, *(LETTER / 2 * len(number(tick)) for tick in x_ticks[-1:])])
+    return Plot(left, top, WIDTHS[paper] - left - right, height, x_ticks, x_end, y_ticks)
+
+
 def _parts_legend(
     parts: Sequence[tuple[str, str]], bars: Sequence[Sequence[float]], length: float, top: float, *, width: float
-) -> tuple[list[str], float]:
-    """Return a legend of the parts that can be seen, with the names of shorter ones below it, and its height."""
-    visible = seen(bars, length)
-    elements, tall = legend(2, top, list(compress(parts, visible)), width=width)
-    some = [max(values) > 0 for values in zip(*bars, strict=True)]
-    short = [label for (_, label), there, any_ in zip(parts, visible, some, strict=False) if any_ and not there]
-    if short:
-        for line in wrapped(f"too short to be seen: {', '.join(short)}", width):
-            elements.append(text(2, top + tall, line, kind="soft"))
-            tall += 18
-    return elements, tall
+) -> tuple[list[Mark], float]:
+    """Return a legend of the parts that can be seen, with the names of shorter ones below it, and its height.
 
-
-def _tick(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1e4 else show(round(value))
+    Those with SEEN_LEAST pixels in a bar can be seen. `length`: pixels of the longest bar.
+    """
+    least = max(map(math.fsum, bars), default=0.0) * SEEN_LEAST / length
+    highest = [max(values) for values in zip(*bars, strict=True)]
+    visible = [high >= least > 0 for high in highest]
+    marks, tall = legend(2, top, list(compress(parts, visible)), width=width)
+    short = [label for (_, label), high in zip(parts, highest, strict=False) if 0 < high < least]
+    for line in wrapped(f"too short to be seen: {', '.join(short)}", width) if short else ():
+        marks.append(Text(2, top + tall, line, kind="soft"))
+        tall += 18
+    return marks, tall
 
 
 def _last_points(lines: Mapping[str, Curve], x: Axis, y: Axis) -> str:
     ends = {label: line.points[-1] for label, line in lines.items() if line.points}
     return "; ".join(
-        f"{label}: {y.factor * level:.4g} {y.unit} at {_tick(x.factor * at)} {x.unit or x.name}"
+        f"{label}: {y.factor * level:.4g} {y.unit} at {number(x.factor * at)} {x.unit or x.name}"
         for label, (at, level) in ends.items()
     )
 

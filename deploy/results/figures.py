@@ -1,14 +1,19 @@
-"""Figures as SVG elements coloured by CSS classes, so that they follow a page's light or dark colours."""
+"""Figures: charts and drawings as marks at their pixels, and the marks as SVG.
+
+A mark has classes of CLASSES. A page includes them as CSS, so that its figures follow its light or dark colours;
+`deploy.results.paper` draws the same marks, by the same classes, as files for papers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import Final
+from typing import Final, TypeAlias
 
 from deploy.console.tabular import Table, clean, html
 
+Point: TypeAlias = tuple[float, float]
 FONT: Final = "ui-sans-serif, system-ui, sans-serif"
 LETTER: Final = 7.2  # pixels: width of a letter at font size 12, in a wide font
 SERIES: Final = 7
@@ -34,90 +39,159 @@ PHASES: Final[Mapping[str, str]] = {
     "aggregate": "fill-s3", "evaluate": "fill-s1",
 }  # fmt: skip
 DASHES: Final = ("", "6 3", "2 3", "8 3 2 3")  # a series has the next colour and the next dash pattern
+# The CSS properties of each class: names of COLOURS, lengths in pixels. Of two classes the later one goes.
+CLASSES: Final[Mapping[str, Mapping[str, str]]] = {
+    "ground": {"fill": "ground"},
+    "grid": {"stroke": "grid", "fill": "none"},
+    "line": {"stroke": "line", "fill": "none"},
+    "weight": {"fill": "s0"},
+    "node": {"stroke": "line", "fill": "ground"},
+    "target": {"stroke": "soft", "fill": "none", "stroke-dasharray": "2 3"},
+    **{f"fill-{name}": {"fill": name} for name in COLOURS},
+    **{f"stroke-s{i}": {"stroke": f"s{i}", "fill": "none", "stroke-width": "2"} for i in range(SERIES)},
+    **{f"dash-{i}": {"stroke-dasharray": dash} for i, dash in enumerate(DASHES) if dash},
+    "band": {"fill-opacity": "0.16"},
+    "thin": {"stroke-width": "1", "stroke-opacity": "0.7"},
+}
+
+
+def _css(looks: Mapping[str, str]) -> str:
+    return "; ".join(f"{key}: {f'var(--{value})' if value in COLOURS else value}" for key, value in looks.items())
+
+
 _VARIABLES: Final = tuple("".join(f"--{name}: {pair[i]}; " for name, pair in COLOURS.items()) for i in (0, 1))
+_CLASSES: Final = " ".join(f".{name} {{ {_css(looks)} }}" for name, looks in CLASSES.items())
 STYLE: Final = f""":root {{ color-scheme: light dark; {_VARIABLES[0]}}}
 @media screen and (prefers-color-scheme: dark) {{ :root {{ {_VARIABLES[1]}}} }}
 @media print {{ :root {{ color-scheme: light }} }}
 svg text {{ font: 12px {FONT}; fill: var(--ink) }} svg text.soft {{ fill: var(--soft) }}
-.ground {{ fill: var(--ground) }}
-.grid {{ stroke: var(--grid); fill: none }} .line {{ stroke: var(--line); fill: none }}
-.weight {{ fill: var(--s0) }} .node {{ stroke: var(--line); fill: var(--ground) }}
-.target {{ stroke: var(--soft); fill: none; stroke-dasharray: 2 3 }}
-.band {{ fill-opacity: 0.16 }} .thin {{ stroke-width: 1; stroke-opacity: 0.7 }}
-{" ".join(f".fill-{name} {{ fill: var(--{name}) }}" for name in COLOURS)}
-{" ".join(f".stroke-s{i} {{ stroke: var(--s{i}); fill: none; stroke-width: 2 }}" for i in range(SERIES))}
-{" ".join(f".dash-{i} {{ stroke-dasharray: {dash} }}" for i, dash in enumerate(DASHES) if dash)}"""
+{_CLASSES}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text; x, y is a point of its base line, at its start, middle or end. `kind`: ink or soft."""
+
+    x: float
+    y: float
+    content: str
+    anchor: str = "start"
+    kind: str = "ink"
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """A rectangle of a class; its title is shown as a tooltip."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    kind: str
+    title: str = ""
+    opacity: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line through points, or the area within them, by its classes."""
+
+    points: Sequence[Point]
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """A disc of a class fill-sN, or that series' marker; its title is shown as a tooltip."""
+
+    x: float
+    y: float
+    kind: str
+    title: str = ""
+
+
+Mark: TypeAlias = Text | Rect | Line | Dot
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Marks, within a size in pixels. If it has no head, its first HEAD pixels are empty."""
+
+    size: Point
+    marks: Sequence[Mark]
+    headed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A picture. `name` is the file name's stem, `text` the alternative text, `table` has the numbers.
 
-    If it is `headed`, its title is drawn in the HEAD pixels above its elements.
+    `draw(paper)` draws it for a page, or as wide as a paper's column, with the head of its y axis and whole labels.
     """
 
     name: str
     title: str
     text: str
-    size: tuple[float, float]
-    elements: Sequence[str]
+    draw: Callable[[bool], Drawing]
     table: Table | None = None
-    headed: bool = True
 
-    @property
-    def width(self) -> float:
-        """The width in pixels, with the title."""
-        return max(self.size[0], LETTER * len(self.title) * self.headed)
+    def page(self) -> Drawing:
+        """Draw it for a page, with its title as head."""
+        drawing = self.draw(False)
+        size = (max(drawing.size[0], LETTER * len(self.title)), drawing.size[1])
+        return Drawing(size, [Text(2, 16, self.title), *drawing.marks], headed=True)
 
-    def inline(self, key: str) -> str:
-        """Return the `svg` element for a page that includes STYLE; `key` makes its ids unique on the page."""
-        return self._svg(f' role="img" aria-labelledby="{key}-t {key}-d"', f' id="{key}-t"', f' id="{key}-d"', "")
-
-    def file(self) -> str:
-        """Return an SVG file with its own style and background."""
-        own = f"<style>{STYLE}</style>\n{rect(0, 0, self.width, self.size[1], 'ground')}\n"
-        return self._svg(' xmlns="http://www.w3.org/2000/svg"', "", "", own) + "\n"
-
-    def _svg(self, attributes: str, title: str, description: str, style: str) -> str:
-        width, height = f"{self.width:g}", f"{self.size[1]:g}"
-        body = "\n".join([*[text(2, 16, self.title)] * self.headed, *self.elements])
-        return (
-            f'<svg{attributes} width="{width}" height="{height}" viewBox="0 0 {width} {height}">\n'
-            f"<title{title}>{html(self.title)}</title><desc{description}>{html(self.text)}</desc>\n{style}{body}\n</svg>"
-        )
+    def svg(self, key: str = "") -> str:
+        """Return an SVG file; with a key, an element of a page that includes STYLE."""
+        return svg(self.page(), self.title, self.text, key)
 
 
-def text(x: float, y: float, content: str, *, anchor: str = "start", kind: str = "ink") -> str:
-    """Return a text element; x, y is a point of its base line."""
-    soft = ' class="soft"' if kind == "soft" else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{soft}>{html(content)}</text>'
+def svg(drawing: Drawing, title: str, text: str, key: str = "") -> str:
+    """Return an SVG file with its own style and ground.
+
+    With a key, return an element of a page that includes STYLE; the key makes its ids unique on the page.
+    """
+    width, height = (f"{side:g}" for side in drawing.size)
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<title id="{key}t">{html(title)}</title><desc id="{key}d">{html(text)}</desc>'
+    lines = [f'role="img" aria-labelledby="{key}t {key}d" {size}>', head, *map(element, drawing.marks), "</svg>"]
+    if key:
+        return "<svg " + "\n".join(lines)
+    lines[2:2] = [f"<style>{STYLE}</style>", element(Rect(0, 0, *drawing.size, "ground"))]
+    return '<svg xmlns="http://www.w3.org/2000/svg" ' + "\n".join(lines) + "\n"
 
 
-def rect(x: float, y: float, width: float, height: float, kind: str, *, title: str = "", opacity: float = 1) -> str:
-    """Return a rectangle with a CSS class; its title is shown as a tooltip."""
-    faint = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
-    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-    return (
-        f'<rect class="{kind}" {place}{faint}/>'
-        if not title
-        else (f'<rect class="{kind}" {place}{faint}><title>{html(title)}</title></rect>')
-    )
+def element(mark: Mark) -> str:
+    """Return the SVG element of a mark."""
+    match mark:
+        case Text(x, y, content, anchor, kind):
+            soft = ' class="soft"' if kind == "soft" else ""
+            return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{soft}>{html(content)}</text>'
+        case Line(points, kind):
+            return f'<path class="{kind}" d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>'
+        case Rect(x, y, width, height, kind, _, opacity):
+            faint = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
+            tag, attributes = "rect", f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"{faint}'
+        case Dot(x, y, kind):
+            tag, attributes = "circle", f'cx="{x:.1f}" cy="{y:.1f}" r="2.5"'
+    tooltip = f"><title>{html(mark.title)}</title></{tag}>" if mark.title else "/>"
+    return f'<{tag} class="{kind}" {attributes}{tooltip}'
 
 
-def path(points: Sequence[tuple[float, float]], kind: str) -> str:
-    """Return a polyline through points."""
-    return f'<path class="{kind}" d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>'
+def inks(colour: int, dash: int) -> tuple[str, str]:
+    """Return the classes of a series' lines, and of its areas and dots."""
+    return f"stroke-s{colour % SERIES} dash-{dash % len(DASHES)}", f"fill-s{colour % SERIES}"
 
 
-def dot(x: float, y: float, kind: str, *, title: str, radius: float = 2.5) -> str:
-    """Return a disc; its title is shown as a tooltip."""
-    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"><title>{html(title)}</title></circle>'
+def legend(
+    x: float, y: float, entries: Sequence[tuple[str, str]], *, width: float, dots: Sequence[str] = ()
+) -> tuple[list[Mark], float]:
+    """Return a legend of (class, label) entries, wrapped at `width` as its labels are, and its height.
 
-
-def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: float) -> tuple[list[str], float]:
-    """Return a legend of (class, label) entries, wrapped at `width` as its labels are, and its height."""
-    elements, at, line = list[str](), x, 0
-    for kind, label in entries:
+    `dots`: the classes of dots on its lines.
+    """
+    marks, at, line = list[Mark](), x, 0
+    for i, (kind, label) in enumerate(entries):
         swatch = 24 if kind.startswith("stroke") else 11
         words = wrapped(label, width - swatch - 7)
         needed = swatch + 7 + LETTER * max(map(len, words)) + 14
@@ -125,14 +199,15 @@ def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: flo
             at, line = x, line + 1
         top = y + 18 * line
         if kind.startswith("stroke"):
-            elements.append(path([(at, top - 4), (at + swatch, top - 4)], kind))
+            marks.append(Line([(at, top - 4), (at + swatch, top - 4)], kind))
+            marks += [Dot(at + swatch / 2, top - 4, dot) for dot in dots[i : i + 1]]
         else:
-            elements.append(rect(at, top - 10, swatch, 11, kind))
-        elements += [text(at + swatch + 7, top + 16 * i, part) for i, part in enumerate(words)]
+            marks.append(Rect(at, top - 10, swatch, 11, kind))
+        marks += [Text(at + swatch + 7, top + 16 * j, part) for j, part in enumerate(words)]
         at += needed
         if len(words) > 1:
             at, line = x, line + len(words)
-    return elements, 18.0 * (line + (at > x)) if entries else 0.0
+    return marks, 18.0 * (line + (at > x)) if entries else 0.0
 
 
 def wrapped(label: str, width: float) -> list[str]:

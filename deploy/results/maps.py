@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -16,9 +16,9 @@ from common.experiment.links import LinkTrace, RateTrace
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD, Tree
 from deploy.console.tabular import Cell, Column, Table, show
-from deploy.results.charts import stroke, ticks
-from deploy.results.figures import LETTER, Figure, legend, path, rect, text
-from deploy.results.run import Run
+from deploy.results.charts import Plot, ticks
+from deploy.results.figures import LETTER, Drawing, Figure, Line, Mark, Point, Rect, Text, inks, legend
+from deploy.results.run import Run, seconds_of
 
 ROW = 22.0  # pixels
 EDGE_LEAST = 60.0
@@ -48,26 +48,26 @@ def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
     left, top = 12 + LETTER * max(map(len, rows), default=0), 52.0
     wide = min(30.0, 640.0 / max(count, 1))
     title = "Epochs of each child of the cloud"
-    elements = list[str]()
+    marks: list[Mark] = []
     for i in range(0, count, math.ceil(30 / wide)):
-        elements.append(text(left + wide * (i + 0.5), top - 8, str(i + 1), anchor="middle", kind="soft"))
+        marks.append(Text(left + wide * (i + 0.5), top - 8, str(i + 1), "middle", "soft"))
     for line, (name, cells) in enumerate(rows.items()):
         y = top + ROW * line
-        elements.append(text(left - 8, y + 15, name, anchor="end"))
+        marks.append(Text(left - 8, y + 15, name, "end"))
         for start, end, cell in _stretches(cells):
             if cell is None:
                 continue
             description = f"{name}, global round {start + 1}{f' to {end}' if end > start + 1 else ''}: {cell} epochs"
             place = (left + wide * start, y + 1, max(wide * (end - start) - (1 if wide > 6 else 0), 0.3), ROW - 2)
-            elements.append(rect(*place, "weight", title=description, opacity=0.12 + 0.6 * cell / most))
+            marks.append(Rect(*place, "weight", description, 0.12 + 0.6 * cell / most))
             if wide >= 16:
-                elements += [
-                    text(left + wide * (i + 0.5), y + 15, str(cell), anchor="middle") for i in range(start, end)
-                ]
+                marks += [Text(left + wide * (i + 0.5), y + 15, str(cell), "middle") for i in range(start, end)]
     columns = (Column("global round"), *(Column(name) for name in rows))
     table = Table(key, title, columns, [(i + 1, *(cells[i] for cells in rows.values())) for i in range(count)])
-    size = (left + wide * count + 12, top + ROW * len(rows) + 8)
-    return Figure(key, title, "Rows are the children of the cloud, columns global rounds.", size, elements, table)
+    drawing = Drawing((left + wide * count + 12, top + ROW * len(rows) + 8), marks)
+    return Figure(
+        key, title, "Rows are the children of the cloud, columns global rounds.", lambda paper: drawing, table
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,13 @@ class Rates:
 
 def topology(key: str, tree: Tree, rates: Mapping[str, Rates]) -> Figure:
     """Draw all nodes, a column for each layer; devices of a parent with equal links share a box."""
-    drawing = _TopologyDrawing(tree, rates)
-    height, _ = drawing.draw(CLOUD, 40.0)
+    layout = _TopologyLayout(tree, rates)
+    height, _ = layout.add(CLOUD, 40.0)
     sizes = [f"{len(names)} in layer {depth}" for depth, names in enumerate(tree.layers[1:], 1)]
     last = len(tree.layers) - 1
     title = "Links: declared and measured, down / up"
-    size = (drawing.x(last) + drawing.wide[last] + 4, height + 4)
-    return Figure(key, title, f"A cloud and its nodes: {', '.join(sizes)}.", size, drawing.elements)
+    drawing = Drawing((layout.x(last) + layout.wide[last] + 4, height + 4), layout.marks)
+    return Figure(key, title, f"A cloud and its nodes: {', '.join(sizes)}.", lambda paper: drawing)
 
 
 def partition(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
@@ -111,38 +111,39 @@ def partition(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
         split += f", {len(rows)} of {len(devices)} devices, evenly spaced (partition.json has all)"
     left = 12 + LETTER * max((len(f"{home} / {device}") for home, device in rows), default=0)
     title = f"Samples of {split}, seed {facts.get('seed', '')}: {facts.get('digest', '')}"
-    elements = list[str]()
+    marks: list[Mark] = []
     for label in range(0, classes, max(1, -(-classes // 20))):
-        elements.append(text(left + CELL * (label + 0.5), TOP - 6, str(label), anchor="middle", kind="soft"))
+        marks.append(Text(left + CELL * (label + 0.5), TOP - 6, str(label), "middle", "soft"))
     y, before = TOP, rows[0][0] if rows else ""
     for home, device in rows:
         y, before = y + GAP * (home != before), home
         named = f"{home} / {device}"
-        elements.append(text(left - 8, y + 11, named, anchor="end"))
+        marks.append(Text(left - 8, y + 11, named, "end"))
         for label, count in enumerate(counts[device]):
             if count:
                 side = max(1.0, (CELL - 2) * (count / most) ** 0.5)
                 corner = (left + CELL * label + (CELL - side) / 2, y + (CELL - side) / 2)
-                elements.append(rect(*corner, side, side, "weight", title=f"{named}, {kind} {label}: {count}"))
-        elements.append(text(left + CELL * classes + 8, y + 11, str(sum(counts[device]))))
+                marks.append(Rect(*corner, side, side, "weight", f"{named}, {kind} {label}: {count}"))
+        marks.append(Text(left + CELL * classes + 8, y + 11, str(sum(counts[device]))))
         y += CELL
-    elements.append(rect(left, TOP, CELL * classes, y - TOP, "grid"))
+    marks.append(Rect(left, TOP, CELL * classes, y - TOP, "grid"))
     columns = [Column("parent", text=True), Column("device", text=True), *(Column(str(c)) for c in range(classes))]
     cells: list[Sequence[Cell]] = [(*row, *counts[row[1]], *[0] * (classes - len(counts[row[1]]))) for row in rows]
-    size = (left + CELL * classes + 50, y + 10)
-    return Figure(name, title, split, size, elements, Table(name, f"Samples by device and {kind}", columns, cells))
+    drawing = Drawing((left + CELL * classes + 50, y + 10), marks)
+    table = Table(name, f"Samples by device and {kind}", columns, cells)
+    return Figure(name, title, split, lambda paper: drawing, table)
 
 
-class _TopologyDrawing:
-    """The elements of a topology's picture; `wide`: pixels of a box, by layer."""
+class _TopologyLayout:
+    """The marks of a topology's picture; `wide`: pixels of a box, by layer."""
 
     def __init__(self, tree: Tree, rates: Mapping[str, Rates]) -> None:
         self._tree, self._rates = tree, rates
         self._groups = {name: _alike(tree.children[name], rates) for name in tree.layers[-2]}
-        single = [device for groups in self._groups.values() for device in _single(groups)]
+        single = [group[0] for groups in self._groups.values() for group in groups if len(group) == 1]
         names = [*tree.layers[:-1], ["99 devices", *single]]
         self.wide = [14 + LETTER * max(map(len, layer)) for layer in names]
-        self.elements: list[str] = []
+        self.marks: list[Mark] = []
         groups = [[[name] for name in layer] for layer in tree.layers[1:-1]]
         groups.append([group for found in self._groups.values() for group in found])
         self._edges = [max(map(self._edge_wide, layer)) for layer in groups]
@@ -151,24 +152,24 @@ class _TopologyDrawing:
         """Return the left edge of a layer's boxes."""
         return 4.0 + sum(self.wide[:depth]) + sum(self._edges[:depth])
 
-    def draw(self, node: str, top: float) -> tuple[float, float]:
-        """Draw a node and those below it from `top` on; return where they end, and the middle of the node's box."""
+    def add(self, node: str, top: float) -> tuple[float, float]:
+        """Add a node and those below it from `top` on; return where they end, and the middle of the node's box."""
         depth = self._tree.depth(node)
         ends: list[tuple[float, list[str]]] = []  # the middle of each child's box, and the nodes in it
         y = top
         for group in self._groups.get(node, ()):
             ends.append((y + 23, group))
             label = group[0] if len(group) == 1 else f"{len(group)} devices"
-            self.elements += _node(self.x(depth + 1), y + 23, self.wide[depth + 1], label)
+            self.marks += _node(self.x(depth + 1), y + 23, self.wide[depth + 1], label)
             y += 46
         for child in () if node in self._groups else self._tree.children[node]:
-            y, middle = self.draw(child, y)
+            y, middle = self.add(child, y)
             ends.append((middle, [child]))
         centre = sum(at for at, _ in ends) / len(ends) if ends else y
         for at, group in ends:
             labels = _labels(self._known(group))
-            self.elements += _edge(self.x(depth) + self.wide[depth], centre, self.x(depth + 1), at, labels)
-        self.elements += _node(self.x(depth), centre, self.wide[depth], node)
+            self.marks += _edge(self.x(depth) + self.wide[depth], centre, self.x(depth + 1), at, labels)
+        self.marks += _node(self.x(depth), centre, self.wide[depth], node)
         return y + 6, centre
 
     def _known(self, group: Sequence[str]) -> list[Rates]:
@@ -198,22 +199,16 @@ def _alike(devices: Sequence[str], rates: Mapping[str, Rates]) -> list[list[str]
     return list(groups.values())
 
 
-def _single(groups: Sequence[Sequence[str]]) -> list[str]:
-    return [group[0] for group in groups if len(group) == 1]
+def _node(x: float, y: float, wide: float, label: str) -> list[Mark]:
+    return [Rect(x, y - 13, wide, 26, "node", label), Text(x + wide / 2, y + 4, label, "middle")]
 
 
-def _node(x: float, y: float, wide: float, label: str) -> list[str]:
-    return [rect(x, y - 13, wide, 26, "node", title=label), text(x + wide / 2, y + 4, label, anchor="middle")]
-
-
-def _edge(x: float, y: float, to_x: float, to_y: float, labels: Sequence[str]) -> list[str]:
+def _edge(x: float, y: float, to_x: float, to_y: float, labels: Sequence[str]) -> list[Mark]:
     """Return a line that bends near its start, with labels above and below its horizontal end."""
     turn = x + TURN
     points = [(x, y), (turn, y), (turn, to_y), (to_x, to_y)] if y != to_y else [(x, y), (to_x, to_y)]
-    elements = [path(points, "line")]
-    for label, (dy, kind) in zip(labels, ((-5, ""), (14, "soft")), strict=False):
-        elements.append(text(turn + 8, to_y + dy, label, kind=kind))
-    return elements
+    places = zip(labels, ((-5, "ink"), (14, "soft")), strict=False)
+    return [Line(points, "line"), *(Text(turn + 8, to_y + dy, label, kind=kind) for label, (dy, kind) in places)]
 
 
 def _labels(rates: Sequence[Rates]) -> list[str]:
@@ -272,53 +267,39 @@ def changes(run: Run) -> Figure | None:
     if not panels:
         return None
     title, end = f"Changes over time, {run.ending}", run.seconds
-    marks = ticks(0.0, end)
-
-    def across(t: float) -> float:
-        return LEFT + WIDTH * t / marks[-1]
-
-    elements = [text(2, 40, "rounds", kind="soft")]
+    across = ticks(0.0, end)
+    clock = Plot(LEFT, 66.0, WIDTH, HEIGHT, across, across[-1])
+    marks: list[Mark] = [Text(2, 40, "rounds", kind="soft")]
     begin = 0.0
     for row in run.rounds:
         tooltip = f"global round {row.global_round}: {show(begin, 1)} to {show(row.elapsed_s, 1)} s"
         kind = "fill-line" if row.global_round % 2 else "fill-grid"
-        wide = max(across(row.elapsed_s) - across(begin) - 0.5, 0.5)
-        elements.append(rect(across(begin), 30, wide, 12, kind, title=tooltip))
+        wide = max(clock.x(row.elapsed_s) - clock.x(begin) - 0.5, 0.5)
+        marks.append(Rect(clock.x(begin), 30, wide, 12, kind, tooltip))
         begin = row.elapsed_s
-    top = 66.0
-    for panel in panels:
-        elements += _drawn(panel, top, across, end=end, marks=marks)
-        top += HEIGHT + 30
-    for mark in marks:
-        elements.append(text(across(mark), top - 6, f"{mark:g}", anchor="middle"))
-    elements.append(text(LEFT + WIDTH / 2, top + 12, "time, s", anchor="middle", kind="soft"))
+    for i, panel in enumerate(panels):
+        marks += _drawn(panel, replace(clock, top=76.0 + i * (HEIGHT + 30)), end=end)
+    bottom = 66.0 + len(panels) * (HEIGHT + 30)
+    marks += clock.numbers(bottom - 6, f"time, {seconds_of([run])}")
     drawn = "; ".join(panel.title for panel in panels)
-    size, table = (LEFT + WIDTH + 24, top + 20), _numbers(run, panels)
-    return Figure(table.name, title, drawn, size, elements, table)
+    drawing, table = Drawing((LEFT + WIDTH + 24, bottom + 20), marks), _numbers(run, panels)
+    return Figure(table.name, title, drawn, lambda paper: drawing, table)
 
 
-def _drawn(
-    panel: Panel, top: float, across: Callable[[float], float], *, end: float, marks: Sequence[float]
-) -> list[str]:
-    """Return the elements of a chart whose title is at `top`."""
-    base = top + 10 + HEIGHT
-    levels = ticks(0.0, max(panel.high, *(value for line in panel.lines.values() for _, value in line)), wanted=3)
-    elements = [text(LEFT, top, panel.title)]
-    for level in levels:
-        at = base - HEIGHT * level / levels[-1]
-        line = [(LEFT, at), (LEFT + WIDTH, at)]
-        elements += [path(line, "grid" if level else "line"), text(LEFT - 6, at + 4, f"{level:g}", anchor="end")]
-    elements += [path([(across(mark), base), (across(mark), base + 4)], "line") for mark in marks]
+def _drawn(panel: Panel, clock: Plot, *, end: float) -> list[Mark]:
+    """Draw a chart below its title."""
+    most = max(panel.high, *(value for line in panel.lines.values() for _, value in line))
+    plot = replace(clock, y_ticks=ticks(0.0, most, wanted=3))
+    marks = [Text(LEFT, plot.top - 10, panel.title), *plot.levels(), *plot.base()]
     for i, steps in enumerate(panel.lines.values()):
-        points: list[tuple[float, float]] = []
+        points: list[Point] = []
         for (t, value), after in zip(steps, [*(t for t, _ in steps[1:]), end], strict=True):
-            at = base - HEIGHT * value / levels[-1]
-            points += [(across(t), at), (across(after), at)]
-        elements.append(path(points, stroke(i, i)))
+            points += [(plot.x(t), plot.y(value)), (plot.x(after), plot.y(value))]
+        marks.append(Line(points, inks(i, i)[0]))
     if len(panel.lines) > 1:
-        names = [(stroke(i, i), label) for i, label in enumerate(panel.lines)]
-        elements += legend(LEFT + LETTER * (len(panel.title) + 3), top, names, width=WIDTH)[0]
-    return elements
+        names = [(inks(i, i)[0], label) for i, label in enumerate(panel.lines)]
+        marks += legend(LEFT + LETTER * (len(panel.title) + 3), plot.top - 10, names, width=WIDTH)[0]
+    return marks
 
 
 def _available(experiment: Experiment, end: float) -> list[Panel]:
@@ -372,7 +353,12 @@ def _times(nexts: Iterable[Callable[[float], float]], end: float) -> list[float]
 
 
 def _numbers(run: Run, panels: Sequence[Panel]) -> Table:
-    columns = (Column("chart", text=True), Column("line", text=True), Column("time", "s", 3), Column("value", digits=3))
+    columns = (
+        Column("chart", text=True),
+        Column("line", text=True),
+        Column("time", seconds_of([run]), 3),
+        Column("value", digits=3),
+    )
     rows: list[Sequence[Cell]] = [
         (panel.title, label, t, value) for panel in panels for label, steps in panel.lines.items() for t, value in steps
     ]

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from deploy.console.tabular import Cell, Column, Table, html, show, size
 from deploy.results import maps, sections
-from deploy.results.charts import stroke
-from deploy.results.figures import STYLE, Figure, path
+from deploy.results.figures import STYLE, Figure, Line, element, inks
 from deploy.results.run import STARTED, SWEEP, Run, State, folders, seconds_of
 from deploy.results.series import (
     NAMES,
@@ -67,7 +66,7 @@ class Page:
         drawn = []
         for figure in figures:
             self._drawn += 1
-            drawn.append(f'<figure tabindex="0">{figure.inline(f"f{self._drawn}")}</figure>')
+            drawn.append(f'<figure tabindex="0">{figure.svg(f"f{self._drawn}-")}</figure>')
         self.figures += [] if self._in_run else figures
         self.parts.append(f'<div class="{kind}">{"".join(drawn)}</div>' if kind else "".join(drawn))
 
@@ -81,7 +80,7 @@ class Page:
         lines = []
         places: Counter[str] = Counter()
         for each in series:
-            line = path([(0, 6), (28, 6)], stroke(places[each.task], places[each.task]))
+            line = element(Line([(0, 6), (28, 6)], inks(places[each.task], places[each.task])[0]))
             picture = f'<svg width="28" height="12" aria-hidden="true">{line}</svg>'
             lines.append(f"<li>{picture} {html(f'{each.number} {each.whole}')}</li>")
             places[each.task] += 1

@@ -18,15 +18,15 @@ from common.experiment.training import Score
 from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import Cell, Column, Spread, Table
 from deploy.results import charts, maps
-from deploy.results.charts import Axis, Curve, Point
-from deploy.results.figures import PHASES, Figure
+from deploy.results.charts import Axis, Curve
+from deploy.results.figures import PHASES, Figure, Point
 from deploy.results.maps import NODES_MOST, Rates, quantiles
 from deploy.results.run import Event, Run, columns_of, seconds_of, tiers_of
 from deploy.results.series import Series, by_seed, firsts, paired
 
 LOSS: Final = Axis("test loss", bounds=(0.0, float("inf")))
 TRAINING_LOSS: Final = Axis("training loss", bounds=(0.0, float("inf")))
-GLOBAL_ROUND: Final = Axis("global round")
+GLOBAL_ROUND: Final = Axis("global round", whole=True)
 
 
 def mean_curve(runs: Sequence[Mapping[int, Point]]) -> Curve:
@@ -139,7 +139,7 @@ _BYTE_PARTS: Final = (
 _THREE: Final = (Column("payload"), Column("MQTT packets"), Column("TCP stream"))
 
 
-def bytes_axis(name: str, lines: Mapping[str, Sequence[charts.Point]]) -> Axis:
+def bytes_axis(name: str, lines: Mapping[str, Sequence[Point]]) -> Axis:
     """Return an axis in the byte unit that suits the largest x."""
     most = max((x for line in lines.values() for x, _ in line), default=0.0)
     unit, factor = next(((u, f) for u, f in (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3)) if most * f >= 1), ("B", 1.0))

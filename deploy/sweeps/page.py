@@ -8,8 +8,8 @@ from typing import Final
 
 from common.experiment.training import Score
 from deploy.console.tabular import Cell, Column, Table
-from deploy.results.charts import Curve, Point, curves
-from deploy.results.figures import DASHES, SERIES
+from deploy.results.charts import Curve, curves
+from deploy.results.figures import DASHES, SERIES, Point
 from deploy.results.page import Page
 from deploy.results.run import Run, seconds_of
 from deploy.results.sections import GLOBAL_ROUND, mean_curve, score_axis

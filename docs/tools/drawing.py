@@ -195,7 +195,7 @@ def fedadp_gain() -> str:
     """Draw a child's weight over its angle under FedAdp."""
     points = [(s, exp(gompertz(s, 5.0) - 5.0)) for s in np.linspace(0, pi, 201).tolist()]
     title = "exp(f) over the smoothed angle s at a = 5, as a part of exp(a)"
-    return curves("fedadp-gain", title, {"exp(f)": Curve(points)}, x=Axis("s", "rad"), y=Axis("exp(f)")).file()
+    return curves("fedadp-gain", title, {"exp(f)": Curve(points)}, x=Axis("s", "rad"), y=Axis("exp(f)")).svg()
 
 
 def epochs() -> str:
@@ -206,7 +206,7 @@ def epochs() -> str:
         points += [(exponent, points[-1][1] if points else tau), (exponent, tau)]
     title = "tau_c of institution m in the next global round, c = 6"
     across = Axis("log10 of omega of m; 0 is the nearest, 2 the farthest")
-    return curves("tempo", title, {"m": Curve(points)}, x=across, y=Axis("tau_c")).file()
+    return curves("tempo", title, {"m": Curve(points)}, x=across, y=Axis("tau_c")).svg()
 
 
 PICTURES: Final[Mapping[str, Callable[[], str]]] = {

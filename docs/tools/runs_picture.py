@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from deploy.results import sections
-from deploy.results.figures import Figure, text
+from deploy.results.figures import Drawing, Line, Mark, Text, svg
 from deploy.results.run import Run
 from deploy.results.sections import curves
 from deploy.results.series import BUSY, load_of, series_of
@@ -29,20 +30,21 @@ def picture(runs: Sequence[Run], names: Sequence[str]) -> str:
     series = series_of(runs, names)
     accuracy = next(figure for figure in curves(series) if figure.name == "accuracy-seconds")
     budget = sections.budget(series)
-    left, height = accuracy.width, max(accuracy.size[1], budget.size[1])
-    beside = [text(2, 16, budget.title), *budget.elements]
-    elements = [
-        text(2, 16, accuracy.title),
-        *accuracy.elements,
-        f'<g transform="translate({left:g} 0)">',
-        *beside,
-        "</g>",
-    ]
+    left, right = accuracy.page(), budget.page()
+    (across, _), height = left.size, max(left.size[1], right.size[1])
     machines = dict.fromkeys(f"{run.manifest.get('platform')}, {run.manifest.get('cpus')} cores" for run in runs)
     load = f"load before the runs: at most {max(map(load_of, runs)):.1f} a core"
-    elements.append(text(2, height + 12, f"{'; '.join(machines)}; {load}", kind="soft"))
-    title, size = f"{accuracy.title}. {budget.title}", (left + budget.width, height + 22)
-    return Figure("runs", title, f"{accuracy.text} {budget.text}", size, elements, headed=False).file()
+    note = Text(2, height + 12, f"{'; '.join(machines)}; {load}", kind="soft")
+    drawing = Drawing(
+        (across + right.size[0], height + 22), [*left.marks, *(_moved(mark, across) for mark in right.marks), note]
+    )
+    return svg(drawing, f"{accuracy.title}. {budget.title}", f"{accuracy.text} {budget.text}")
+
+
+def _moved(mark: Mark, across: float) -> Mark:
+    if isinstance(mark, Line):
+        return replace(mark, points=[(x + across, y) for x, y in mark.points])
+    return replace(mark, x=mark.x + across)
 
 
 if __name__ == "__main__":

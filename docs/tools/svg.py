@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from deploy.results.figures import Figure, rect, text
+from deploy.results.figures import Drawing, Mark, Rect, Text, svg
 
 CELL: Final = (54, 24)  # pixels
 GAP: Final = 28
@@ -40,34 +40,32 @@ class SvgPanel:
     def _margin(self) -> int:
         return 8 + LETTER * max(map(len, self.rows))
 
-    def draw(self, x: int, y: int) -> Iterator[str]:
-        """Yield the elements, with the upper left corner at x, y."""
+    def draw(self, x: int, y: int) -> Iterator[Mark]:
+        """Yield the marks, with the upper left corner at x, y."""
         left, top, (width, height) = x + self._margin, y + HEAD, CELL
-        yield text(x, y + 12, self.title)
+        yield Text(x, y + 12, self.title)
         for j, label in enumerate(self.columns):
-            yield text(left + j * width + width // 2, top - 8, label, anchor="middle")
+            yield Text(left + j * width + width // 2, top - 8, label, "middle")
         for i, label in enumerate(self.rows):
-            yield text(left - 6, top + i * height + 16, label, anchor="end")
+            yield Text(left - 6, top + i * height + 16, label, "end")
         for (i, j), weight in np.ndenumerate(self.weights):
             if np.isnan(weight):
                 continue
             at_x, at_y = left + j * width, top + i * height
             if weight:
-                yield rect(at_x, at_y, width, height, "weight", opacity=0.1 + 0.6 * float(weight))
-                yield text(at_x + width // 2, at_y + 16, f"{weight:.3f}".rstrip("0").rstrip("."), anchor="middle")
-            yield rect(at_x, at_y, width, height, "line")
+                yield Rect(at_x, at_y, width, height, "weight", opacity=0.1 + 0.6 * float(weight))
+                yield Text(at_x + width // 2, at_y + 16, f"{weight:.3f}".rstrip("0").rstrip("."), "middle")
+            yield Rect(at_x, at_y, width, height, "line")
 
 
 def matrices(title: str, rows: Sequence[Sequence[SvgPanel]]) -> str:
     """Draw rows of matrices."""
     heights = [GAP + max(panel.height for panel in row) for row in rows]
-    elements: list[str] = []
+    marks: list[Mark] = []
     for i, row in enumerate(rows):
         x, y = GAP // 2, GAP // 2 + sum(heights[:i])
         for panel in row:
-            elements += panel.draw(x, y)
+            marks += panel.draw(x, y)
             x += panel.width + GAP
     width = max(sum(GAP + panel.width for panel in row) for row in rows)
-    return Figure(
-        "matrices", title, "W: rows are the next models.", (width, sum(heights)), elements, headed=False
-    ).file()
+    return svg(Drawing((width, sum(heights)), marks), title, "W: rows are the next models.")
