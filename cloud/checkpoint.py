@@ -57,6 +57,22 @@ def save_model(path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, An
         tensors.write(file, dict(layout.views(row)), {FACTS: json.dumps(facts)})
 
 
+def save_best(folder: Path, global_round: int, *, layout: ModelLayout, row: Row, run: str, rounds_back: int) -> None:
+    """Write the best model so far, and remove those that no resumed run returns to. Raises StorageFailed.
+
+    `rounds_back`: global rounds that a resumed run may repeat: the best model before them stays, too.
+    """
+    save_model(best_of(folder, global_round), layout=layout, row=row, facts={"run": run, "global_round": global_round})
+    older = sorted(folder.glob("best-*.safetensors"))
+    for old in [path for path in older if path < best_of(folder, max(0, global_round - rounds_back))][:-1]:
+        old.unlink(missing_ok=True)
+
+
+def best_of(folder: Path, global_round: int) -> Path:
+    """Return the file of the model that was the best one after a global round."""
+    return folder / f"best-{global_round:06d}.safetensors"
+
+
 def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, none if the run ended before its first one."""
     return sorted(folder.glob("round-*.safetensors"), reverse=True)

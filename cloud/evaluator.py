@@ -31,7 +31,7 @@ class EvaluationResult:
 class Beginning:
     """Initial model of a run, uint8 [row_bytes], digest of the data split, and where models are evaluated.
 
-    `notes`: what the user should know of the data, a line each.
+    `notes`: what the user should know of the data, a line each. `initial`: the digest of the file of `model.initial`.
     """
 
     layout: ModelLayout
@@ -39,6 +39,7 @@ class Beginning:
     partition: str
     accelerator: str = "cpu"
     notes: Sequence[str] = ()
+    initial: str = ""
 
 
 class Evaluator:
@@ -66,7 +67,7 @@ class Evaluator:
             layout = ModelLayout.from_json(begun["layout"])
             (shared,) = channel.memory.rows(1, layout.row_bytes)
             row = await offload(shared.copy)
-            return Beginning(layout, row, begun["partition"], begun["accelerator"], begun["notes"])
+            return Beginning(layout, row, begun["partition"], begun["accelerator"], begun["notes"], begun["initial"])
 
         return await self._process.do(first)
 

@@ -2,7 +2,7 @@
 
 The requests on the channel, and the row in shared memory that has the model:
 
-    {"experiment": TEXT, "folder"}         -> {"layout", "partition", "accelerator", "notes"}, and the initial model
+    {"experiment": TEXT, "folder"}         -> {"layout", "partition", "accelerator", "notes", "initial"}, and the model
     {}, and a model                        -> {"score", "loss"}
 
 The data split is written into the folder. Each batch is progress. Instead of a reply there may be an error.
@@ -36,7 +36,7 @@ def main() -> None:
         return
     (row,) = channel.memory.rows(1, tester.layout.row_bytes)
     row[:] = tester.first
-    facts = {"partition": partition, "accelerator": str(accelerator), "notes": tester.notes}
+    facts = {"partition": partition, "accelerator": str(accelerator), "notes": tester.notes, "initial": tester.initial}
     channel.send(layout=tester.layout.to_json(), **facts)
     while True:
         channel.receive()

@@ -21,9 +21,10 @@ from cloud.records import GlobalRoundRecord, tier_bytes
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import lint
+from common.experiment.stopping import Course, StopReason
 from common.experiment.topology import CLOUD
 from common.experiment.training import ACCURACY
-from common.host.files import until_written
+from common.host.files import replacing, until_written
 from common.host.offload import offload
 from common.methods import aggregator
 from common.methods.rule import Aggregated
@@ -100,7 +101,8 @@ class GlobalRounds:
         start_epochs = dict.fromkeys(down.peers, experiment.training.epochs)
         self._state = RunState(folder.run, experiment.digest, 0, 0.0, start_epochs)
         self._evaluating: tuple[GlobalRoundRecord, asyncio.Task[list[EvaluationResult]]] | None = None
-        self._reached = False
+        self._course = Course(experiment.stop, experiment.score)
+        self._ended: StopReason | None = None
         self._mark = 0.0
         self._links_at = -inf  # when links.csv is written next
         self._bytes: Mapping[str, int] = self._tier_bytes()  # up to the last global round
@@ -120,7 +122,10 @@ class GlobalRounds:
         written = self._folder.forget_after(state.global_round)
         self._folder.restore(self._down.ledger)
         self._bytes = self._tier_bytes()
-        self._reached = any(self._is_target(row.score) for row in written)
+        for row in written:
+            if row.score is not None and row.loss is not None:
+                self._course.take(row.global_round, score=row.score, loss=row.loss)
+        self._ended = self._course.ended
         if written and written[-1].score is None and self._evaluates(state.global_round):
             self._evaluate(written[-1], self._rule.mixed)  # the run ended before this evaluation
 
@@ -129,6 +134,8 @@ class GlobalRounds:
         experiment, layout = self._experiment, self._layout
         # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
         self._folder.note(model_bytes=layout.row_bytes, partition=self._beginning.partition)
+        if self._beginning.initial:
+            self._folder.note(initial={"model": experiment.model.initial, "content": self._beginning.initial})
         self._observe(
             "run",
             {
@@ -155,10 +162,10 @@ class GlobalRounds:
     @property
     def complete(self) -> bool:
         """Whether no global round remains."""
-        return self._state.global_round >= self._experiment.rounds or self._reached
+        return self._state.global_round >= self._experiment.rounds or self._ended is not None
 
     async def run(self) -> Path:
-        """Run the remaining global rounds, to the last one or the score's target; return the final model's path."""
+        """Run the remaining global rounds, or until `[stop]` ends them; return the final model's path."""
         folder, experiment = self._folder, self._experiment
         folder.begun = True
         self._mark = self._down.now()
@@ -169,11 +176,14 @@ class GlobalRounds:
         facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
         save = partial(checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts)
         await self._written(lambda: offload(save))
+        await self._keep_best()
         self._observe(
             "finished",
             {
                 "global_round": self._state.global_round,
                 "elapsed_s": self._state.elapsed_s,
+                **({"stopped": self._ended.value} if self._ended else {}),
+                **({"best_round": self._course.best} if experiment.stop.best else {}),
                 **_evaluated(experiment.score.name, self._last),
                 "model": str(path),
                 "model_bytes": self._layout.row_bytes,
@@ -360,7 +370,10 @@ class GlobalRounds:
         rows = [self._row.copy()] if mixed is None else [self._row.copy(), mixed]
 
         async def evaluate() -> list[EvaluationResult]:
-            return [await self._test(record.global_round, row) for row in rows]
+            found = [await self._test(record.global_round, row) for row in rows]
+            if self._course.take(record.global_round, score=found[0].score, loss=found[0].loss):
+                await self._save_best(record.global_round, rows[0])
+            return found
 
         self._evaluating = record, asyncio.create_task(evaluate(), name="evaluate")
 
@@ -372,7 +385,7 @@ class GlobalRounds:
         before = self._last
         self._last, *mixed = await evaluating
         self._evaluating = None
-        self._reached = self._is_target(self._last.score)
+        self._ended = self._course.ended
         name = self._experiment.score.name
         if name == ACCURACY:
             self._metrics.accuracy.labels(*LABELS).set(self._last.score)
@@ -392,8 +405,29 @@ class GlobalRounds:
             )
             self._observe("warning", {"global_round": record.global_round, "reason": reason})
 
-    def _is_target(self, score: float | None) -> bool:
-        return self._experiment.score.reached(score, self._experiment.target)
+    async def _save_best(self, global_round: int, row: Row) -> None:
+        """Keep the model of an improvement beside the next global round."""
+        if self._experiment.stop.best:
+            save = partial(
+                checkpoint.save_best, self._folder.checkpoints, global_round, layout=self._layout, row=row,
+                run=self._folder.run, rounds_back=self._experiment.cloud.rounds_back,
+            )  # fmt: skip
+            await self._written(lambda: offload(save))
+
+    async def _keep_best(self) -> None:
+        """Let the run's folder have the best model beside the final one."""
+        best = checkpoint.best_of(self._folder.checkpoints, self._course.best)
+        if not self._experiment.stop.best or not self._course.best:
+            return
+        if not best.exists():
+            self._observe("warning", {"reason": f"the best model, of global round {self._course.best}, is lost"})
+            return
+
+        def copy() -> None:
+            with replacing(self._folder.path / "best.safetensors") as file:
+                file.write(best.read_bytes())
+
+        await self._written(lambda: offload(copy))
 
 
 def _evaluated(name: str, result: EvaluationResult | None) -> dict[str, float | None]:

@@ -93,7 +93,7 @@ def test_no_common_seed_gives_no_speed_up(tmp_path: Path, make_run: MakeRun) -> 
 
 
 def test_the_target_is_the_experiments_unless_given(tmp_path: Path, make_run: MakeRun) -> None:
-    own, other, none = runs(tmp_path, make_run, {"target_accuracy": 0.75}, {"target_accuracy": 0.8}, {})
+    own, other, none = runs(tmp_path, make_run, {"stop": {"target": 0.75}}, {"stop": {"target": 0.8}}, {})
     assert target_of([own, own], None) == 0.75 and target_of([own], 0.5) == 0.5
     for found, words in (([own, other], "different ones"), ([none], "have none")):
         with pytest.raises(InvalidExperiment, match=words):
@@ -159,7 +159,7 @@ def test_other_conditions_are_named(tmp_path: Path, make_run: MakeRun, tree: dic
 
 
 def test_a_run_that_its_own_target_ended_is_named(tmp_path: Path, make_run: MakeRun) -> None:
-    path = make_run(tmp_path, {"target_accuracy": 0.8}, accuracies=(0.8,))
+    path = make_run(tmp_path, {"stop": {"target": 0.8}}, accuracies=(0.8,))
     assert "did not reach the target: at best 0.8000 in 1 of 10 global rounds, finished at its own target of 0.8" in (
         invoke("compare", path, "--target", "0.9").stderr
     )

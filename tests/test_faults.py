@@ -541,7 +541,7 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
         await global_rounds.run()  # another global round would need the institutions
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
-    folder = RunFolder.create(root, parse(SMALL | {"target_accuracy": 0.8}))
+    folder = RunFolder.create(root, parse(SMALL | {"stop": {"target": 0.8}}))
     for place, accuracy in enumerate([*accuracies, ""]):  # and one whose checkpoint was not written any more
         folder.add_round(a_global_round(place + 1, float(accuracy) if accuracy else None))
     asyncio.run(run())

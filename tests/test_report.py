@@ -53,7 +53,7 @@ from tests.helpers.records import BYTES
 
 MakeRun = Callable[..., Path]
 LAB: dict[str, Any] = {
-    "name": "tiny", "rounds": 3, "target_accuracy": 0.99,
+    "name": "tiny", "rounds": 3, "stop": {"target": 0.99},
     "topology": {"institutions": 2, "devices": 4},
     "data": {"dataset": "synthetic", "classes": 3, "image_shape": [1, 8, 8], "samples": 120,
              "test_samples": 40},

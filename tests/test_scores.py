@@ -196,8 +196,7 @@ def test_the_targets_decide_the_defaults(tree: dict[str, Any], loss: str, score:
         ({"score": {"name": "r2"}}, r"score\.name = 'r2': data\.targets are classes"),
         ({"score": {"name": "a:b"}}, r"score\.better = None"),
         ({"data": DATA, "score": {"better": "lower"}}, "r2 is better when higher"),
-        ({"score": {"target": 0.5}}, r"score\.target = 0\.5: .*Use target_accuracy"),
-        ({"data": DATA, "target_accuracy": 0.5}, r"target_accuracy = 0\.5: .*Use score\.target"),
+        ({"score": {"target": 0.5}}, r"score\.target = 0\.5: unknown key"),
         ({"data": DATA, "training": {"objective": {"name": "cross_entropy"}}}, r"training\.objective\.name"),
         ({"data": DATA, "training": {"objective": {"name": "fedgen"}}}, r"fedgen.* needs labels"),
         (

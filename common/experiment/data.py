@@ -263,6 +263,9 @@ class Model(SettingsTable):
     name: str = "cnn_digits"  # one of fedstrata's models, or `package.module:function`
     # Features of a projection head before the classifier, as MOON's authors use it; 0 = none.
     projection: Annotated[int, Field(ge=0)] = 0
+    # The first model: that of a run, by its folder, or of a file in safetensors' format, from the folder in which the
+    # cloud was started. Not set: one drawn from the seed.
+    initial: str | None = None
 
 
 def found_in(root: Path) -> list[str]:

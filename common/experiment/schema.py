@@ -37,10 +37,10 @@ from common.experiment.links import (
     with_profiles,
 )
 from common.experiment.methods import RuleSettings
+from common.experiment.stopping import Stop, check_stop
 from common.experiment.tables import (
     AcceleratorName,
     Count,
-    Fraction,
     Name,
     Positive,
     SettingsTable,
@@ -114,8 +114,8 @@ class ExperimentSettings(SettingsTable):
     name: Name = "experiment"  # it is part of the name of the run's folder
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of the split, the first model, client selection, batches, mixing
     rounds: Count = 10  # global rounds
-    target_accuracy: Fraction | None = None  # the run ends once the test accuracy has reached it
     score: Score = Score()
+    stop: Stop = Stop()
     data: Data = Data()
     model: Model = Model()
     training: TrainingSettings = TrainingSettings()
@@ -150,7 +150,8 @@ class Experiment(ExperimentSettings):
             raise InvalidExperiment("data.partition", self.data.partition, problem, "Use a partition over the devices.")
         check_data(self.data, self.model)
         check_training(self.training, self.data)
-        check_score(self.data.targets, self.training.loss, self.score, target_accuracy=self.target_accuracy)
+        check_score(self.data.targets, self.training.loss, self.score)
+        check_stop(self.stop, self.score)
         for tier, sizes in zip(self.tiers, self.sizes(), strict=True):
             key = self.key(tier)
             check_rounds(key, tier, sizes)
@@ -275,11 +276,6 @@ class Experiment(ExperimentSettings):
             return names | (self._learned if tier.aggregation.reads_samples else {})
         training = self.training
         return self._learned | {"training.loss": training.loss, "training.objective.name": training.objective.name}
-
-    @property
-    def target(self) -> float | None:
-        """The score that ends the run, or None."""
-        return self.target_accuracy if self.score.target is None else self.score.target
 
     @property
     def _learned(self) -> dict[str, str]:

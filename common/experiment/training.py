@@ -229,8 +229,6 @@ class Score(SettingsTable):
 
     name: ScoreName = ACCURACY  # a score, or a function of one's own, `package.module:function`
     better: Literal["higher", "lower"] | None = None  # of one's own: which of two scores is the better one
-    # The run ends once the score has reached it; for accuracy: `target_accuracy`.
-    target: float | None = None
 
     @property
     def higher(self) -> bool:
@@ -280,7 +278,7 @@ def with_loss_and_score(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tree, "training": training, "score": score}
 
 
-def check_score(targets: str, loss: str, score: Score, *, target_accuracy: float | None) -> None:
+def check_score(targets: str, loss: str, score: Score) -> None:
     """Check the names against the targets, and the score's other keys. Raises InvalidExperiment."""
     _check_name("training.loss", loss, LOSSES, targets)
     _check_name("score.name", score.name, SCORES, targets)
@@ -290,11 +288,6 @@ def check_score(targets: str, loss: str, score: Score, *, target_accuracy: float
     if score.better is not None and score.higher != (score.name in HIGHER) and not is_own(score.name):
         problem = f"{score.name} is better when {'higher' if score.name in HIGHER else 'lower'}"
         raise InvalidExperiment("score.better", score.better, problem, "Omit it.")
-    if score.name == ACCURACY and score.target is not None:
-        raise InvalidExperiment("score.target", score.target, "the score is accuracy", "Use target_accuracy.")
-    if score.name != ACCURACY and target_accuracy is not None:
-        problem = f"the score is {score.name}, not accuracy"
-        raise InvalidExperiment("target_accuracy", target_accuracy, problem, "Use score.target.")
 
 
 def check_training(training: TrainingSettings, data: Data) -> None:

@@ -132,8 +132,7 @@ class ModelTester:
         self._accelerator = accelerator
         self.layout = models.layout_of(self._module)
         self.notes = self._data.notes
-        self.first = self.layout.empty()  # the initial model
-        models.write_row(self._module, self.layout, self.first)
+        self.first, self.initial = models.first_of(experiment, self._module, self.layout)
 
     @calls_own_code
     def evaluate(self, row: Row) -> Evaluation:

@@ -19,25 +19,31 @@ and Python's own generators are seeded by the experiment during construction, tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, RefusedModel
 from common.experiment import own
 from common.experiment.data import check_accepted
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
+from common.experiment.tables import NAMED_MOST
 from common.learning.computing import seeded
 from common.learning.inputs import Inputs
 from common.learning.nets import ARCHITECTURES, DRAWS, draw_default, own_dropout
 from common.methods.fedgen import head_of
+from common.model import tensors
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, torch_seed
 
 KEY: Final = "model.name"
+INITIAL: Final = "model.initial"
+FINAL: Final = "model.safetensors"  # in a run's folder
 Tensors = dict[str, Tensor]
 
 
@@ -183,6 +189,46 @@ def write_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
     state = _state(module)
     for name, view in layout.views(row).items():
         view[...] = state[name].detach().cpu().numpy()
+
+
+def first_of(experiment: Experiment, module: nn.Module, layout: ModelLayout) -> tuple[Row, str]:
+    """Return the first model of a run, uint8 [row_bytes], and the digest of the file that has it, "" if none has.
+
+    It is the module as it is, or `model.initial`, whose arrays have the names, shapes and kinds of the module's.
+    Raises InvalidExperiment.
+    """
+    row, initial = layout.empty(), experiment.model.initial
+    write_row(module, layout, row)
+    if initial is None:
+        return row, ""
+    path = Path(initial) / FINAL if Path(initial).is_dir() else Path(initial)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        problem = f"{path} cannot be read: {error}"
+        remedy = "Name a finished run's folder, or a file in safetensors' format."
+        raise InvalidExperiment(INITIAL, initial, problem, remedy) from None
+    views, known = dict(layout.views(row)), module.state_dict()  # a tied tensor has one place, and several names
+    wrong = [
+        *(f"{name} is missing" for name in views if name not in found),
+        *(f"{name} is unknown" for name in found if name not in views and name not in known),
+        *(
+            f"{name} is {found[name].dtype} {list(found[name].shape)}, not {view.dtype} {list(view.shape)}"
+            for name, view in views.items()
+            if name in found and (found[name].shape, found[name].dtype) != (view.shape, view.dtype)
+        ),
+    ]
+    if wrong:
+        more = f" and {len(wrong) - NAMED_MOST} more" if len(wrong) > NAMED_MOST else ""
+        problem = f"not a model of {experiment.model.name}: {'; '.join(wrong[:NAMED_MOST])}{more}"
+        raise InvalidExperiment(INITIAL, initial, problem, "Name a file of the same model.")
+    layout.flatten(found, row)
+    try:
+        layout.check_finite(row)
+    except RefusedModel as error:
+        raise InvalidExperiment(INITIAL, initial, str(error), "Name another file.") from None
+    return row, tensors.content(found, {})
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

@@ -139,7 +139,7 @@ async def _run(
     try:
         run = GlobalRounds(
             folder,
-            Beginning(layout, tester.first, partition, notes=tester.notes),
+            Beginning(layout, tester.first, partition, notes=tester.notes, initial=tester.initial),
             spool=spool,
             down=down,
             evaluate=evaluate,

@@ -240,7 +240,7 @@ def _simulated(work: PlannedWorkload, rounds: int | None) -> Experiment:
             raise InvalidExperiment("aggregation.name", tier.aggregation.name, problem, "Leave --simulate out.")
     tree = experiment.model_dump(mode="json")
     tree["rounds"] = min(experiment.rounds, rounds or ROUNDS_MOST)
-    tree["target_accuracy"] = None
+    tree["stop"] = {}
     tree["links"]["check"] = "off"
     tree["cloud"]["checkpoint_every"] = tree["rounds"]  # the seconds of the writes are those of `_recorded`
     tree["cloud"]["epoch_control"] = {"name": "fixed"}  # Tempo's epochs are those of `rehearse`

@@ -275,8 +275,7 @@ def _rehearsed_epochs(experiment: Experiment, rounds: int) -> dict[str, float]:
     from deploy.local import direct
 
     with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
-        score = experiment.score.model_dump(mode="json") | {"target": None}
-        tree = experiment.model_dump(mode="json") | {"rounds": rounds, "target_accuracy": None, "score": score}
+        tree = experiment.model_dump(mode="json") | {"rounds": rounds, "stop": {}}
         short = parse(tree)
         folder = RunFolder.create(Path(home), short, direct=True)
         direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)

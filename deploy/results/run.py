@@ -275,7 +275,7 @@ class Run:
     @property
     def target(self) -> float | None:
         """The score at which the experiment ends, or None."""
-        return self.experiment.target
+        return self.experiment.stop.target
 
     @property
     def loss(self) -> float | None:

@@ -215,7 +215,7 @@ def _experiment(keys: Mapping[str, Any], values: Mapping[str, str], seed: int, o
 def _target(file: SweepFile, wheres: Sequence[Where], experiment: Experiment) -> float | None:
     """Return the accuracy to reach in a cell: the last that [[where]] has, the sweep's, or the experiment's."""
     own = [where.target for where in wheres if where.target is not None]
-    return own[-1] if own else file.target or experiment.target_accuracy
+    return own[-1] if own else file.target or experiment.stop.target
 
 
 def _measures(file: SweepFile, cells: Sequence[SweepCell]) -> Iterator[Measure]:

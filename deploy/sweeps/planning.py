@@ -16,7 +16,7 @@ from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice
 from deploy.sweeps.grid import Grid
 from deploy.sweeps.jobs import direct_bytes
 
-WITHOUT_COST: Final = ("seed", "name", "rounds", "target_accuracy")
+WITHOUT_COST: Final = ("seed", "name", "rounds", "stop")
 OF_THE_SPLIT: Final = (  # keys of data
     "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "noise",
 )  # fmt: skip

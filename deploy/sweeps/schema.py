@@ -167,7 +167,7 @@ class SweepFile(SettingsTable):
     axes: dict[str, Axis]
     where: list[Where] = Field(default_factory=list)
     seeds: Count | list[Seed] = 1  # so many, from 1 on; or a list
-    target: Fraction | None = None  # accuracy to reach; without it, the experiment's target_accuracy
+    target: Fraction | None = None  # accuracy to reach; without it, the experiment's stop.target
     measure: list[Measure] = Field(default_factory=lambda: [Measure()])  # a table, or several: [[measure]]
     # Axes whose values make tables, rows and columns. Axes that are in none are rows.
     tables: list[str] = Field(default_factory=list)

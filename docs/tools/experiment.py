@@ -69,7 +69,7 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
 }
 ORDER: Final = (
-    "", "score", "topology", "data", "model", "training", "cloud", "institution", "tiers", "profiles", "links",
+    "", "score", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers", "profiles", "links",
     "transfer", "hardware", "availability",
 )  # fmt: skip
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables

@@ -1,0 +1,78 @@
+"""When a run ends before its last global round, and which of its models is the best one so far."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from math import isnan
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.experiment.tables import Count, SettingsTable
+from common.experiment.training import Score
+
+
+class Stop(SettingsTable):
+    """When a run ends before its last global round: at a target, or when its evaluations no longer improve."""
+
+    target: float | None = None  # the score at which the run ends; accuracy: above 0, at most 1
+    # Evaluations in a row without an improvement after which the run ends. The final model is that of the last round.
+    patience: Count | None = None
+    monitor: Literal["score", "loss"] = "score"  # what improves: the score, or the loss, of which the lower is better
+    min_delta: Annotated[float, Field(ge=0)] = 0.0  # a smaller improvement is none
+    best: bool = False  # keep the model of the last improvement, beside the final one, as best.safetensors
+
+
+class StopReason(StrEnum):
+    """Why a run ended before its last global round."""
+
+    TARGET = "target"
+    PATIENCE = "patience"
+
+
+def check_stop(stop: Stop, score: Score) -> None:
+    """Check the keys against each other and the score. Raises InvalidExperiment."""
+    if stop.target is not None and score.share and not 0 < stop.target <= 1:
+        remedy = "Write a fraction above 0 and at most 1: 0.9 for 90 %."
+        raise InvalidExperiment("stop.target", stop.target, f"no {score.label}", remedy)
+    if stop.patience is None and not stop.best:
+        for key in ("monitor", "min_delta"):
+            if (value := getattr(stop, key)) != Stop.model_fields[key].default:
+                remedy = "Set stop.patience or stop.best, or omit it."
+                raise InvalidExperiment(f"stop.{key}", value, "nothing goes by it", remedy)
+
+
+class Course:
+    """The evaluations of a run so far. They count as rounds.csv has them, so that a resumed run decides alike.
+
+    `best`: the global round of the last improvement, 0 before the first evaluation. `ended`: why the run ends, None
+    while it goes on; what is evaluated after that does not change it.
+    """
+
+    def __init__(self, stop: Stop, score: Score) -> None:
+        self.best = 0
+        self.ended: StopReason | None = None
+        self._stop = stop
+        self._score = score
+        self._value = float("nan")  # of the last improvement
+        self._since = 0  # evaluations since then
+
+    def take(self, global_round: int, *, score: float, loss: float) -> bool:
+        """Take note of a model's evaluation; return whether it is an improvement. NaN is none."""
+        score, value = as_written(score), as_written(score if self._stop.monitor == "score" else loss)
+        higher = self._stop.monitor == "score" and self._score.higher
+        gain = value - self._value if higher else self._value - value
+        if better := gain > self._stop.min_delta or (self.best == 0 and not isnan(value)):
+            self.best, self._value = global_round, value
+        self._since = 0 if better else self._since + 1
+        if self.ended is None and self._score.reached(score, self._stop.target):
+            self.ended = StopReason.TARGET
+        elif self.ended is None and self._stop.patience is not None and self._since >= self._stop.patience:
+            self.ended = StopReason.PATIENCE
+        return better
+
+
+def as_written(value: float) -> float:
+    """Return a score or a loss as rounds.csv has it, with six digits."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,218 @@
+"""Where a run starts from and when it ends: `model.initial` and `[stop]`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from math import isnan, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from cloud.results import RunFolder
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse
+from common.experiment.stopping import Course, Stop, StopReason, as_written
+from common.experiment.training import Score
+from deploy.local.direct import run_in_process
+
+LAB: dict[str, Any] = {
+    "rounds": 12, "topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"},
+    "data": {"dataset": "digits"}, "training": {"learning_rate": 0.5, "batch_size": 100},
+}  # fmt: skip
+
+
+# The course of the evaluations
+
+EVALUATIONS = st.lists(st.tuples(st.sampled_from([0.1, 0.1000001, 0.2, 0.5, nan]), st.floats(0, 9)), max_size=12)
+
+
+@given(
+    found=EVALUATIONS,
+    monitor=st.sampled_from(["score", "loss"]),
+    least=st.sampled_from([0.0, 0.05, 0.2]),
+    patience=st.integers(1, 4),
+    better=st.sampled_from(["higher", "lower"]),
+)
+def test_a_course_is_its_definition(
+    found: list[tuple[float, float]], monitor: Any, least: float, patience: int, better: Any
+) -> None:
+    score = Score(name="mine:score", better=better)
+    course = Course(Stop(monitor=monitor, min_delta=least, patience=patience), score)
+    best, value, since, ended = 0, nan, 0, False
+    for r, (one, loss) in enumerate(found, 1):
+        new = as_written(one if monitor == "score" else loss)
+        gain = new - value if monitor == "score" and better == "higher" else value - new
+        improved = (best == 0 and not isnan(new)) or gain > least
+        best, value, since = (r, new, 0) if improved else (best, value, since + 1)
+        assert course.take(r, score=one, loss=loss) is improved
+        ended = ended or since >= patience
+        assert course.best == best and (course.ended is StopReason.PATIENCE) == ended
+
+
+def test_a_target_ends_a_run_and_a_resumed_run_decides_by_the_digits_of_its_table() -> None:
+    course = Course(Stop(target=0.5), Score())
+    course.take(1, score=0.49, loss=1.0)
+    assert course.ended is None
+    course.take(2, score=0.49999999, loss=1.0)  # 0.5 in rounds.csv
+    assert course.ended is StopReason.TARGET
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        ({"target": 90}, "stop.target = 90.0: no accuracy. Write a fraction"),
+        ({"target": 0}, "stop.target = 0.0: no accuracy"),
+        ({"patience": 0}, "stop.patience = 0: too small"),
+        ({"monitor": "accuracy", "patience": 1}, "stop.monitor = 'accuracy': not one of its values"),
+        ({"min_delta": 0.1}, "stop.min_delta = 0.1: nothing goes by it. Set stop.patience or stop.best"),
+        ({"monitor": "loss"}, "stop.monitor = 'loss': nothing goes by it"),
+        ({"taget": 0.9}, "stop.taget = 0.9: unknown key. Did you mean 'target'?"),
+    ],
+)
+def test_what_cannot_be_is_refused(tree: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidExperiment) as caught:
+        parse({"stop": tree})
+    assert str(caught.value).startswith(text)
+
+
+# Runs
+
+
+def run(folder: RunFolder, *, until: int = 0, resume: bool = False) -> RunFolder:
+    """Run a lab in this process, to its end or to the end of a global round."""
+
+    def observe(event: str, facts: Mapping[str, Any]) -> None:
+        if event == "global_round" and facts["global_round"] == until:
+            raise KeyboardInterrupt
+
+    try:
+        run_in_process(folder, resume=resume, accelerator="cpu", observe=observe)
+    except KeyboardInterrupt:
+        assert until
+    folder.release()
+    return folder
+
+
+def new(root: Path, *trees: Mapping[str, Any]) -> RunFolder:
+    tree = dict(LAB)
+    for each in trees:
+        tree |= each
+    return RunFolder.create(root, parse(tree), direct=True)
+
+
+def arrays(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+
+def rows(folder: RunFolder) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder.path / "rounds.csv").read_text(encoding="utf-8").splitlines()))
+
+
+def finished(folder: RunFolder) -> dict[str, Any]:
+    events = map(json.loads, (folder.path / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    found: dict[str, Any] = next(event for event in events if event["event"] == "finished")
+    return found
+
+
+PATIENT = {"stop": {"patience": 2, "min_delta": 0.02, "best": True}}
+
+
+def test_patience_ends_a_run_and_its_best_model_stays_also_if_it_is_resumed_anywhere(tmp_path: Path) -> None:
+    whole = run(new(tmp_path / "whole", PATIENT))
+    facts, table = finished(whole), rows(whole)
+    assert facts["stopped"] == "patience" and len(table) < LAB["rounds"]
+    course = Course(Stop.model_validate(PATIENT["stop"]), Score())
+    for row in table[:-1]:  # the last one was trained while the decision was made
+        assert course.ended is None
+        course.take(int(row["global_round"]), score=float(row["accuracy"]), loss=float(row["loss"]))
+    assert course.ended is StopReason.PATIENCE
+    course.take(len(table), score=float(table[-1]["accuracy"]), loss=float(table[-1]["loss"]))
+    assert facts["best_round"] == course.best > 1
+    best = arrays(whole.path / "best.safetensors")
+    alone = run(new(tmp_path / "alone", {"rounds": course.best}))
+    wanted = arrays(alone.path / "model.safetensors")
+    assert best.keys() == wanted.keys() and all(np.array_equal(best[name], wanted[name]) for name in best)
+    for until in range(1, len(table), 2):
+        folder = run(new(tmp_path / f"killed-{until}", PATIENT), until=until)
+        again = run(RunFolder.reopen(folder.path, direct=True), resume=True)
+        assert (finished(again)["best_round"], finished(again)["stopped"]) == (course.best, "patience")
+        for name in ("best.safetensors", "model.safetensors"):
+            one, other = arrays(again.path / name), arrays(whole.path / name)
+            assert all(np.array_equal(one[key], other[key]) for key in other)
+
+
+def test_a_best_model_that_is_lost_is_named(tmp_path: Path) -> None:
+    folder = run(new(tmp_path, {"rounds": 3, "stop": {"best": True, "min_delta": 0.9}}), until=3)
+    for path in folder.checkpoints.glob("best-*"):
+        path.unlink()
+    warnings: list[Any] = []
+    reopened = RunFolder.reopen(folder.path, direct=True)
+    run_in_process(
+        reopened, resume=True, accelerator="cpu",
+        observe=lambda event, facts: warnings.append(facts["reason"]) if event == "warning" else None,
+    )  # fmt: skip
+    assert "the best model, of global round 1, is lost" in warnings
+    assert not (folder.path / "best.safetensors").exists()
+
+
+# The first model
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return run(new(tmp_path_factory.mktemp("earlier"), {"rounds": 3}))
+
+
+def test_a_run_starts_from_the_model_of_another(earlier: RunFolder, tmp_path: Path) -> None:
+    still = {"rounds": 1, "training": {"learning_rate": 1e-12}}
+    of_folder, of_file = (
+        run(new(tmp_path / name, still, {"model": {"name": "mlp_digits", "initial": str(path)}}))
+        for name, path in (("folder", earlier.path), ("file", earlier.path / "model.safetensors"))
+    )
+    (first,), (other,), last = rows(of_folder), rows(of_file), rows(earlier)[-1]
+    assert first["accuracy"] == other["accuracy"] == last["accuracy"]
+    assert float(first["loss"]) == pytest.approx(float(last["loss"]), rel=1e-4)
+    noted = [json.loads((folder.path / "manifest.json").read_text())["initial"] for folder in (of_folder, of_file)]
+    assert noted[0]["content"] == noted[1]["content"] and noted[0]["model"] == str(earlier.path)
+
+
+def test_an_experiment_without_it_notes_none(earlier: RunFolder) -> None:
+    assert "initial" not in json.loads((earlier.path / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda found: found.pop(min(found)), r"not a model of mlp_digits: \S+ is missing"),
+        (lambda found: found.update(more=np.zeros(1, np.float32)), "more is unknown"),
+        (
+            lambda found: found.update({min(found): np.zeros((2, 3), np.float32)}),
+            r"is float32 \[2, 3\], not float32 \[",
+        ),
+        (lambda found: found.update({min(found): found[min(found)].astype(np.float16)}), "is float16"),
+        (lambda found: found[min(found)].fill(np.nan), "holds NaN or Inf"),
+    ],
+)
+def test_a_file_of_another_model_is_refused(change: Any, text: str, earlier: RunFolder, tmp_path: Path) -> None:
+    found = {name: array.copy() for name, array in arrays(earlier.path / "model.safetensors").items()}
+    change(found)
+    save_file(found, tmp_path / "other.safetensors")
+    folder = new(tmp_path / "runs", {"model": {"name": "mlp_digits", "initial": str(tmp_path / "other.safetensors")}})
+    with pytest.raises(InvalidExperiment, match=text):
+        run(folder)
+
+
+def test_a_place_without_a_model_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "no", Path(__file__)):
+        folder = new(tmp_path / "runs", {"model": {"name": "mlp_digits", "initial": str(path)}})
+        with pytest.raises(InvalidExperiment, match=r"model\.initial = .* cannot be read: .* Name a finished run"):
+            run(folder)
