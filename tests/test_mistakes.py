@@ -52,7 +52,6 @@ USE = [
     ("run", "EXPERIMENT: name an experiment"),
     ("run dmeo", "EXPERIMENT: no file and no experiment has the name 'dmeo'. Did you mean 'demo'?"),
     ("plan", "EXPERIMENT: name an experiment"),
-    ("plan demo --rounds 2", "--rounds: valid only with --simulate"),
     ("compare", "RUN: missing. Folders of runs"),
     ("check", "NAME: missing. A rule"),
     ("institution", "--name: missing. This institution's name"),

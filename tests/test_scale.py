@@ -32,8 +32,8 @@ from common.protocol.presence import Identity
 from common.protocol.round_state import HEARTBEAT_S, Assignment, ResultAnnounced, waiting_most_s
 from common.protocol.sender import Sender
 from common.protocol.serialization import decode
-from deploy.planning.prediction import MachineSpeeds
-from deploy.planning.simulated import placement_of
+from deploy.planning.calibration import MachineSpeeds
+from deploy.planning.simulated import Site, placement_of
 from deploy.simulation.broker import TopicTree, matches
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
@@ -214,7 +214,7 @@ def test_a_busy_host_gets_each_message_of_a_round_once() -> None:
         scenario=count,
         observe=observe,
         durations=Durations(boot_s=0.1, train_s=0.0, evaluate_s=0.0),
-        placement=placement_of(experiment, slow, one_host=True, interface_mbit=1000.0, work_s=immediately),
+        placement=placement_of(experiment, slow, site=Site.ONE_HOST, work_s=immediately),
     )
     assert lab.run().ok
     assert sent[1, "Result"] + sent[2, "Result"] < 50  # 95 with repeats at a fixed rate

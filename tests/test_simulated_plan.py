@@ -1,4 +1,4 @@
-"""`plan --simulate`: the agents on machines in virtual time, beside the quick prediction where both model the same."""
+"""The prediction of a run: the agents on machines in virtual time, against sums by hand; and samples of large labs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse, to_toml
-from deploy.planning import calibration, constants, footprint, prediction, simulated, workload
+from deploy.planning import calibration, constants, sample, simulated, workload
+from deploy.planning.calibration import MachineSpeeds
 from deploy.planning.constants import FittedCosts
 from deploy.planning.fitting import NullRound, fit, measure_costs
-from deploy.planning.prediction import MachineSpeeds
+from deploy.planning.simulated import Site
 from deploy.simulation import machines
 from deploy.simulation.loop import START_S, VirtualLoop
 from deploy.simulation.machines import ProcessThread, SimulatedHost
@@ -29,6 +30,7 @@ SPEEDS = MachineSpeeds(
 )
 IMAGES = {"dataset": "synthetic", "classes": 10, "samples": 240, "test_samples": 20, "image_shape": [3, 32, 32]}
 SLOW = {"up_mbit": 4, "down_mbit": 6, "delay_ms": 20}
+MODEL_BYTES = 1_085_000  # about a resnet20, and its messages
 
 
 def free(begin: Callable[[], None]) -> float:
@@ -44,53 +46,169 @@ def planned(tree: dict[str, Any], speeds: MachineSpeeds = SPEEDS) -> workload.Pl
 
 
 def run(work: workload.PlannedWorkload, speeds: MachineSpeeds = SPEEDS, **options: Any) -> simulated.SimulatedRun:
-    given = {"one_host": False, "interface_mbit": 1000.0, "work_s": free} | options
+    given: dict[str, Any] = {"site": Site.HOSTS, "work_s": free} | options
     return simulated.simulate(work, speeds, **given)
-
-
-def quick(work: workload.PlannedWorkload, speeds: MachineSpeeds = SPEEDS, *, one_host: bool = False) -> float:
-    lab = workload.lab(work, speeds, one_host=one_host, interface_mbit=1000)
-    return sum(prediction.seconds(lab, speeds).values())
 
 
 def simulated_s(found: simulated.SimulatedRun) -> float:
     return sum(found.seconds().values())
 
 
+def phases(tree: dict[str, Any], speeds: MachineSpeeds = FREE, **options: Any) -> dict[str, float]:
+    return run(planned(tree, speeds), speeds, **options).seconds()
+
+
+def link(up_s: float, down_s: float) -> dict[str, float]:
+    """Return a link that a model takes so many seconds to cross."""
+    return {"up_mbit": 8e-6 * MODEL_BYTES / up_s, "down_mbit": 8e-6 * MODEL_BYTES / down_s}
+
+
 THREE_LAYERS = {"topology": {"institutions": 2, "devices": 6}, "institution": {"rounds": 2}}
 TWO_LAYERS = {"topology": {"institutions": 0, "devices": 4}}
 
 
+def test_devices_below_the_cloud_cross_one_link_and_train() -> None:
+    slow = replace(FREE, training_s=2.0, step_s=0.5)
+    found = phases({**TWO_LAYERS, "links": {"wan": link(up_s=3.0, down_s=1.5)}}, slow)
+    assert found["dispatch"] == pytest.approx(1.5, rel=0.02)
+    assert found["collect"] == pytest.approx(3.0, rel=0.02)
+    assert sum(found.values()) == pytest.approx(1.5 + 2.0 + 6 * 0.5 + 3.0, rel=0.02)
+
+
+def test_links_pass_a_model_on_as_it_comes() -> None:
+    links = {"wan": link(up_s=2.0, down_s=8.0), "lan": link(up_s=1.0, down_s=4.0)}
+    found = phases({**THREE_LAYERS, "links": links})
+    # The first local round is over a chunk after the model's arrival; the second one needs no WAN.
+    assert found["dispatch"] == pytest.approx(8.0, rel=0.02)
+    assert sum(found.values()) == pytest.approx(8.0 + 1.0 + 4.0 + 1.0 + 2.0, rel=0.06)
+
+
+def test_links_of_the_kernel_carry_headers_too() -> None:
+    tree = {**TWO_LAYERS, "links": {"wan": link(up_s=3.0, down_s=3.0), "enforce": "kernel"}}
+    assert sum(phases(tree).values()) == pytest.approx(6.0 / simulated.PAYLOAD, rel=0.02)
+
+
+def test_one_host_trains_as_many_at_once_as_it_has_cores_and_without_a_network_one() -> None:
+    slow = replace(FREE, training_s=2.0)
+    assert sum(phases(THREE_LAYERS, slow).values()) == pytest.approx(2 * 2.0, rel=0.05)
+    assert sum(phases(THREE_LAYERS, slow, site=Site.ONE_HOST).values()) == pytest.approx(2 * 6 * 2.0 / 2, rel=0.05)
+    direct = phases({**THREE_LAYERS, "links": {"wan": SLOW}}, replace(slow, evaluation_s=1.0), site=Site.DIRECT)
+    each = 2.0 + simulated.DIRECT_S
+    assert sum(direct.values()) == pytest.approx(2 * 6 * each + 1.0, rel=0.01)
+
+
+def test_what_a_host_emulates_takes_its_seconds() -> None:
+    slow = replace(FREE, training_s=2.0)
+    tree = {**TWO_LAYERS, "hardware": {"default": {"slowdown": 20}}}
+    assert sum(phases(tree, slow).values()) == pytest.approx(40.0, rel=0.01)
+
+
+def test_a_long_evaluation_holds_the_global_round_up() -> None:
+    assert phases(TWO_LAYERS, replace(FREE, evaluation_s=3.0))["evaluate"] == pytest.approx(3.0, rel=0.05)
+
+
+def test_rules_that_learn_at_a_node_are_predicted_without_it() -> None:
+    data = {**IMAGES, "node_samples": 9}
+    feddf, fedavg = (
+        run(planned({**TWO_LAYERS, "data": data, "cloud": {"aggregation": {"name": name}}}))
+        for name in ("feddf", "fedavg")
+    )
+    assert feddf.tiers() == fedavg.tiers() and simulated_s(feddf) == pytest.approx(simulated_s(fedavg), rel=0.01)
+
+
+def test_progress_is_the_share_of_the_nodes_that_joined_and_of_the_trainings() -> None:
+    reached: list[float] = []
+    run(planned(THREE_LAYERS), reach=reached.append)
+    assert len(reached) == 6 + 3 * 2 * 6 and reached == sorted(reached) and reached[-1] == 1.0
+
+
+# Samples
+
+MANY: dict[str, Any] = {"model": {"name": "mlp_digits"}, "data": {}}
+LAN = {"up_mbit": 20, "down_mbit": 40}
+
+
 @pytest.mark.parametrize(
-    ("tree", "one_host"),
+    ("tree", "options"),
     [
-        ({**THREE_LAYERS, "links": {"wan": SLOW, "lan": {"up_mbit": 20, "down_mbit": 40}}}, True),
-        ({**THREE_LAYERS, "links": {"wan": SLOW, "of": {"device-1": {"up_mbit": 1, "down_mbit": 2}}}}, False),
-        ({**TWO_LAYERS, "links": {"wan": SLOW}}, False),
-        ({**TWO_LAYERS, "links": {"wan": SLOW, "enforce": "kernel"}}, False),
-        ({**TWO_LAYERS, "hardware": {"default": {"slowdown": 20}}}, False),
+        ({**MANY, "topology": {"institutions": 0, "devices": 80}}, {}),
+        ({**MANY, "topology": {"institutions": 0, "devices": 80}}, {"site": Site.ONE_HOST}),
+        ({"topology": {"institutions": 0, "devices": 40}, "links": {"wan": SLOW}}, {"interface_mbit": 50.0}),
+        ({**MANY, "topology": {"institutions": 3, "devices": 120}, "links": {"wan": SLOW, "lan": LAN}}, {}),
     ],
 )
-def test_both_predictions_agree_where_both_model_the_same(tree: dict[str, Any], one_host: bool) -> None:
+def test_a_sample_of_the_branches_stands_for_the_lab(tree: dict[str, Any], options: dict[str, Any]) -> None:
     work = planned(tree)
-    found = run(work, one_host=one_host)
-    assert simulated_s(found) == pytest.approx(quick(work, one_host=one_host), rel=0.05)
-    tiers = {name: count for name, count in found.tiers().items() if count}
-    lab = workload.lab(work, SPEEDS, one_host=one_host, interface_mbit=1000)
-    expected = {name: count for name, count in footprint.tiers_of(lab).items() if count}
-    assert tiers == {name: pytest.approx(count, rel=0.02) for name, count in expected.items()}
+    whole, some = run(work, rounds=2, **options), run(work, rounds=2, nodes=33, **options)
+    assert some.sample.nodes in (30, 33) and whole.sample.nodes >= 40
+    assert simulated_s(some) == pytest.approx(simulated_s(whole), rel=0.05)
+    expected = {name: count for name, count in whole.tiers().items() if count}
+    assert some.tiers() == {name: pytest.approx(count, rel=0.1) for name, count in expected.items()}
+
+
+def test_a_sample_has_the_fastest_branches_the_slowest_and_some_between() -> None:
+    of = {f"device-{number}": {"up_mbit": 1 + number} for number in range(40)}
+    closing = {"rule": "quorum", "quorum": 30, "deadline_s": 60.0}
+    hardware = {"of": {"device-0": {"slowdown": 2}, "device-17": {"slowdown": 3}}}
+    tree = {"topology": {"institutions": 0, "devices": 40}, "links": {"of": of}, "hardware": hardware}
+    found = sample.sample_of(planned(tree | {"cloud": {"closing": closing}}), SPEEDS, nodes=4)
+    assert found.experiment.tree.devices == ["device-30", "device-20", "device-10", "device-0"]
+    assert found.loads == {"cloud": 10.0} and found.multiples == [10.0]
+    assert found.experiment.links.of.keys() == set(found.experiment.tree.devices)
+    assert found.experiment.hardware.of.keys() == {"device-0"}
+    assert found.experiment.tiers[0].closing.quorum == 3
+
+
+def test_a_sample_is_of_the_children_that_take_part() -> None:
+    tree = {"topology": {"institutions": 10, "devices": 1000}, "institution": {"participation": 0.25}}
+    found = sample.sample_of(planned({**MANY, **tree}), SPEEDS, nodes=110)
+    assert found.nodes == 10 + 10 * 10 and found.multiples == [1.0, 2.5]
+    assert all(found.loads[f"institution-{number}"] == 2.5 for number in range(10))
+    assert all(tier.participation == 1.0 for tier in found.experiment.tiers)
+
+
+def test_large_models_are_sampled_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = planned(TWO_LAYERS)
+    monkeypatch.setattr(sample, "BYTES_MOST", 2 * sample.MODELS_HELD * work.layout.row_bytes)
+    assert sample.sample_of(work, SPEEDS).nodes == 2
+
+
+def test_ten_million_devices_are_a_sample() -> None:
+    tree = {
+        "topology": {"institutions": 10_000, "devices": 10_000_000},
+        "links": {"wan": "wan-50mbit"},
+        "institution": {"rounds": 2, "participation": 0.1},
+    }
+    work = planned({**MANY, **tree}, FREE)
+    found = run(work, FREE, nodes=110, rounds=2, interface_mbit=10_000.0)
+    assert found.sample.nodes == 110 and found.sample.multiples == [1000.0, 10_000.0]
+    assert "equal" in work.assumed[0]
+    tiers, row = found.tiers(), work.layout.row_bytes
+    assert tiers["lan_up"] == pytest.approx(2 * 1_000_000 * row, rel=0.1)
+    assert simulated_s(found) > 2 * 10_000 * row / 1.25e9
+
+
+def test_a_lab_that_cannot_be_sampled_is_refused() -> None:
+    work = planned({**TWO_LAYERS, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}})
+    assert sample.sample_of(work, SPEEDS, nodes=2).nodes == 4  # asynchronous: all are simulated
+    work.samples = 60  # as if the devices were too many for a list
+    with pytest.raises(InvalidExperiment, match=r"fedbuff.*cannot be sampled"):
+        sample.sample_of(work, SPEEDS, nodes=2)
+    krum = {"topology": {"institutions": 0, "devices": 9}, "cloud": {"aggregation": {"name": "krum", "wrong": 3}}}
+    with pytest.raises(InvalidExperiment, match=r"--nodes = 4: no lab: .*Simulate more nodes"):
+        run(planned(krum), nodes=4)
+
+
+# Rounds
 
 
 def test_results_are_written_after_each_global_round_with_a_checkpoint() -> None:
     slow = replace(SPEEDS, record_s=3.0, evaluation_s=2.0)
     for every, records in ((1, [0.0, 3.0, 3.0, 3.0]), (2, [0.0, 0.0, 3.0, 0.0])):
         work = planned({**TWO_LAYERS, "rounds": 4, "cloud": {"checkpoint_every": every}}, slow)
-        found = run(work, slow)
+        found = run(work, slow, rounds=4)
         assert [each.phases["record"] for each in found.rounds] == pytest.approx(records, abs=0.1)
-    work = planned(TWO_LAYERS, slow)
-    assert simulated_s(run(work, slow)) == pytest.approx(quick(work, slow), rel=0.05)
-    lab = workload.lab(work, slow, one_host=False, interface_mbit=1000)
-    assert prediction.seconds(lab, slow)["evaluate"] == 0.0  # meanwhile
+    assert phases(TWO_LAYERS, slow)["evaluate"] == 0.0  # meanwhile
 
 
 def test_a_simulation_leaves_the_collection_of_garbage_on() -> None:
@@ -111,7 +229,6 @@ def test_a_quorum_does_not_wait_for_the_straggler() -> None:
     first, *later = (each.seconds for each in run(quorum).rounds)
     assert 10 <= first < 11 and all(seconds < 11 for seconds in later)
     assert [each.missing for each in run(quorum).rounds] == [("device-3",)] * 3
-    assert quick(quorum) > 60  # which the quick prediction does not know
 
 
 def test_selection_is_that_of_the_run() -> None:
@@ -127,7 +244,7 @@ def test_the_rest_of_the_rounds_take_the_mean() -> None:
     found = run(work, rounds=2)
     assert len(found.rounds) == 2
     assert found.total_s(20) == pytest.approx(found.rounds[0].seconds + 19 * found.rounds[1].seconds)
-    assert len(run(planned({"rounds": 20, **TWO_LAYERS})).rounds) == simulated.ROUNDS_MOST
+    assert len(run(planned({"rounds": 20, **TWO_LAYERS})).rounds) == simulated.ROUNDS
 
 
 def test_a_round_has_these_packets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,24 +267,11 @@ def test_a_round_has_these_packets(monkeypatch: pytest.MonkeyPatch) -> None:
         counted.clear()
         calls = 0
         small = planned({"rounds": rounds, "model": {"name": "mlp_digits"}, "data": {}, **TWO_LAYERS})
-        run(small, rounds=rounds, one_host=True, work_s=work_s)
+        run(small, rounds=rounds, site=Site.ONE_HOST, work_s=work_s)
         found.append((counted[True], counted[False], calls))
     each = [(after - before) / 10 for before, after in zip(*found, strict=True)]
     assert each[:2] == [4 * simulated.AGENT_PACKETS, 4 * simulated.BROKER_PACKETS]
     assert each[2] == pytest.approx(simulated.WORK_CALLS, abs=0.2)  # links.csv is written every few seconds
-
-
-@pytest.mark.parametrize(
-    ("tree", "problem"),
-    [
-        ({"topology": {"institutions": 1, "devices": 20_001}}, "too many"),
-        ({"data": {**IMAGES, "node_samples": 9}, "institution": {"aggregation": {"name": "feddf"}}}, "not simulated"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused(tree: dict[str, Any], problem: str) -> None:
-    work = planned(tree)
-    with pytest.raises(InvalidExperiment, match=problem):
-        run(work)
 
 
 # Machines
@@ -201,7 +305,7 @@ def test_a_process_handles_one_message_after_another() -> None:
 def test_broker_hosts_share_their_interface() -> None:
     few, many = ({"topology": {"institutions": 0, "devices": count}, "rounds": 2} for count in (2, 8))
     found = [simulated_s(run(planned(tree, FREE), FREE, interface_mbit=100.0)) for tree in (few, many)]
-    model_s = 2 * planned(few, FREE).sizes.tiers[0].up / 12.5e6
+    model_s = 2 * planned(few, FREE).layout.row_bytes / 12.5e6
     assert found == [pytest.approx(count * model_s, rel=0.01) for count in (2, 8)]
 
 
@@ -250,19 +354,21 @@ def test_the_costs_of_this_machine_are_measured() -> None:
     assert 0 < found.message_s < 1 and 0 < found.byte_s < 1e-6 and found.host
 
 
-def test_the_command_simulates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_has_what_was_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     file, costs = tmp_path / "lab.toml", tmp_path / "costs.json"
     file.write_text(to_toml(parse({**TWO_LAYERS, "model": {"name": "mlp_digits"}})))
     constants.write(COSTS, costs)
-    result = invoke("plan", file, "--simulate", "--rounds", "2", "--calibration", costs, "--format", "json")
+    result = invoke("plan", file, "--rounds", "2", "--calibration", costs, "--format", "json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert len(found["simulated_rounds"]) == 2 and found["calibration"]["host"] == "rack-1"
     assert found["global_round_s"] == pytest.approx(sum(found["seconds"].values()))
     assert found["global_round_s"] > 4 * 0.25 * 0.4  # the messages of four devices at the cloud
     assert any("rack-1" in text and "load of 0.5" in text for text in found["assumed"])
-    for options, problem in ((["--rounds", "2", file], "--simulate"), ([], "--calibrate")):
-        refused = invoke("plan", *options)
-        assert refused.exit_code == 2 and problem in refused.output
+    assert found["simulated_nodes"] == found["nodes"] == 4
+    some = invoke("plan", file, "--rounds", "2", "--nodes", "2", "--calibration", costs)
+    assert "\nassumed: a sample of 2 of the 4 nodes is simulated, and multiplied\n" in some.stdout
+    refused = invoke("plan")
+    assert refused.exit_code == 2 and "--calibrate" in refused.output

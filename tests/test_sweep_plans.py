@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.experiment.links import LinkDirection
 from common.experiment.schema import Experiment
-from deploy.cli import plan as command
-from deploy.planning.prediction import Branch, PlannedDevice
+from deploy.planning.predicting import Predictor
 from deploy.sweeps import planning
 from deploy.sweeps.grid import expand
 from tests.helpers.commands import invoke
@@ -57,17 +55,8 @@ def test_runs_of_equal_cost_are_predicted_once_and_all_are_summed() -> None:
     assert planning.to_json(grid, planned, jobs=100)["total_s"] == pytest.approx(40.0)  # the longest run
 
 
-def test_a_run_without_a_network_computes_everything_in_turn() -> None:
-    link = LinkDirection()
-    device = PlannedDevice(3, link, link, train_s=2.0)
-    branch = Branch(2, link, link, (device,), rounds=4)
-    each = 2.0 + planning.DIRECT_S
-    assert planning.computing_s((device,), 0.5) == pytest.approx(3 * (each + 0.5))
-    assert planning.computing_s((branch,), 0.5) == pytest.approx(2 * (4 * 3 * (each + 0.5) + 0.5))
-
-
 def test_plan_takes_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "predict", predicted)
+    monkeypatch.setattr(Predictor, "predict", lambda self, experiment, **_: predicted(experiment))
     found = invoke("plan", "study/two", "--one-host", "--only", "method=FedAvg", "--seeds", "2", "--format", "json")
     assert found.exit_code == 0, found.stderr
     assert found.stderr.startswith("predicts 8 runs like ") and found.stderr.count("\n") == 1

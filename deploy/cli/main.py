@@ -38,7 +38,6 @@ from deploy.console.options import LabOption, Output, Overrides, Runs
 from deploy.console.reporting import Commands, StandardOutput, reporting
 from deploy.console.shipped import OptionalExperimentFile
 from deploy.console.stages import stages
-from deploy.planning.predicting import STAGES, predict
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
@@ -191,8 +190,11 @@ def run(
             return
         found = None
         if plan_first:
+            from deploy.planning.predicting import STAGES, Predictor
+            from deploy.planning.simulated import Site
+
             with stages(STAGES) as begin:
-                found = predict(chosen, one_host=True, begin=begin)
+                found = Predictor(site=Site.ONE_HOST).predict(chosen, begin=begin, reach=begin.reach)
         code = LocalLab(
             chosen,
             runs=runs,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,10 +14,9 @@ from deploy.console.options import Overrides
 from deploy.console.reporting import reporting
 from deploy.console.shipped import OptionalExperimentFile
 from deploy.console.stages import stages
-from deploy.planning.predicting import INTERFACE_MBIT, STAGES, calibrate, predict, text_of
 
 if TYPE_CHECKING:
-    from common.experiment.schema import Experiment
+    from deploy.planning.predicting import Predictor
     from deploy.sweeps.grid import Grid
 
 
@@ -31,15 +28,16 @@ def plan(
     ] = False,
     interface: Annotated[
         float, typer.Option(min=0.001, help="Rate of each host's network interface, Mbit/s.")
-    ] = INTERFACE_MBIT,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run the agents themselves in virtual time, up to some 10,000 devices.")
-    ] = False,
+    ] = 1000.0,
     rounds: Annotated[
         int | None,
+        typer.Option(min=1, help="Global rounds to simulate.  [default: 3, of a sweep's runs 2]", show_default=False),
+    ] = None,
+    nodes: Annotated[
+        int | None,
         typer.Option(
-            min=1,
-            help="With --simulate: global rounds to simulate.  [default: those of the experiment, at most 5]",
+            min=2,
+            help="Nodes to simulate at most; of a larger lab, a sample of its branches.  [default: 300]",
             show_default=False,
         ),
     ] = None,
@@ -69,11 +67,11 @@ def plan(
         Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON.")
     ] = "table",
 ) -> None:
-    """Predict seconds, bytes and memory of a run from its experiment and from this machine's measured speed.
+    """Predict seconds, bytes and memory of a run: its agents run in virtual time, with this machine's measured speed.
 
     The prediction has the load of this machine during the measurement: on a busy one it is for a busy one. Without
-    --one-host each node is assumed to have its own machine, as fast as this one. --simulate runs the real agents in
-    virtual time: with quorums, deadlines and selection. --calibrate measures what messages cost here.
+    --one-host each node is assumed to have its own machine, as fast as this one. --calibrate measures what messages
+    cost here.
 
     Of a sweep's file: hours, bytes and memory of all its runs. Runs that differ only in the seed, in the number of
     global rounds or in how data are distributed are predicted once.
@@ -83,9 +81,9 @@ def plan(
     from deploy.sweeps.grid import is_sweep
 
     with reporting():
-        if rounds is not None and not simulate:
-            raise typer.BadParameter("valid only with --simulate", param_hint="--rounds")
         if calibrated:
+            from deploy.planning.predicting import calibrate
+
             with stages(1) as begin:
                 begin("measures what messages cost, in labs that compute nothing")
                 costs = calibrate(calibration)
@@ -96,24 +94,28 @@ def plan(
             raise typer.BadParameter("name an experiment, or add --calibrate", param_hint="EXPERIMENT")
         if out is not None:
             check_writable(out)
-        predicted = partial(
-            predict, one_host=one_host or direct, interface_mbit=interface, simulate=simulate, rounds=rounds,
-            calibration=calibration,
-        )  # fmt: skip
-        if is_sweep(read(experiment)):
+        sweeps = is_sweep(read(experiment))
+        if sweeps:
             from deploy.sweeps import grid, planning
 
-            if simulate and direct:
-                raise typer.BadParameter("valid only with a network, not with --direct", param_hint="--simulate")
             cells = grid.load(experiment, small=small, overrides=overrides or (), only=only or (), seeds=seeds)
-            found = _sweep(cells, predicted, direct=direct, jobs=jobs)
-            text = planning.written(found, output)
         else:
             own = {"--small": small, "--only": only, "--seeds": seeds, "--direct": direct, "--jobs": jobs}
             for option in (option for option, value in own.items() if value):
                 raise typer.BadParameter("valid only for a sweep", param_hint=option)
+            chosen = load(experiment, overrides or ())
+        from deploy.planning.predicting import STAGES, Predictor, text_of
+        from deploy.planning.simulated import Site
+
+        site = Site.DIRECT if direct else Site.ONE_HOST if one_host else Site.HOSTS
+        rounds = rounds or (planning.ROUNDS if sweeps else None)
+        predictor = Predictor(site=site, interface_mbit=interface, rounds=rounds, nodes=nodes, calibration=calibration)
+        if sweeps:
+            found = _sweep(cells, predictor, direct=direct, jobs=jobs)
+            text = planning.written(found, output)
+        else:
             with stages(STAGES) as begin:
-                found = predicted(load(experiment, overrides or ()), begin=begin)
+                found = predictor.predict(chosen, begin=begin, reach=begin.reach)
             text = f"{json_text(found)}\n" if output == "json" else text_of(found)
         if out is not None:
             with writing(out):
@@ -121,21 +123,15 @@ def plan(
         typer.echo(text, nl=False)
 
 
-def _sweep(
-    grid: Grid, predict: Callable[[Experiment], dict[str, Any]], *, direct: bool, jobs: int | None
-) -> dict[str, Any]:
+def _sweep(grid: Grid, predictor: Predictor, *, direct: bool, jobs: int | None) -> dict[str, Any]:
     """Return the plan of a sweep's runs."""
     from deploy.sweeps import planning
     from deploy.sweeps.jobs import JOBS_STAGE, default_jobs
 
-    def predicted(experiment: Experiment) -> dict[str, Any]:
-        found = predict(experiment)
-        return planning.without_network(experiment, found) if direct else found
-
     groups, count = planning.groups_of(grid), jobs or 1
     fits = direct and jobs is None
     with stages(len(groups) + fits) as begin:
-        planned = planning.plan_of(groups, predicted, begin)
+        planned = planning.plan_of(groups, lambda one: predictor.predict(one, reach=begin.reach), begin)
         if fits:
             begin(JOBS_STAGE)
             count = default_jobs(grid.experiments.values(), ("cpu",))

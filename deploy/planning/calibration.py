@@ -24,7 +24,6 @@ from common.protocol.manifest import chunk_digest
 from common.protocol.messages import Key, Manifest, Task
 from deploy.local.network import processes_of, shares
 from deploy.planning.constants import FittedCosts
-from deploy.planning.prediction import MachineSpeeds
 from deploy.planning.recording import record_seconds
 from deploy.planning.trainings import TrainingSpeed, train
 from deploy.planning.workload import PlannedWorkload
@@ -35,6 +34,30 @@ EVALUATIONS: Final = 3
 MIXED: Final = 3.0  # cost of mixing, in copies of the uploads (tests/bench/aggregation.py)
 NOISE_BYTES: Final = 8_000_000
 REPEATS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpeeds:
+    """Measured speeds of this machine: seconds of one core, and the number of cores.
+
+    step_s: per SGD step    training_s: per training, without its steps    evaluation_s: per pass over the test set
+    message_s: messaging of a round with one child, at both ends and in the broker
+    round_s: opening, closing and keeping a round at the parent, however many children
+    byte_s: messaging per byte of a model, in each direction    mix_byte_s: mixing, per byte of the uploads
+    record_s: writing the results of a global round, with a checkpoint
+    share: of a core, that the measured trainings had
+    """
+
+    step_s: float
+    training_s: float
+    evaluation_s: float
+    message_s: float
+    round_s: float
+    byte_s: float
+    mix_byte_s: float
+    record_s: float
+    cores: int
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +111,8 @@ def _trainings(work: PlannedWorkload, *, cores: int, together: bool) -> list[Tra
     devices = sum(work.experiment.sizes()[-1])
     slots = shares(cores, processes_of(devices, cores)) if together else [1]
     jobs = len(slots)
+    if jobs == 1:  # a process of its own would load PyTorch once more
+        return [train(text, names, min(slots[0], devices), first=work.first, training_s=TRAINING_S)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running = [
             pool.submit(

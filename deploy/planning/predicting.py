@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from common.experiment.schema import Experiment
+from common.host.load import LoadMeter, MachineLoad
 from deploy.console.tabular import size
-
-if TYPE_CHECKING:
-    from common.experiment.schema import Experiment
-    from common.host.load import MachineLoad
+from deploy.local.beforehand import check_code
+from deploy.planning import constants, workload
+from deploy.planning.calibration import MachineSpeeds, measure
+from deploy.planning.constants import FittedCosts
+from deploy.planning.footprint import direct_bytes, memory_of
+from deploy.planning.simulated import SimulatedRun, Site, simulate
+from deploy.planning.workload import OF_THE_SPLIT, PlannedWorkload
 
 INTERFACE_MBIT: Final = 1000.0
 STAGES: Final = 4  # of a prediction
@@ -18,88 +25,117 @@ SHARE_LEAST: Final = 0.9  # of a core, that trainings have on an idle machine
 OTHERS_MOST: Final = 0.1  # share of all cores that others may use
 
 
-def predict(
-    experiment: Experiment,
-    *,
-    one_host: bool,
-    interface_mbit: float = INTERFACE_MBIT,
-    simulate: bool = False,
-    rounds: int | None = None,
-    calibration: Path | None = None,
-    begin: Callable[[str], object] = lambda stage: None,
-) -> dict[str, Any]:
-    """Return the content of prediction.json. Raises InvalidExperiment, and RunFailed if a simulated run fails.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictor:
+    """Predictions for one kind of lab. This machine is measured once for all experiments that train alike.
 
-    For one global round: `seconds` by phase, `bytes` of MQTT by link (`FROM TO`), and `tiers`, MQTT bytes by tier.
-    Also `memory`, bytes by role; `assumed`, the assumptions as text; `speeds`, the measured speeds of this machine, and
-    `load`, that of other processes meanwhile. `begin` is called with each of STAGES.
-    `simulate`: run the agents in virtual time, for `rounds` global rounds; then `simulated_rounds` has the seconds of
-    each. `calibration`: file of `--calibrate`, by default this machine's if it has one.
+    site: where the nodes are    interface_mbit: rate of each host's network interface
+    rounds: global rounds to simulate    nodes: of a larger lab, a sample of as many; None: the defaults
+    calibration: file of `--calibrate`, by default this machine's if it has one
     """
-    import os
-    from dataclasses import asdict
 
-    from common.host.load import LoadMeter
-    from deploy.local.beforehand import check_code
-    from deploy.planning import constants, footprint, prediction, workload
-    from deploy.planning.calibration import measure
+    site: Site
+    interface_mbit: float = INTERFACE_MBIT
+    rounds: int | None = None
+    nodes: int | None = None
+    calibration: Path | None = None
+    _measured: dict[str, tuple[MachineSpeeds, MachineLoad]] = field(default_factory=dict)
 
-    check_code(experiment)
-    fitted = constants.read(calibration)
-    begin(f"reads and splits {experiment.data.dataset}")
-    work = workload.workload(experiment)
-    cores = len(os.sched_getaffinity(0))
-    at_once = f"{cores} devices at once, as many as cores" if one_host and cores > 1 else "one device"
-    begin(f"measures training and evaluation of {experiment.model.name}, {at_once}")
-    meter = LoadMeter()
-    speeds = measure(work, cores=cores, together=one_host, fitted=fitted)
-    load = meter.read()
-    begin("finds the epochs of each institution")
-    workload.rehearse(work, speeds)
-    begin("simulates a global round")
-    lab = workload.lab(work, speeds, one_host=one_host, interface_mbit=interface_mbit)
-    if simulate:
-        from deploy.planning import simulated
+    def predict(
+        self,
+        experiment: Experiment,
+        *,
+        begin: Callable[[str], object] = lambda stage: None,
+        reach: Callable[[float], object] = lambda share: None,
+    ) -> dict[str, Any]:
+        """Return the content of prediction.json. Raises InvalidExperiment, and RunFailed if the simulated run fails.
 
-        run = simulated.simulate(work, speeds, one_host=one_host, interface_mbit=interface_mbit, rounds=rounds)
-        found = simulated.prediction_of(work, run)
-    else:
-        if any(link.trace for link in (*(tier.link for tier in experiment.tiers), *experiment.links.of.values())):
-            work.assumed.append("links have the mean rates of their traces; --simulate replays them")
-        if experiment.availability.trace is not None:
-            work.assumed.append("every device is available; --simulate replays the trace of availability")
-        seconds = prediction.seconds(lab, speeds)
-        found = {
+        For one global round: `seconds` by phase, `bytes` of MQTT by link (`FROM TO`), and `tiers`, MQTT bytes by tier.
+        `simulated_rounds` has the seconds of each simulated global round, `simulated_nodes` the number of nodes. Also
+        `memory`, bytes by role; `assumed`, the assumptions as text; `speeds`, the measured speeds of this machine, and
+        `load`, that of other processes meanwhile.
+
+        `begin` is called with each of STAGES, `reach` with the share of the simulation that is done.
+        """
+        check_code(experiment)
+        fitted = constants.read(self.calibration)
+        begin(f"reads and splits {experiment.data.dataset}")
+        work = workload.workload(experiment)
+        speeds, load = self._speeds(work, fitted, begin)
+        begin("finds the epochs of each institution")
+        workload.rehearse(work, speeds)
+        begin("simulates the lab in virtual time")
+        run = simulate(
+            work,
+            speeds,
+            site=self.site,
+            interface_mbit=self.interface_mbit,
+            rounds=self.rounds,
+            nodes=self.nodes,
+            reach=reach,
+        )
+        seconds, all_nodes = run.seconds(), sum(map(sum, experiment.sizes()))
+        devices = 1 if self.site is Site.HOSTS else max(experiment.sizes()[-1])
+        memory = memory_of(experiment, work.layout, data_bytes=work.data_bytes, devices=devices)
+        if self.site is Site.DIRECT:
+            memory = {"worker": direct_bytes(experiment, work.layout, data_bytes=work.data_bytes)}
+        return {
+            "experiment": experiment.name,
+            "experiment_digest": experiment.digest,
+            "one_host": self.site is not Site.HOSTS,
+            "global_rounds": experiment.rounds,
             "global_round_s": sum(seconds.values()),
-            "total_s": sum(seconds.values()) * experiment.rounds,
+            "total_s": run.total_s(experiment.rounds),
             "seconds": seconds,
-            "bytes": footprint.links_of(experiment, work.sizes) if work.listed else {},
-            "tiers": footprint.tiers_of(lab),
+            "simulated_rounds": [round(each.seconds, 6) for each in run.rounds],
+            "simulated_nodes": run.sample.nodes,
+            "nodes": all_nodes,
+            "bytes": {} if run.sample.loads else run.bytes_(),
+            "tiers": run.tiers(),
+            "memory": memory,
+            "epochs": dict(work.epochs),
+            "assumed": [*work.assumed, *self._assumed(run, all_nodes, fitted)],
+            "speeds": asdict(speeds),
+            "load": asdict(load) | {"busy": is_busy(load, speeds.share)},
+            "calibration": None if fitted is None else asdict(fitted),
         }
-    devices = max(experiment.sizes()[-1]) if one_host else 1
-    costs = "scaled from a reference machine" if fitted is None else fitted.described()
-    return {
-        "experiment": experiment.name,
-        "experiment_digest": experiment.digest,
-        "one_host": one_host,
-        "global_rounds": experiment.rounds,
-        **found,
-        "memory": footprint.memory_of(lab, experiment, data_bytes=work.data_bytes, devices=devices),
-        "epochs": dict(work.epochs),
-        "assumed": [
-            *work.assumed,
-            *([] if one_host else [f"each host has a {interface_mbit:g} Mbit/s interface"]),
-            f"the costs of messages: {costs}",
-        ],
-        "speeds": asdict(speeds),
-        "load": asdict(load) | {"busy": is_busy(load, speeds.share)},
-        "calibration": None if fitted is None else asdict(fitted),
-    }
+
+    def _speeds(
+        self, work: PlannedWorkload, fitted: FittedCosts | None, begin: Callable[[str], object]
+    ) -> tuple[MachineSpeeds, MachineLoad]:
+        """Return the speeds of this machine with an experiment's trainings, and its load when they were measured."""
+        cores, together = len(os.sched_getaffinity(0)), self.site is not Site.HOSTS
+        at_once = f"{cores} devices at once, as many as cores" if together and cores > 1 else "one device"
+        begin(f"measures training and evaluation of {work.experiment.model.name}, {at_once}")
+        key = trains_like(work.calibrated)
+        if key not in self._measured:
+            meter = LoadMeter()
+            speeds = measure(work, cores=cores, together=together, fitted=fitted)
+            self._measured[key] = speeds, meter.read()
+        return self._measured[key]
+
+    def _assumed(self, run: SimulatedRun, nodes: int, fitted: FittedCosts | None) -> list[str]:
+        """Return the assumptions of a simulation as text."""
+        found = []
+        if run.sample.loads:
+            found.append(f"a sample of {run.sample.nodes:,} of the {nodes:,} nodes is simulated, and multiplied")
+        if self.site is Site.HOSTS:
+            found.append(f"each host has a {self.interface_mbit:g} Mbit/s interface")
+        if self.site is not Site.DIRECT:
+            costs = "scaled from a reference machine" if fitted is None else fitted.described()
+            found.append(f"the costs of messages: {costs}")
+        return found
+
+
+def trains_like(experiment: Experiment) -> str:
+    """Return what the measured speeds depend on: equal texts, equal speeds."""
+    tree = experiment.model_dump(mode="json")
+    data = {key: value for key, value in tree["data"].items() if key not in OF_THE_SPLIT}
+    return str((tree["model"], data, tree["training"], experiment.sizes()))
 
 
 def calibrate(file: Path | None) -> str:
     """Measure what messages cost on this machine, keep it for later plans, and return it as a text."""
-    from deploy.planning import constants
     from deploy.planning.fitting import measure_costs
 
     costs = measure_costs()
@@ -114,7 +150,7 @@ def text_of(found: Mapping[str, Any]) -> str:
     """Return a prediction as text."""
     lines = [f"a global round   {_duration(found['global_round_s'])}"]
     lines += [f"  {phase:<14} {_duration(length)}" for phase, length in found["seconds"].items()]
-    lines.append(f"{found['global_rounds']} global rounds".ljust(15) + _duration(found["total_s"]))
+    lines.append(f"{found['global_rounds']} global rounds".ljust(16) + " " + _duration(found["total_s"]))
     lines.append("bytes of a global round")
     lines += [f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in found["tiers"].items()]
     lines.append("memory of a process")

@@ -20,10 +20,9 @@ from common.host.files import replacing
 from common.host.load import LoadMeter
 from common.text import json_text
 from deploy.planning import constants, workload
-from deploy.planning.calibration import REFERENCE, measure, mixing_s
-from deploy.planning.predicting import INTERFACE_MBIT, is_busy
-from deploy.planning.prediction import MachineSpeeds
-from deploy.planning.simulated import NETWORK_DELAY_S, WORK_CALLS, conditions_of, placement_of
+from deploy.planning.calibration import REFERENCE, MachineSpeeds, measure, mixing_s
+from deploy.planning.predicting import is_busy
+from deploy.planning.simulated import NETWORK_DELAY_S, WORK_CALLS, Site, conditions_of, placement_of
 from deploy.results.run import Run
 from deploy.simulation.computing import MachineSeconds
 from deploy.simulation.link import LinkConditions
@@ -74,7 +73,7 @@ def simulated_run(folder: RunFolder, facts: Mapping[str, Any], **options: Any) -
     run = VirtualRun(
         folder,
         MachineSeconds(experiment, speeds.training_s, speeds.step_s, speeds.evaluation_s),
-        placement_of(experiment, speeds, one_host=False, interface_mbit=INTERFACE_MBIT, work_s=work_s),
+        placement_of(experiment, speeds, site=Site.HOSTS, work_s=work_s),
         {node: LinkConditions(**conditions_of(experiment, node, delay_s=NETWORK_DELAY_S)) for node in tree.nodes},  # type: ignore[arg-type]
         **options,
     )

@@ -52,7 +52,7 @@ class MeasuredTraining(NamedTuple):
 def train(experiment_json: str, devices: Sequence[str], slots: int, *, first: Row, training_s: float) -> TrainingSpeed:
     """Train some devices of an experiment in turn, `slots` of them at once, for `training_s` or longer.
 
-    A warm-up takes at most as long. `first` is the first model.
+    A warm-up takes at most half as long. `first` is the first model.
     """
     some = devices[:: -(-len(devices) // (slots * DEVICES_MOST))]
     enough = [*some] * (1 if len(some) >= slots else slots)  # the same device may train several times at once
@@ -114,7 +114,7 @@ async def _measure(
             return found
 
         epochs, warm_up = experiment.training.epochs, WARM_UP * slots * len(members)
-        await train_many(slots, most=warm_up, until=time.monotonic() + training_s, epochs=epochs)
+        await train_many(slots, most=warm_up, until=time.monotonic() + training_s / 2, epochs=epochs)
         measured = await train_many(slots, most=inf, until=time.monotonic() + training_s, epochs=epochs)
         nothing = await train_many(1, most=NOTHING, until=inf, epochs=0)
     return measured, min(each.seconds for each in nothing)

@@ -1,47 +1,38 @@
-"""Workload of an experiment: samples and steps of each device, bytes of each model, epochs.
+"""Workload of an experiment: samples and steps of each device, the first model, epochs.
 
 If the data set is missing, synthetic images of its shape replace it. Above MOST_LISTED devices, all are assumed equal.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from common.errors import InvalidExperiment
-from common.experiment.devices import Machine
-from common.experiment.links import LinkSettings
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.experiment.tiers import participants
 from common.experiment.topology import CLOUD
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
 from common.learning.evaluation import ModelTester
-from common.methods.rule import link_layouts
-from common.methods.selection import ClientSelection
-from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
-from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes
 from deploy.results.run import Run
+
+if TYPE_CHECKING:
+    from deploy.planning.calibration import MachineSpeeds
 
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
 REHEARSED_LEAST: Final = 3  # global rounds after which Tempo's epochs have settled
-REHEARSED_MOST: Final = 10  # Tempo draws them anew in each round
-REHEARSAL_S: Final = 60.0
-PAYLOAD: Final = 1448 / 1514  # of an Ethernet frame, which is what the kernel's links count
-
-Kind: TypeAlias = Branch | PlannedDevice
+REHEARSED_MOST: Final = 5  # Tempo draws them anew in each round
+REHEARSAL_S: Final = 20.0
+OF_THE_SPLIT: Final = (  # keys of data that change neither what a training costs nor what crosses the links
+    "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "noise",
+)  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -76,7 +67,6 @@ class PlannedWorkload:
 
     experiment: Experiment
     calibrated: Experiment
-    sizes: Sizes
     layout: ModelLayout
     first: Row
     samples: int | Mapping[str, int]
@@ -123,11 +113,9 @@ def workload(experiment: Experiment) -> PlannedWorkload:
         samples = dict.fromkeys(experiment.tree.devices, mean)
     calibrated = experiment if isinstance(samples, dict) and not assumed else _alone(here, mean)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
-    sizes = _sizes(experiment, tester.layout, tester.first)
     return PlannedWorkload(
         experiment,
         calibrated,
-        sizes,
         tester.layout,
         tester.first,
         samples,
@@ -155,72 +143,6 @@ def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
     work.assumed.append(f"{experiment.training.epochs} epochs everywhere: Tempo's decisions are not predicted")
 
 
-def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interface_mbit: float) -> PlannedLab:
-    """Return the lab to simulate, with equal devices and equal institutions grouped."""
-    children = _listed(work, speeds, CLOUD, work.experiment.training.epochs) if work.listed else _alike(work, speeds)
-    interface = math.inf if one_host else interface_mbit * 1e6 / 8
-    payload = PAYLOAD if work.experiment.links.enforce == "kernel" else 1.0
-    recorded = 1 / work.experiment.cloud.checkpoint_every
-    return PlannedLab(children, work.sizes, work.experiment.transfer, one_host, interface, payload, recorded)
-
-
-def _listed(work: PlannedWorkload, speeds: MachineSpeeds, parent: str, epochs: float) -> tuple[Kind, ...]:
-    """Return a parent's children in its first round, each by its own link, samples and machine."""
-    experiment, tree = work.experiment, work.experiment.tree
-    tier = experiment.tier_below(parent)
-    kinds: Counter[Kind] = Counter()
-    samples = {name: _below(work, name) for name in tree.children[parent]}
-    selection = ClientSelection(tier, seed=experiment.seed, node=parent)
-    for name in selection.select(tree.children[parent], 0, samples=samples):
-        link = experiment.link(name)
-        own = work.epochs.get(name, epochs)
-        if name in tree.children:
-            rounds = experiment.tier_below(name).rounds
-            kinds[Branch(1, link.down, link.up, _listed(work, speeds, name, own), rounds)] += 1
-        else:
-            kinds[_device(work, speeds, link, experiment.machine(name), samples=work.samples_of(name), epochs=own)] += 1
-    return tuple(replace(kind, count=count) for kind, count in kinds.items())
-
-
-def _below(work: PlannedWorkload, name: str) -> int:
-    """Return the samples of a device, or of all devices below a node."""
-    below = work.experiment.tree.children.get(name)
-    return work.samples_of(name) if below is None else sum(_below(work, child) for child in below)
-
-
-def _alike(work: PlannedWorkload, speeds: MachineSpeeds) -> tuple[Kind, ...]:
-    """Return the children of the cloud in a lab whose devices are all equal: only their numbers differ."""
-    experiment = work.experiment
-    *above, last = experiment.tiers
-    machine = experiment.hardware.default
-    samples, epochs = work.samples_of(""), experiment.training.epochs
-    device = _device(work, speeds, last.link, machine, samples=samples, epochs=epochs)
-    groups: list[tuple[Kind, ...]] = [
-        (replace(device, count=participants(size, last.participation)),) for size in experiment.sizes()[-1]
-    ]
-    below = last.rounds
-    for tier, sizes in zip(reversed(above), reversed(experiment.sizes()[:-1]), strict=True):
-        nodes = iter(groups)
-        parents = [list(islice(nodes, size)) for size in sizes]
-        groups = [_grouped(own[: participants(len(own), tier.participation)], tier.link, below) for own in parents]
-        below = tier.rounds
-    return groups[0]
-
-
-def _grouped(children: Sequence[tuple[Kind, ...]], link: LinkSettings, rounds: int) -> tuple[Kind, ...]:
-    counts = Counter(children)
-    return tuple(Branch(count, link.down, link.up, kinds, rounds) for kinds, count in counts.items())
-
-
-def _device(
-    work: PlannedWorkload, speeds: MachineSpeeds, link: LinkSettings, machine: Machine, *, samples: int, epochs: float
-) -> PlannedDevice:
-    steps = work.steps(samples, epochs)
-    train_s = speeds.training_s + steps * speeds.step_s
-    pause_s = max(0.0, machine.emulated_s(train_s, steps=steps) - train_s)
-    return PlannedDevice(1, link.down, link.up, train_s, pause_s)
-
-
 def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment:
     """Return the experiment with synthetic images of its data set's shape. Raises `missing` if the shape is unknown."""
     data = experiment.data
@@ -240,33 +162,21 @@ def _alone(experiment: Experiment, samples: int) -> Experiment:
     """Return an experiment of one device, which has as many samples of synthetic data."""
     last = experiment.tiers[-1].aggregation  # its devices' objective may need it
     rule = last.model_dump(mode="json") if last.objective or last.sends or last.returns else {}
-    alone: dict[str, object] = {"tiers": [{"name": "wan", "aggregation": rule}], "links": {}, "hardware": {}}
+    tables: dict[str, Any] = {"cloud": {}, "links": {}, "hardware": {}, "availability": {}}
     if experiment.data.dataset == "synthetic":
-        alone["data"] = experiment.data.model_dump(mode="json") | {"samples": samples}
-    return parse(experiment.model_dump(mode="json") | alone)
+        tables["data"] = experiment.data.model_dump(mode="json") | {"samples": samples}
+    return with_tiers(experiment, [{"name": "lan", "aggregation": rule}], **tables)
+
+
+def with_tiers(experiment: Experiment, tiers: Sequence[Mapping[str, Any]], **tables: Any) -> Experiment:
+    """Return an experiment with other tiers, and with other tables. Raises InvalidExperiment."""
+    return parse(experiment.model_dump(mode="json") | tables | {"tiers": list(tiers)})
 
 
 def _mean_samples(experiment: Experiment, dataset: Dataset, devices: int) -> int:
     if experiment.data.partition == "dirichlet_overlap":
         return experiment.data.partition_size
     return max(1, len(dataset.train_labels) // devices)
-
-
-def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
-    """Return the bytes of the first model, encoded by each tier's codecs; deltas are of about 1 % of each weight."""
-    floats = np.random.default_rng(0).standard_normal(layout.columns).astype(np.float32)
-    after = row.copy()
-    layout.floats(after)[...] *= 1 + floats / 100
-
-    def size(name: str, sent: ModelLayout) -> int:
-        return codec_of(name).encode(layout, after, reference=row).nbytes + 4 * sent.extras
-
-    tiers = []
-    for tier in experiment.tiers:
-        links = link_layouts(tier.aggregation, layout)
-        sizes = size(tier.transfer.up, links.up), size(tier.transfer.down, links.down)
-        tiers.append(TierSizes(tier.name, *sizes, 4 * links.up.extras, 4 * links.down.extras))
-    return Sizes(layout.row_bytes, tuple(tiers))
 
 
 def _rehearsed_epochs(experiment: Experiment, rounds: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol
@@ -139,14 +139,22 @@ class MessageCosts:
     broker_byte_s: float = 0.0
 
 
+class InterfaceRate(Protocol):
+    """The rate of each host's network interface."""
+
+    def __call__(self, host: str, *, up: bool) -> float:
+        """Return it for the direction towards the broker of a host, or from it, bytes per second."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """What runs where.
 
     hosts: the host of each node, by name    brokers: the host of each broker
     processes: the process of each device, with its number of concurrent trainings; others have one of their own
-    interface: rate of each host's network interface in each direction, bytes per second; None = unlimited
-    work_s: calls a function that runs beside a process's event loop, and returns its seconds of one core
+    interface: rate of a host's network interface in one direction, bytes per second; None = unlimited
+    work_s: calls a function that runs beside the event loop of a process on a host, and returns its seconds of one core
+    loads: by host, how many clients each client of its broker stands for; by default 1
     """
 
     cores: int
@@ -154,8 +162,9 @@ class Placement:
     brokers: Mapping[str, str]
     processes: Mapping[str, tuple[str, int]]
     costs: MessageCosts
-    interface: float | None
-    work_s: Callable[[Callable[[], None]], float]
+    interface: InterfaceRate | None
+    work_s: Callable[[Callable[[], None], str], float]
+    loads: Mapping[str, float] = field(default_factory=dict)
 
 
 class SimulatedHost:
@@ -239,8 +248,10 @@ class ClientPath:
 
     def __init__(self, machines: Machines, node: str, broker: str) -> None:
         costs, self._loop = machines.costs, machines.loop
-        self._agent, self._agent_costs = machines.thread(node), (costs.agent_s, costs.agent_byte_s)
-        self._broker, self._broker_costs = machines.broker_thread(broker), (costs.broker_s, costs.broker_byte_s)
+        load, own = machines.loads(node, broker)
+        self._agent, self._agent_costs = machines.thread(node), (own * costs.agent_s, own * costs.agent_byte_s)
+        self._broker = machines.broker_thread(broker)
+        self._broker_costs = load * costs.broker_s, load * costs.broker_byte_s
         self._up, self._down = (machines.interface(node, broker, up=up) for up in (True, False))
 
     def send(self, packet: Packet, link: RateQueue) -> None:
@@ -289,6 +300,12 @@ class Machines:
         """Return a broker's thread."""
         return self._thread(f"broker {broker}", self._hosts[self._placement.brokers[broker]])
 
+    def loads(self, node: str, broker: str) -> tuple[float, float]:
+        """Return the load of a broker's host, and that of a node by its messages: of a child on its own host, 1."""
+        host = self._placement.brokers[broker]
+        load = self._placement.loads.get(host, 1.0)
+        return load, load if self._placement.hosts[node] == host else 1.0
+
     def slots(self, node: str) -> asyncio.Semaphore:
         """Return the concurrent trainings of a device's process; those of a killed process end with it."""
         process, count_ = self._placement.processes.get(node) or (OWNER.get() or node, 1)
@@ -307,7 +324,7 @@ class Machines:
             return None
         if (host, up) not in self._interfaces:
             queue = self._interfaces[host, up] = RateQueue(self.loop, _leave_interface)
-            queue.change(rate=placement.interface, paused=False)
+            queue.change(rate=placement.interface(host, up=up), paused=False)
         return self._interfaces[host, up]
 
     def _thread(self, name: str, host: SimulatedHost) -> ProcessThread:
@@ -319,7 +336,8 @@ class Machines:
         """Run a function for a process's executor: it occupies a core of its host."""
         owner = OWNER.get()
         assert owner is not None
-        self.host(owner.name).compute(self._placement.work_s(begin), end)
+        host = self._placement.hosts[owner.name]
+        self._hosts[host].compute(self._placement.work_s(begin, host), end)
 
 
 def _end(future: asyncio.Future[None]) -> None:

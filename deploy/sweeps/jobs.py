@@ -50,19 +50,12 @@ def _kinds(experiments: Iterable[Experiment]) -> list[Experiment]:
 def _in_process(experiment: Experiment) -> int:
     """Return the memory of a run without a network; found in a process of its own, as it loads data and model."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(direct_bytes, experiment.to_json()).result()
+        return pool.submit(_bytes_of, experiment.to_json()).result()
 
 
-def direct_bytes(experiment_json: str) -> int:
+def _bytes_of(experiment_json: str) -> int:
     """Return the bytes of a process that has all roles of an experiment, given as JSON."""
     from deploy.planning import footprint, workload
-    from deploy.planning.prediction import MachineSpeeds
 
-    experiment = parse(experiment_json)
-    work = workload.workload(experiment)
-    nothing = MachineSpeeds(0, 0, 0, 0, 0, 0, 0, 0, cores=1)
-    lab = workload.lab(work, nothing, one_host=True, interface_mbit=1.0)
-    devices = sum(experiment.sizes()[-1])
-    memory = footprint.memory_of(lab, experiment, data_bytes=work.data_bytes, devices=devices)
-    aggregators = sum(map(len, experiment.sizes()[1:]))
-    return memory["device"] + memory["cloud"] + aggregators * memory.get("institution", 0)
+    work = workload.workload(parse(experiment_json))
+    return footprint.direct_bytes(work.experiment, work.layout, data_bytes=work.data_bytes)

@@ -1,6 +1,7 @@
 """The plan of a sweep: hours, bytes and memory of all its runs. Runs of equal cost are predicted once.
 
-Runs have equal costs if they differ in the seed, in the number of global rounds, or in how data are distributed.
+Runs have equal costs if they differ in the seed, in the number of global rounds, or in how data are distributed. A few
+global rounds of each kind are simulated, and multiplied.
 """
 
 from __future__ import annotations
@@ -12,15 +13,11 @@ from typing import Any, Final, TypeAlias
 from common.experiment.schema import Experiment
 from common.text import json_text
 from deploy.console.tabular import Cell, Column, Table, size
-from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice
+from deploy.planning.workload import OF_THE_SPLIT
 from deploy.sweeps.grid import Grid
-from deploy.sweeps.jobs import direct_bytes
 
 WITHOUT_COST: Final = ("seed", "name", "rounds", "stop")
-OF_THE_SPLIT: Final = (  # keys of data
-    "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "noise",
-)  # fmt: skip
-DIRECT_S: Final = 0.7e-3  # of a device in a round without a network, beside its training (docs/operations.md)
+ROUNDS: Final = 2  # global rounds to simulate, if not given: the first one waits for no writes and no evaluation
 Predict: TypeAlias = Callable[[Experiment], dict[str, Any]]
 
 
@@ -73,31 +70,6 @@ def plan_of(
         parts = (found[key] for key in ("global_round_s", "tiers", "memory", "assumed"))
         planned.append(PlannedRuns(label, rounds, *parts))
     return planned
-
-
-def without_network(experiment: Experiment, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prediction of one host as that of a run without a network, in one thread."""
-    from deploy.planning import workload
-
-    work = workload.workload(experiment)
-    work.epochs = found["epochs"]
-    speeds = MachineSpeeds(**found["speeds"])
-    lab = workload.lab(work, speeds, one_host=True, interface_mbit=1.0)
-    seconds = computing_s(lab.children, lab.sizes.row * speeds.mix_byte_s) + lab.recorded * speeds.record_s
-    seconds += speeds.evaluation_s / experiment.cloud.evaluate_every
-    memory = {"worker": direct_bytes(experiment.to_json())}
-    return {**found, "global_round_s": seconds, "memory": memory}
-
-
-def computing_s(kinds: Sequence[Branch | PlannedDevice], mixing_s: float) -> float:
-    """Return the seconds of one core for a round of these children; `mixing_s`: of mixing one upload."""
-    total = 0.0
-    for kind in kinds:
-        own = kind.train_s + DIRECT_S if isinstance(kind, PlannedDevice) else 0.0
-        if isinstance(kind, Branch):
-            own = kind.rounds * computing_s(kind.children, mixing_s)
-        total += kind.count * (own + mixing_s)
-    return total
 
 
 def to_json(grid: Grid, planned: Sequence[PlannedRuns], *, jobs: int) -> dict[str, Any]:

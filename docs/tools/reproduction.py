@@ -2,15 +2,15 @@
 
     python -m docs.tools.reproduction
 
-Bytes and SGD steps are those of `fedstrata plan`. The seconds of a step are this process's CPU seconds, in one thread,
-with random samples, so other load on the machine hardly matters. Data sets that are missing are assumed, as in `plan`;
-text has no assumption, so its cells have neither bytes nor hours.
+Bytes and SGD steps are those of `fedstrata plan FILE --direct`. The seconds of a step are this process's CPU seconds,
+in one thread, with random samples, so other load on the machine hardly matters. Data sets that are missing are assumed,
+as in `plan`; text has no assumption, so its cells have neither bytes nor hours.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Final
 
@@ -22,11 +22,11 @@ from common.experiment.schema import Experiment
 from common.learning import datasets, models
 from common.learning.inputs import Inputs
 from deploy.console.shipped import shipped_sweeps
-from deploy.planning import footprint
-from deploy.planning.prediction import MachineSpeeds
-from deploy.planning.workload import lab, workload
+from deploy.planning.calibration import MachineSpeeds
+from deploy.planning.simulated import Site, simulate
+from deploy.planning.workload import workload
 from deploy.sweeps.grid import Grid, load
-from deploy.sweeps.planning import computing_s, groups_of, plan_of
+from deploy.sweeps.planning import ROUNDS, groups_of, plan_of
 
 STEPS: Final = 2  # the first warms up
 HEAD: Final = (
@@ -72,13 +72,13 @@ def _predict(experiment: Experiment) -> dict[str, Any]:
     inputs = datasets.load(work.calibrated.data).inputs
     step_s = _step_s(experiment.model.name, inputs, experiment.training.batch_size)
     speeds = MachineSpeeds(step_s, 0, 0, 0, 0, 0, 0, 0, cores=1)
-    planned = lab(work, speeds, one_host=True, interface_mbit=1.0)
-    return {
-        "global_round_s": computing_s(planned.children, 0.0),
-        "tiers": footprint.tiers_of(planned),
-        "memory": {},
-        "assumed": work.assumed,
-    }
+    run = simulate(work, speeds, site=Site.DIRECT, rounds=ROUNDS, work_s=_free)
+    return {"global_round_s": sum(run.seconds().values()), "tiers": run.tiers(), "memory": {}, "assumed": work.assumed}
+
+
+def _free(begin: Callable[[], None]) -> float:
+    begin()
+    return 0.0
 
 
 @lru_cache

@@ -1,11 +1,11 @@
-"""What `fedstrata plan` and `plan --simulate` predict beside what is measured: `make bench-plan`.
+"""What `fedstrata plan` predicts beside what is measured, and how long it takes: `make bench-plan`.
 
     python tests/bench/plan.py [LAB...] [--repetitions N]
 
-Each lab is calibrated, predicted both ways and then run on this machine, again and again: medians of the ratios, and
-their smallest and largest. LAB is the beginning of a lab's name: each lab takes below three minutes. The first global
-round, in which caches fill and Tempo has not yet decided, is left out of the measured mean. The quick prediction knows
-neither quorums nor deadlines, nor traces of links. `others`: cores that other processes used meanwhile.
+Each lab is calibrated, predicted and then run on this machine, again and again: medians of the ratios, and their
+smallest and largest. LAB is the beginning of a lab's name: each lab takes below three minutes. The first global round,
+in which caches fill and Tempo has not yet decided, is left out of the measured mean. `took`: the seconds of the command
+`plan`. `others`: cores that other processes used meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -115,11 +115,11 @@ WHOLE: Final = ("an outage of 15 s",)  # labs compared with their first round: i
 class Comparison:
     """What the repetitions of one lab gave: seconds of a global round, and of its phases in the same order."""
 
+    took: list[float] = field(default_factory=list)
     plan: list[float] = field(default_factory=list)
-    simulated: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
-    phases: list[tuple[dict[str, float], dict[str, float], dict[str, float]]] = field(default_factory=list)
+    phases: list[tuple[dict[str, float], dict[str, float]]] = field(default_factory=list)
 
 
 def main() -> None:
@@ -128,17 +128,17 @@ def main() -> None:
     parser.add_argument("labs", nargs="*", metavar="LAB")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
-    columns = ("lab", "plan", "plan --simulate", "measured", "plan / measured", "simulated / measured", "others")
-    table, details = Table(*columns), Table("lab", "phases: plan / simulated / measured")
+    columns = ("lab", "took", "plan", "measured", "plan / measured", "others")
+    table, details = Table(*columns), Table("lab", "phases: plan / measured")
     for name, text in LABS.items():
         if options.labs and not name.startswith(tuple(options.labs)):
             continue
         found = Comparison()
         for _ in range(options.repetitions):
             compare(name, text, found)
-        seconds = (f"{median(each):.2f} s" for each in (found.plan, found.simulated, found.measured))
+        seconds = (f"{median(each):.2f} s" for each in (found.took, found.plan, found.measured))
         others = f"{median(found.others):.1f} of {os.cpu_count()}"
-        table.add_row(name, *seconds, ratios(found.plan, found), ratios(found.simulated, found), others)
+        table.add_row(name, *seconds, ratios(found), others)
         details.add_row(name, phases(found))
     console = Console(width=150)
     console.print(table)
@@ -150,20 +150,20 @@ def compare(name: str, text: str, found: Comparison) -> None:
     with tempfile.TemporaryDirectory() as home:
         file, costs = Path(home) / "lab.toml", f"{home}/calibration.json"
         file.write_text(text, encoding="utf-8")
-        options = (str(file), "--one-host", "--calibration", costs, "--format", "json")
-        plan = json.loads(command("plan", *options, "--calibrate"))
-        simulated = json.loads(command("plan", *options, "--simulate"))
+        command("plan", "--calibrate", "--calibration", costs)
+        begun = time.monotonic()
+        plan = json.loads(command("plan", str(file), "--one-host", "--calibration", costs, "--format", "json"))
+        found.took.append(time.monotonic() - begun)
         command("run", str(file), "--runs", f"{home}/runs")
         (folder,) = folders(Path(home) / "runs")
         run = Run(folder)
         whole = name in WHOLE
         rounds = run.rounds if whole else run.rounds[1:]
-    found.plan.append(plan["global_round_s"])
-    found.simulated.append(mean(simulated["simulated_rounds"]) if whole else simulated["global_round_s"])
+    found.plan.append(mean(plan["simulated_rounds"]) if whole else plan["global_round_s"])
     found.measured.append(mean(each.seconds for each in rounds))
-    found.others += [each["load"]["others_cores"] or 0.0 for each in (plan, simulated)]
+    found.others.append(plan["load"]["others_cores"] or 0.0)
     measured = {phase: mean(each.phases[phase] for each in rounds) for phase in plan["seconds"]}
-    found.phases.append((plan["seconds"], simulated["seconds"], measured))
+    found.phases.append((plan["seconds"], measured))
 
 
 def command(*words: str) -> str:
@@ -172,9 +172,9 @@ def command(*words: str) -> str:
     return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def ratios(predicted: Sequence[float], found: Comparison) -> str:
+def ratios(found: Comparison) -> str:
     """Return the median of predicted / measured, with the smallest and the largest."""
-    each = [ours / theirs for ours, theirs in zip(predicted, found.measured, strict=True)]
+    each = [ours / theirs for ours, theirs in zip(found.plan, found.measured, strict=True)]
     return f"{median(each):.3f} ({min(each):.3f} to {max(each):.3f})"
 
 
@@ -182,7 +182,7 @@ def phases(found: Comparison) -> str:
     """Return the median seconds of each phase, of those with more than 5 ms."""
     texts = []
     for phase in found.phases[0][0]:
-        seconds = [median(each[way][phase] for each in found.phases) for way in range(3)]
+        seconds = [median(each[way][phase] for each in found.phases) for way in range(2)]
         if max(seconds) > 5e-3:
             texts.append(f"{phase} {' / '.join(f'{one:.3f}' for one in seconds)}")
     return ", ".join(texts)

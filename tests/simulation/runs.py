@@ -131,7 +131,7 @@ def _placement(drawn: DrawnLab) -> Placement:
     )
 
 
-def cpu_free(begin: Callable[[], None]) -> float:
+def cpu_free(begin: Callable[[], None], host: str) -> float:
     """Call a function that takes no time of its core."""
     begin()
     return 0.0
