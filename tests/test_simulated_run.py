@@ -204,7 +204,7 @@ def test_the_runs_of_a_sweep_share_one_calibration(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
     file = tmp_path / "two.toml"
     words: list[str | Path] = ["--simulate", "--jobs", "2", "--runs", tmp_path, "--format", "csv"]
-    axes = {"rule": {"FedAvg": {}, "FedCross": {"cloud": {"aggregation": CROSS}}}}
+    axes = {"rule": {"FedAvg": {"training": {"epochs": 1}}, "FedCross": {"cloud": {"aggregation": CROSS}}}}
     lab = merged(LAB, TWO_LAYERS) | {"hardware": {}, "rounds": 1}
     for key in ("name", "seed"):
         del lab[key]
