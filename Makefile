@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-sweeps bench-tls bench-vmapped bench-tiers bench-training bench-watch \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-simulated bench-sweeps bench-tls bench-vmapped bench-tiers bench-training bench-watch \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -77,6 +77,9 @@ bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 
 bench-sweeps: $(INSTALLED) ## measure a sweep's runs per hour, one at a time and one per core
 	.venv/bin/python tests/bench/sweeps.py
+
+bench-simulated: $(INSTALLED) broker ## measure runs in virtual time beside labs of processes: seconds, CPU, models
+	.venv/bin/python tests/bench/simulated.py
 
 bench-gpu: $(INSTALLED) broker ## measure all that a GPU is for, in parts that can be repeated; without a GPU show the parts
 	.venv/bin/python tests/bench/gpu.py

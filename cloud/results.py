@@ -46,6 +46,8 @@ WITHOUT_A_NETWORK: Final = {
     "hardware": "declared, not emulated",
     "availability": "declared, not replayed: every device is there",
 }
+SIMULATED: Final = "simulated"  # in manifest.json: marks a run in virtual time, and has the speeds of its machines
+KINDS: Final = {DIRECT: ("no network", "--direct"), SIMULATED: ("a simulated network", "--simulate")}
 GROWING: Final = ("rounds.csv", "devices.csv", "events.jsonl")
 
 _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
@@ -73,8 +75,19 @@ class RunFolder:
         self._release: Callable[[], object] = lambda: None
 
     @classmethod
-    def create(cls, root: Path, experiment: Experiment, *, direct: bool = False, world: World = REAL) -> RunFolder:
-        """Create `runs/<utc>-<name>-<id>/`, `direct`: of a run without a network. Raises StorageFailed if it fails."""
+    def create(
+        cls,
+        root: Path,
+        experiment: Experiment,
+        *,
+        direct: bool = False,
+        simulated: Mapping[str, object] | None = None,
+        world: World = REAL,
+    ) -> RunFolder:
+        """Create `runs/<utc>-<name>-<id>/`. Raises StorageFailed if it fails.
+
+        `direct`: of a run without a network. `simulated`: of a run in virtual time, the facts that its manifest has.
+        """
         utc, token = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ"), world.token(3)
         path = root / f"{utc}-{experiment.name}-{token}"
         made_root = not root.exists()
@@ -88,36 +101,42 @@ class RunFolder:
         with folder.removed_unless_begun():
             _replace(path / HELD, to_toml(experiment))
             folder._hold()
-            folder._write_manifest(utc, direct=direct)
+            kind = {DIRECT: WITHOUT_A_NETWORK} if direct else {} if simulated is None else {SIMULATED: simulated}
+            folder._write_manifest(utc, kind)
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, *, direct: bool = False, world: World = REAL) -> RunFolder:
+    def reopen(cls, path: Path, *, direct: bool = False, simulated: bool = False, world: World = REAL) -> RunFolder:
         """Reopen a run's folder.
 
         Raises InvalidExperiment as `check` does, or if another process writes to it, and StorageFailed if it is
         read-only.
         """
-        folder = cls(path, cls.check(path, direct=direct), load(path / HELD), world=world)
+        run = cls.check(path, direct=direct, simulated=simulated)
+        folder = cls(path, run, load(path / HELD), world=world)
         folder._hold()
         folder.begun = True
         return folder
 
     @staticmethod
-    def check(path: Path, *, direct: bool = False) -> str:
+    def check(path: Path, *, direct: bool = False, simulated: bool = False) -> str:
         """Return the id of a run whose folder can be reopened.
 
-        Raises InvalidExperiment if it is none, or if `direct` differs from the run's.
+        Raises InvalidExperiment if it is none, or if `direct` or `simulated` differs from the run's.
         """
         try:
             manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-            run, was_direct = str(manifest["run"]), DIRECT in manifest
+            run = str(manifest["run"])
         except (OSError, ValueError, KeyError, TypeError):
             raise InvalidExperiment("--resume", str(path), "not a run's folder", "Name a folder under runs/.") from None
         check_format(manifest, path, key="--resume")
-        if direct is not was_direct:  # its seconds and bytes would not be comparable
-            had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Omit --direct.")
-            raise InvalidExperiment("--resume", str(path), f"the run was started with {had}", remedy)
+        asked = {DIRECT: direct, SIMULATED: simulated}
+        if any(asked[kind] is not (kind in manifest) for kind in KINDS):  # its seconds would not be comparable
+            had = [f"the run was started with {KINDS[kind][0]}" for kind in KINDS if kind in manifest]
+            remedy = [f"Add {KINDS[kind][1]}." for kind in KINDS if kind in manifest and not asked[kind]]
+            remedy += [f"Omit {KINDS[kind][1]}." for kind in KINDS if asked[kind] and kind not in manifest]
+            problem = had[0] if had else "the run was started with a network"
+            raise InvalidExperiment("--resume", str(path), problem, " ".join(remedy))
         return run
 
     @contextmanager
@@ -292,7 +311,8 @@ class RunFolder:
         _replace(path, "".join(whole[: 1 + len(kept)]))
         return kept
 
-    def _write_manifest(self, utc: str, *, direct: bool) -> None:
+    def _write_manifest(self, utc: str, kind: Mapping[str, object]) -> None:
+        """Write the manifest. It has the run's kind at once: a run that is killed now is resumed as what it is."""
         experiment = self.experiment
         manifest = {
             "format": FORMAT,
@@ -310,9 +330,7 @@ class RunFolder:
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in PACKAGES},
         }
-        if direct:  # from the first, so that a run which is killed now is resumed as what it is
-            manifest[DIRECT] = WITHOUT_A_NETWORK
-        _replace(self.path / "manifest.json", json_text(manifest, indent=2) + "\n")
+        _replace(self.path / "manifest.json", json_text({**manifest, **kind}, indent=2) + "\n")
 
     def _links(self) -> dict[str, object]:
         """Return how rates are enforced, and the link of each node to its parent."""

@@ -259,7 +259,7 @@ async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Repor
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
-    due = since + pace.emulated_s(result.train_s)
+    due = since + pace.emulated_s(result.train_s, steps=result.steps)
     if due <= begun:
         return result
     for reported in count(1):

@@ -180,6 +180,19 @@ def test_a_device_of_this_hosts_pace_reports_nothing_and_waits_for_nothing() -> 
     assert answer is not None and (answer.pause_s, left_s, reported) == (0.0, 0.0, [])
 
 
+@pytest.mark.parametrize(("train_s", "pause_s"), [(1.0, 1.5), (3.0, 0.0)])
+def test_a_machine_with_seconds_of_a_step_ignores_those_of_the_host(train_s: float, pause_s: float) -> None:
+    machine = Pace(slowdown=8.0, step_s=2.0, overhead_s=0.5)  # of an answer of one step
+    answer, left_s, _ = at_a_pace(machine, train_s=train_s, since=-train_s)
+    assert answer is not None and (answer.pause_s, left_s) == (pytest.approx(pause_s), pytest.approx(pause_s))
+
+
+def test_a_spread_draws_each_devices_step() -> None:
+    experiment = parse({"topology": {"devices": 400}, "hardware": {"default": {"step_s": 0.2}, "spread": 0.5}})
+    logs = np.log([experiment.machine(f"device-{i}").step_s or 0.0 for i in range(400)])
+    assert np.median(logs) == pytest.approx(np.log(0.2), abs=0.1) and logs.std() == pytest.approx(0.5, abs=0.05)
+
+
 def test_a_pause_ends_at_once_with_its_task() -> None:
     answer, left_s, _ = at_a_pace(Pace(overhead_s=3600.0), train_s=1.0, since=-1.0, cancel_after_s=0.25)
     assert answer is None and left_s == 0.25

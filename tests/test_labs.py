@@ -29,7 +29,6 @@ from deploy.cli.main import app
 from deploy.local.direct import run_in_process
 from deploy.simulation.hardware import (
     Durations,
-    RealWorkload,
     SimulatedEvaluator,
     SimulatedHardware,
     SimulatedMember,
@@ -41,6 +40,7 @@ from deploy.watching.runs import Runs
 from device.agent import DeviceAgent
 from device.jobs import Prepared
 from institution.agent import InstitutionAgent
+from tests.helpers.real_workload import RealWorkload
 
 PATIENCE_S = 90
 LABS = {"north": 1, "south": 2}  # and the seed of each

@@ -28,11 +28,11 @@ from common.runtime.round import Dispatch, Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process
-from deploy.simulation.hardware import RealWorkload
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
 from deploy.sweeps.merging import merged
 from tests.helpers.commands import tensors
+from tests.helpers.real_workload import RealWorkload
 from tests.helpers.rules import LEAST
 from tests.test_aggregators import Report as Trained
 from tests.test_aggregators import label

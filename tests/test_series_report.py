@@ -148,7 +148,7 @@ def test_hardware_is_a_table_only_where_it_differs(tmp_path: Path, make_run: Mak
         assert facts_of(page)["hardware"].endswith(words)
         rows = read(page.html("t")).tables.get(title)
         assert (rows is None) == ("default" in hardware)
-    assert rows is not None and rows[2] == ["device-1", "3.000", "0.000", "-"]
+    assert rows is not None and rows[2] == ["device-1", "3.000", "-", "0.000", "-"]
 
 
 def test_long_names_stand_once_and_notes_in_one_box(tmp_path: Path, make_run: MakeRun) -> None:

@@ -21,7 +21,7 @@ from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.connection import Handlers
 from common.runtime.world import Connection
-from deploy.simulation.hardware import Durations, RealWorkload
+from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
@@ -29,6 +29,7 @@ from deploy.simulation.machines import SimulatedProcess
 from deploy.simulation.network import SimulatedNetwork
 from deploy.simulation.outcome import LabOutcome, model_digest
 from deploy.simulation.world import SimulatedWorld
+from tests.helpers.real_workload import RealWorkload
 
 SMALL = {
     "name": "simulated",

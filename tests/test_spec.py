@@ -145,7 +145,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
         "training": {"clip_norm": 1, "vmapped": "never", "schedule": {"every": 1, "factor": 0.5}},
         "availability": {"trace": {"changes": {"device-0": [0, 1]}, "repeat_s": 9}},
         "links": {tier: {"profile": "lte", "trace": trace} for tier in ("wan", "lan")},
-        "hardware": {"default": "raspberry-pi-5"},
+        "hardware": {"default": {"profile": "raspberry-pi-5", "step_s": 0.1}},
         "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},
         "institution": {"closing": {"quorum": 1, "deadline_s": 1}},
         "topology": {"members": {"institution-0": ["device-0"]}},

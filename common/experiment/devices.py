@@ -1,9 +1,9 @@
 """The devices of an experiment: the hardware that they emulate, and when they are available.
 
 A lab on one machine emulates devices that are slower than it. A result leaves no sooner than `slowdown` times the
-device's own training seconds plus `overhead_s` after the model had arrived. A wait for a slot of this machine counts
-towards that time, because the emulated device would not have waited. `hardware.toml` beside this file has the built-in
-profiles.
+device's own training seconds plus `overhead_s` after the model had arrived; with `step_s` its training takes so many
+seconds for each step, whatever this machine needs. A wait for a slot of this machine counts towards that time, because
+the emulated device would not have waited. `hardware.toml` beside this file has the built-in profiles.
 
 Devices come and leave at the times of a trace. The numbers of its file become part of the experiment when it is read,
 so they travel to the nodes and stay with the run.
@@ -38,11 +38,16 @@ class Pace(SettingsTable):
 
     # Training seconds of the emulated machine for one second of this host.
     slowdown: Annotated[float, Field(ge=1)] = 1.0
+    # Seconds of a training step of the emulated machine, in place of `slowdown`; omitted: `slowdown` times the host's.
+    step_s: Positive | None = None
     overhead_s: Annotated[float, Field(ge=0)] = 0.0  # seconds of overhead for each result
 
-    def emulated_s(self, train_s: float) -> float:
-        """Return the emulated seconds from a model's arrival to the result, given the host's training seconds."""
-        return self.slowdown * train_s + self.overhead_s
+    def emulated_s(self, train_s: float, *, steps: float) -> float:
+        """Return the emulated seconds from a model's arrival to the result of a training of so many steps.
+
+        `train_s`: the host's seconds.
+        """
+        return (self.slowdown * train_s if self.step_s is None else self.step_s * steps) + self.overhead_s
 
 
 class Machine(Pace):
@@ -56,7 +61,7 @@ class HardwareSettings(SettingsTable):
 
     default: Machine = Machine()
     # Standard deviation of the logarithm of each device's slowdown, drawn log-normally with the default's slowdown as
-    # median, never below 1. Devices in `of` keep theirs.
+    # median, never below 1, or of its step_s. Devices in `of` keep theirs.
     spread: Annotated[float, Field(ge=0, le=3)] = 0.0
     of: dict[Name, Machine] = Field(default_factory=dict)
     profiles: dict[Name, Pace] = Field(default_factory=dict)
@@ -66,6 +71,8 @@ class HardwareSettings(SettingsTable):
         if device in self.of or not self.spread:
             return self.of.get(device, self.default)
         z = float(generator(seed, Purpose.HARDWARE, device).standard_normal())
+        if self.default.step_s is not None:
+            return self.default.model_copy(update={"step_s": self.default.step_s * exp(self.spread * z)})
         return self.default.model_copy(update={"slowdown": max(1.0, self.default.slowdown * exp(self.spread * z))})
 
 

@@ -79,7 +79,13 @@ def kept_once_begun(folder: RunFolder, command: Sequence[str]) -> Iterator[None]
 
 
 def already_finished(
-    path: Path | None, overrides: list[str] | None, resume: Path | None, *, direct: bool = False, output: str
+    path: Path | None,
+    overrides: list[str] | None,
+    resume: Path | None,
+    *,
+    direct: bool = False,
+    simulated: bool = False,
+    output: str,
 ) -> bool:
     """Return whether a run to resume needs nothing more, and then report that.
 
@@ -92,7 +98,7 @@ def already_finished(
 
     if resume is None or path is not None or overrides:  # which `tree_of` refuses
         return False
-    RunFolder.check(resume, direct=direct)
+    RunFolder.check(resume, direct=direct, simulated=simulated)
     run = Run(resume)
     if run.state is State.RUNNING:
         problem, remedy = "another process runs this run", "Wait for its end, or stop it."

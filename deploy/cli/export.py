@@ -60,7 +60,7 @@ def export(
 def _export(run: Run, chosen: Mapping[str, str], *, follow: bool, output: str) -> None:
     """Write a run to the chosen trackers, by kind and place, and report where it is."""
     from deploy.results.run import Run, State
-    from deploy.results.trackers import TRACKERS, complete, series
+    from deploy.results.trackers import TRACKERS, complete, series, time_of
 
     trackers = [TRACKERS[kind](run, place) for kind, place in chosen.items()]
     written = [tracker.begin() for tracker in trackers]
@@ -69,7 +69,7 @@ def _export(run: Run, chosen: Mapping[str, str], *, follow: bool, output: str) -
         for i, tracker in enumerate(trackers):
             for row in rows:
                 if row.global_round > written[i]:
-                    tracker.write(row.global_round, row.elapsed_s, series(row))
+                    tracker.write(row.global_round, row.elapsed_s, series(row, time=time_of(run)))
                     written[i] = row.global_round
         if not follow or state is not State.RUNNING:
             break

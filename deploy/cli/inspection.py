@@ -105,7 +105,8 @@ def compare(
 
     Runs that differ only in the seed form a group. Speed-ups are relative to the first group. Runs that did not reach
     the score are in no mean. Exit code 4 if data, partition, nodes, model or score differ, or one had no network:
-    these are other tasks. Other links, hardware or versions are named.
+    these are other tasks. Other links, hardware or versions are
+    named, and simulated seconds beside measured ones.
     """
     from deploy.results import compare as comparing
     from deploy.results.series import series_of
@@ -172,11 +173,11 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
             carried = size(sum(facts["bytes"].values()))
             rows.append((facts["run"], facts["name"], facts["aggregation"], facts["model"], facts["dataset"],
                          "-" if old is None else age(old), facts["state"], done, facts["score"],
-                         facts["score_name"], facts["seconds"],
+                         facts["score_name"], facts["seconds"], "simulated" if facts["simulated"] else "",
                          carried, shorten(facts["reason"], REASON_MOST)))  # fmt: skip
         texts = ("run", "name", "aggregation", "model", "data", "age", "state")
         columns = [*(Column(name, text=True) for name in texts), Column("global rounds"), Column("score", digits=4),
-                   Column("what it is", text=True), Column("time", "s"), Column("bytes"),
+                   Column("what it is", text=True), Column("time", "s"), Column("", text=True), Column("bytes"),
                    Column("reason", text=True)]  # fmt: skip
         if output == "table":
             typer.echo(Table("runs", "Runs", columns, rows).aligned(), nl=False)
@@ -283,6 +284,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "score": run.score,
         "score_name": run.scored_by.name,
         "seconds": run.seconds,
+        "simulated": run.simulated,
         "bytes": run.totals,
         "seed": run.seed,
         "folder": str(run.path),

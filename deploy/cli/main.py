@@ -108,7 +108,24 @@ def run(
     ] = False,
     accelerator: Annotated[
         str | None,
-        typer.Option(help="With --direct: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False),
+        typer.Option(
+            help="With --direct or --simulate: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False
+        ),
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="In virtual time: real training, simulated machines and links.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --simulate: trainings at once.  [default: as cores]", show_default=False),
+    ] = None,
+    speeds: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="With --simulate: a new run has machines as fast as in this run's folder.  [default: measured]",
+            show_default=False,
+        ),
     ] = None,
     netns: Annotated[
         bool, typer.Option("--netns", help="In network namespaces, with links emulated by the kernel.")
@@ -132,20 +149,25 @@ def run(
     from deploy.local.netns import by_kernel, namespaces
     from deploy.local.network import one_host
 
-    for given, option in ((one_broker, "--one-broker"), (no_delay, "--no-delay")):
-        if given and not netns:
-            raise typer.BadParameter("valid only with --netns", param_hint=option)
-    if metrics != METRICS and (direct or netns):
-        raise typer.BadParameter("not reachable with --direct or --netns", param_hint="--metrics")
-    if direct and netns:
-        raise typer.BadParameter("--direct uses no network: use it or --netns", param_hint="--direct")
-    if accelerator is not None and not direct:
-        raise typer.BadParameter("valid only with --direct", param_hint="--accelerator")
-    if plan_first and (direct or resume is not None):
-        raise typer.BadParameter("valid only for a new lab of processes", param_hint="--plan")
+    here, new = direct or simulate, resume is None
+    for given, option, fits, needed in (
+        (one_broker, "--one-broker", netns, "with --netns"),
+        (no_delay, "--no-delay", netns, "with --netns"),
+        (accelerator is not None, "--accelerator", here, "with --direct or --simulate"),
+        (workers is not None, "--workers", simulate, "with --simulate"),
+        (speeds is not None, "--speeds", simulate, "with --simulate"),
+        (plan_first, "--plan", new and not here, "for a new lab of processes"),
+        (metrics != METRICS, "--metrics", not (here or netns), "without --direct, --simulate and --netns"),
+        (direct, "--direct", not (simulate or netns), "without --simulate and --netns"),
+        (simulate, "--simulate", not netns, "without --netns"),
+    ):
+        if given and not fits:
+            raise typer.BadParameter(f"valid only {needed}", param_hint=option)
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
-        if not dry_run and already_finished(experiment, overrides, resume, direct=direct, output=output):
+        if not dry_run and already_finished(
+            experiment, overrides, resume, direct=direct, simulated=simulate, output=output
+        ):
             return
         chosen = chosen_experiment(experiment, overrides, resume)
         if netns and resume is None:  # a resumed run keeps its experiment
@@ -155,8 +177,14 @@ def run(
 
             typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
             return
-        check_lab(chosen, runs if resume is None else None, direct=direct)
+        check_lab(chosen, runs if resume is None else None, direct=direct or simulate)
         check_metrics(metrics)
+        if simulate:
+            _run_simulated(
+                chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu",
+                workers=workers, speeds=speeds,
+            )  # fmt: skip
+            return
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
@@ -264,3 +292,40 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     command = ["fedstrata", "run", "--direct", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
     with kept_once_begun(folder, command), show(chosen, json_lines=json_lines) as observe:
         run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
+
+
+def _run_simulated(
+    chosen: Experiment,
+    *,
+    runs: Path,
+    resume: Path | None,
+    json_lines: bool,
+    accelerator: str,
+    workers: int | None,
+    speeds: Path | None,
+) -> None:
+    """Run, or resume, an experiment in virtual time. Raises FedstrataError, KeyboardInterrupt."""
+    from cloud.results import SIMULATED, RunFolder
+    from common.host.memory import keep_large_buffers
+    from deploy.planning.predicting import load_line
+    from deploy.planning.simulated_run import STAGES, machine_speeds, simulated_run
+    from deploy.results.run import Run
+    from deploy.simulation.run import check_simulated
+    from deploy.watching.showing import show
+
+    check_simulated(chosen)
+    keep_large_buffers()
+    logging.getLogger(logs.ACTIVITY).setLevel(logging.WARNING)  # the cloud's events are shown, not each node's
+    if resume is None:
+        with stages(STAGES) as begin:
+            facts = machine_speeds(chosen, of=speeds, begin=begin)
+        if facts.get("load", {}).get("busy"):
+            logs.write_line(load_line(facts["load"], facts["speeds"]["share"]).strip(), level=logging.WARNING)
+        folder = RunFolder.create(runs, chosen, simulated=facts)
+    else:
+        facts = Run(resume).manifest[SIMULATED]
+        folder = RunFolder.reopen(resume, simulated=True)
+    run = simulated_run(folder, facts, accelerator=accelerator, workers=workers)
+    command = ["fedstrata", "run", "--simulate", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
+    with kept_once_begun(folder, command), show(chosen, json_lines=json_lines, clock=run.now) as observe:
+        run.run(observe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from deploy.sweeps.slots import Slot
 
 CONNECT_S: Final = 30.0
+SPEEDS: Final = "speeds.json"  # in a sweep's folder: those of the machines of its simulated runs
 Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="AXIS=VALUE", help="Only cells with this value. Repeat it.", show_default=False),
@@ -57,16 +59,21 @@ def sweep(
         int | None,
         typer.Option(
             min=1,
-            help="Runs at once.  [default: with --direct by cores, memory and GPUs; else 1]",
+            help="Runs at once.  [default: with --direct by cores, memory and GPUs, with --simulate by cores; else 1]",
             show_default=False,
         ),
     ] = None,
     direct: Annotated[
         bool, typer.Option("--direct", help="Without a network: each run in a worker process of one thread.")
     ] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="In virtual time, as `run --simulate`: machines of one calibration.")
+    ] = False,
     accelerator: Annotated[
         str | None,
-        typer.Option(help="With --direct: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False),
+        typer.Option(
+            help="With --direct or --simulate: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False
+        ),
     ] = None,
     broker: Annotated[
         str | None,
@@ -101,12 +108,18 @@ def sweep(
     from deploy.sweeps.grid import load
 
     staying = broker is not None or lab is not None
-    if direct and staying:
-        raise typer.BadParameter("--direct uses no network: use it or a lab", param_hint="--direct")
-    if accelerator is not None and not direct:
-        raise typer.BadParameter("valid only with --direct", param_hint="--accelerator")
-    if staying and jobs not in (None, 1):
-        raise typer.BadParameter("a lab has one run at a time", param_hint="--jobs")
+    for wrong, option, problem in (
+        (direct and staying, "--direct", "--direct uses no network: use it or a lab"),
+        (simulate and (direct or staying), "--simulate", "use one of --simulate, --direct and a lab"),
+        (
+            accelerator is not None and not (direct or simulate),
+            "--accelerator",
+            "valid only with --direct or --simulate",
+        ),
+        (staying and jobs not in (None, 1), "--jobs", "a lab has one run at a time"),
+    ):
+        if wrong:
+            raise typer.BadParameter(problem, param_hint=option)
     with reporting():
         grid = load(file, small=small, overrides=overrides or (), only=only or (), seeds=seeds)
         folder = SweepFolder(runs / (f"{grid.stem}-small" if small else grid.stem))
@@ -124,7 +137,9 @@ def sweep(
         command = _cloud(broker, lab, connect_timeout, login) if staying else ["run", "--metrics", "127.0.0.1:0"]
         with folder.held():
             folder.name_cells(grid)
-            failed = _run(grid, folder, command=None if direct else command, jobs=jobs, accelerator=accelerator)
+            failed = _run(
+                grid, folder, command=None if direct else command, simulate=simulate, jobs=jobs, accelerator=accelerator
+            )
         _print(grid, folder.finished(grid), output, html)
     alike: dict[str, list[str]] = {}
     for label, reason in failed.items():
@@ -137,7 +152,13 @@ def sweep(
 
 
 def _run(
-    grid: Grid, folder: SweepFolder, *, command: Sequence[str] | None, jobs: int | None, accelerator: str | None
+    grid: Grid,
+    folder: SweepFolder,
+    *,
+    command: Sequence[str] | None,
+    simulate: bool,
+    jobs: int | None,
+    accelerator: str | None,
 ) -> Mapping[str, str]:
     """Run what a sweep lacks, without a network or by a command; return the reasons of failures by label."""
     from deploy.sweeps.jobs import JOBS_STAGE, accelerators_of, default_jobs
@@ -145,11 +166,14 @@ def _run(
     from deploy.sweeps.slots import CommandSlot, DirectSlot
 
     finished = folder.finished(grid)
-    missing = folder.missing(grid, finished, direct=command is None)
+    missing = folder.missing(grid, finished, direct=command is None, simulated=simulate)
     logs.write_line(f"{len(finished)} of {len(grid.experiments)} runs are finished, in {folder.path}")
     if not missing:
         return {}
     missing, lacking = _with_data(missing)
+    if simulate:
+        jobs = jobs or len(os.sched_getaffinity(0))
+        command = _simulated(folder, missing, accelerator)
     with tempfile.TemporaryDirectory(prefix="fedstrata-sweep-") as home:
         slots: list[Slot]
         if command is None:
@@ -172,6 +196,17 @@ def _run(
             logs.write_line("\nrepeat the command to go on")
             raise
     return progress.failed | lacking
+
+
+def _simulated(folder: SweepFolder, missing: Sequence[MissingRun], accelerator: str | None) -> list[str]:
+    """Measure the machines once for all runs, now and later; return the command of a run in virtual time."""
+    from deploy.planning.simulated_run import STAGES, keep_speeds
+
+    speeds = folder.path / SPEEDS
+    with stages(STAGES) as begin:
+        keep_speeds(speeds, [job.experiment for job in missing], begin)
+    on = ["--accelerator", accelerator] if accelerator else []
+    return ["run", "--simulate", "--workers", "1", "--speeds", str(speeds), *on]
 
 
 def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[str, str]]:

@@ -144,8 +144,9 @@ def _effort(work: PlannedWorkload, speeds: MachineSpeeds, name: str) -> float:
     below = experiment.tree.children.get(name)
     if below is not None:
         return link_s + max(_effort(work, speeds, child) for child in below)
-    train_s = speeds.training_s + speeds.step_s * work.steps(work.samples_of(name), experiment.training.epochs)
-    return link_s + experiment.machine(name).emulated_s(train_s)
+    steps = work.steps(work.samples_of(name), experiment.training.epochs)
+    train_s = speeds.training_s + speeds.step_s * steps
+    return link_s + experiment.machine(name).emulated_s(train_s, steps=steps)
 
 
 def _tier(tier: Tier, members: Mapping[str, Sequence[_Place]], loads: Mapping[str, float]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from common.errors import InvalidExperiment
 from common.experiment.training import ACCURACY
 from deploy.console.tabular import Column, Spread, Table
-from deploy.results.run import Run, State, columns_of, tiers_of
+from deploy.results.run import Run, State, columns_of, seconds_of, tiers_of
 from deploy.results.series import Series, by_seed, condition_notes, firsts, paired, unlike
 
 BY_TASK: Final = "--by-task"
@@ -108,12 +108,12 @@ def table(groups: Sequence[Group], target: float) -> Table:
     """Return a table of the groups: means and deviations over the runs that reached the target."""
     tasks, unlike = any(each.series.task for each in groups), any(each.unlike for each in groups)
     byte_columns = (Column(f"{tier.upper()} {to}", "MB", 3) for tier in _tiers(groups) for to in ("up", "down"))
-    figures = _figures(groups)
+    figures, runs = _figures(groups), [run for each in groups for run in each.series.runs]
     ratio_head = "speed-up within the task" if tasks else "speed-up"
     columns = [
         *[Column("task", text=True)] * tasks,
         *(Column(name, text=True) for name in ("experiment", "reached")),
-        *(Column("global rounds"), Column("time", "s"), *byte_columns),
+        *(Column("global rounds"), Column("time", seconds_of(runs)), *byte_columns),
         *(Column(name, digits=0) for name in ("SGD steps", "critical path")),
         *(Column(ratio_head, digits=2), Column("seeds paired", text=True)),
         *[Column("also differs in", text=True)] * unlike,
@@ -138,6 +138,7 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
         "groups": [
             {
                 "label": each.series.label,
+                "simulated": any(run.simulated for run in each.series.runs),
                 "task": each.series.task,
                 "reached": each.reached,
                 "of": len(each.costs),

@@ -18,7 +18,7 @@ from common.experiment.topology import CLOUD, Tree
 from deploy.console.tabular import Cell, Column, Table, show
 from deploy.results.charts import Plot, ticks
 from deploy.results.figures import LETTER, Drawing, Figure, Line, Mark, Point, Rect, Text, inks, legend
-from deploy.results.run import Run
+from deploy.results.run import Run, seconds_of
 
 ROW = 22.0  # pixels
 EDGE_LEAST = 60.0
@@ -280,7 +280,7 @@ def changes(run: Run) -> Figure | None:
     for i, panel in enumerate(panels):
         marks += _drawn(panel, replace(clock, top=76.0 + i * (HEIGHT + 30)), end=end)
     bottom = 66.0 + len(panels) * (HEIGHT + 30)
-    marks += clock.numbers(bottom - 6, "time, s")
+    marks += clock.numbers(bottom - 6, f"time, {seconds_of([run])}")
     drawn = "; ".join(panel.title for panel in panels)
     drawing, table = Drawing((LEFT + WIDTH + 24, bottom + 20), marks), _numbers(run, panels)
     return Figure(table.name, title, drawn, lambda paper: drawing, table)
@@ -353,7 +353,12 @@ def _times(nexts: Iterable[Callable[[float], float]], end: float) -> list[float]
 
 
 def _numbers(run: Run, panels: Sequence[Panel]) -> Table:
-    columns = (Column("chart", text=True), Column("line", text=True), Column("time", "s", 3), Column("value", digits=3))
+    columns = (
+        Column("chart", text=True),
+        Column("line", text=True),
+        Column("time", seconds_of([run]), 3),
+        Column("value", digits=3),
+    )
     rows: list[Sequence[Cell]] = [
         (panel.title, label, t, value) for panel in panels for label, steps in panel.lines.items() for t, value in steps
     ]

@@ -18,7 +18,7 @@ from typing import Any, Final
 from deploy.console.tabular import Cell, Column, Table, html, show, size
 from deploy.results import maps, sections
 from deploy.results.figures import STYLE, Figure, Line, element, inks
-from deploy.results.run import STARTED, SWEEP, Run, State, folders
+from deploy.results.run import STARTED, SWEEP, Run, State, folders, seconds_of
 from deploy.results.series import (
     NAMES,
     Series,
@@ -167,6 +167,8 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
         notes = [f"{len(notes)} of {len(runs)} runs are not finished; the table of the runs has their states."]
     if len(tasks) > 1:
         notes.append(f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}.")
+    if all(run.simulated for run in runs):
+        notes.append(sections.SIMULATED)
     page.add_notes([*notes, *condition_notes(series, attrgetter("short"))])
     short = {each.whole: each.short for each in series}
     page.add_key(series)
@@ -225,7 +227,7 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add_figures([changed])
     if run.links:
         page.add_heading(level, "Bytes")
-        page.add_paragraph(sections.DIRECT if run.direct else sections.BYTES)
+        page.add_paragraph(sections.DIRECT if run.direct else sections.SIMULATED if run.simulated else sections.BYTES)
         page.add_figures([sections.traffic(run)], kind="curves")
         page.add_table(sections.tiers(run))
         page.add_table(sections.links(run), folded=len(run.links) > sections.LINKS_FOLD)
@@ -264,7 +266,7 @@ def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:
     totals = run.totals
     yield sections.score_column([run]), "-" if run.score is None else f"{run.score:.4f}"
     yield "global rounds", f"{len(run.rounds)} of {run.global_rounds}"
-    yield "time", f"{show(run.seconds)} s"
+    yield "time", f"{show(run.seconds)} {seconds_of([run])}"
     for tier in run.tiers:
         yield f"{tier.upper()} up / down", f"{size(totals[f'{tier}_up_bytes'])} / {size(totals[f'{tier}_down_bytes'])}"
 
@@ -300,12 +302,13 @@ def what_was_run(series: Sequence[Series]) -> list[Fact]:
 def machines(run: Run) -> Table:
     """Return a table of the machines that devices emulate; without rows where all are the same."""
     of = {name: machine for name, machine in _machines(run).items() if isinstance(machine, Mapping)}
-    columns = [Column("device", text=True), Column("slowdown", digits=3), Column("overhead", "s", 3),
-               Column("profile", text=True)]  # fmt: skip
+    columns = [Column("device", text=True), Column("slowdown", digits=3), Column("step", "s", 4),
+               Column("overhead", "s", 3), Column("profile", text=True)]  # fmt: skip
     rows: list[Sequence[Cell]] = []
     if len({_machine(machine) for machine in of.values()}) > 1:
         rows = [
-            (name, *(machine.get(key) for key in ("slowdown", "overhead_s", "profile"))) for name, machine in of.items()
+            (name, *(machine.get(key) for key in ("slowdown", "step_s", "overhead_s", "profile")))
+            for name, machine in of.items()
         ]
     return Table(run.file_name("hardware"), "Machines that devices emulate", columns, rows)
 
@@ -355,7 +358,7 @@ def _links(run: Run, leaves: Mapping[str, Any]) -> str:
     if others:
         texts.append(f"{len(others)} nodes have links of their own")
     how = "no network: declared, not enforced" if run.direct else f"enforced by: {leaves.get('links.enforce', '-')}"
-    return "; ".join([*texts, how])
+    return "; ".join([*texts, f"{how}, simulated" if run.simulated else how])
 
 
 def _hardware(run: Run) -> str:
@@ -368,7 +371,8 @@ def _hardware(run: Run) -> str:
     else:
         emulated = f"devices emulate {every.pop()}" if len(every) == 1 else "devices emulate several machines"
         emulated += " (declared, not emulated)" if run.direct else ""
-    return f"cloud on {', '.join(known) or 'an unknown machine'}; {emulated}"
+    where = "simulated, each node on a machine of its own, by" if run.simulated else "cloud on"
+    return f"{where} {', '.join(known) or 'an unknown machine'}; {emulated}"
 
 
 def _machines(run: Run) -> Mapping[str, Any]:
@@ -379,7 +383,9 @@ def _machines(run: Run) -> Mapping[str, Any]:
 def _machine(machine: Mapping[str, Any]) -> str:
     profile = f" ({machine['profile']})" if machine.get("profile") else ""
     overhead = f", {shown(machine['overhead_s'])} s overhead" if machine.get("overhead_s") else ""
-    return f"slowdown {shown(machine.get('slowdown'))}{overhead}{profile}"
+    step_s = machine.get("step_s")
+    pace = f"slowdown {shown(machine.get('slowdown'))}" if step_s is None else f"{shown(step_s)} s a step"
+    return f"{pace}{overhead}{profile}"
 
 
 def _seeds(series: Sequence[Series]) -> list[tuple[str, str]]:

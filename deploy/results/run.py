@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
-from cloud.results import DIRECT, HELD, check_format, held
+from cloud.results import DIRECT, HELD, SIMULATED, check_format, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
@@ -42,6 +42,12 @@ _R = TypeVar("_R", bound=Record)
 def columns_of(tiers: Sequence[str]) -> list[str]:
     """Return the columns of rounds.csv with the bytes of these tiers."""
     return [f"{tier}_{way}_bytes" for tier in tiers for way in ("up", "down")]
+
+
+def seconds_of(runs: Iterable[Run]) -> str:
+    """Return the unit of the seconds of some runs: whether they are simulated."""
+    kinds = {run.simulated for run in runs}
+    return {frozenset({True}): "simulated s", frozenset({True, False}): "s, some simulated"}.get(frozenset(kinds), "s")
 
 
 def tiers_of(runs: Iterable[Run]) -> list[str]:
@@ -88,6 +94,7 @@ class Run:
         self.id = str(self.manifest.get("run", path.name))
         self.started = str(self.manifest.get("started", ""))
         self.direct = DIRECT in self.manifest
+        self.simulated = SIMULATED in self.manifest
 
     @cached_property
     def experiment(self) -> Experiment:

@@ -21,13 +21,12 @@ from deploy.results import charts, maps
 from deploy.results.charts import Axis, Curve
 from deploy.results.figures import PHASES, Figure, Point
 from deploy.results.maps import NODES_MOST, Rates, quantiles
-from deploy.results.run import Event, Run, columns_of, tiers_of
+from deploy.results.run import Event, Run, columns_of, seconds_of, tiers_of
 from deploy.results.series import Series, by_seed, firsts, paired
 
 LOSS: Final = Axis("test loss", bounds=(0.0, float("inf")))
 TRAINING_LOSS: Final = Axis("training loss", bounds=(0.0, float("inf")))
 GLOBAL_ROUND: Final = Axis("global round", whole=True)
-SECONDS_AXIS: Final = Axis("time", "s")
 
 
 def mean_curve(runs: Sequence[Mapping[int, Point]]) -> Curve:
@@ -67,7 +66,7 @@ def curves(series: Sequence[Series], key: str = "") -> list[Figure]:
         y, name = shown[field], names[field]
         if field != "score" and not any(line.points or line.rest for line in lines.values()):
             continue
-        x = {"rounds": GLOBAL_ROUND, "seconds": SECONDS_AXIS}.get(over) or bytes_axis(
+        x = {"rounds": GLOBAL_ROUND, "seconds": Axis("time", seconds_of(runs))}.get(over) or bytes_axis(
             f"{over.upper()} bytes", {label: line.every_point(y) for label, line in lines.items()}
         )
         short = {each.label: each.mark for each in series}
@@ -123,6 +122,10 @@ BYTES: Final = (
 DIRECT: Final = (
     "This run used no network: bytes are the payload of whole models, seconds are one machine's computing time with "
     "devices trained one after another. Links were declared, but not enforced."
+)
+SIMULATED: Final = (
+    "These seconds are simulated: virtual ones, of the machines and links that manifest.json has. Models, messages and "
+    "packets are those of a lab of processes; of a TCP stream the MQTT packets are counted."
 )
 TOPOLOGY: Final = "Rates as declared in the experiment, and as measured before the run if link calibration was on."
 
@@ -286,7 +289,7 @@ def overview(series: Sequence[Series]) -> Table:
     tiers = tiers_of(runs)
     column, score = _scored(runs)
     texts = (Column(name, text=True) for name in ("series", "id", "state", "seed"))
-    columns = [*texts, Column("global rounds"), column, Column("test loss", digits=4), Column("time", "s"),
+    columns = [*texts, Column("global rounds"), column, Column("test loss", digits=4), Column("time", seconds_of(runs)),
                *_byte_columns(tiers, "MB")]  # fmt: skip
     rows = [
         (each.whole, run.id, str(run.state), str(run.seed), len(run.rounds), score(run), run.loss, run.seconds,
@@ -311,7 +314,7 @@ def means(series: Sequence[Series]) -> Table:
         *(Column(name, text=True) for name in ("series", "finished", "seeds")),
         *(Column("global rounds"), column),
         Column("difference, paired", "points" if column.unit else "", column.digits),
-        *(Column("test loss", digits=4), Column("time", "s"), *_byte_columns(tiers, "MB")),
+        *(Column("test loss", digits=4), Column("time", seconds_of(runs)), *_byte_columns(tiers, "MB")),
     ]
     rows: list[Sequence[Cell]] = []
     for each in series:
@@ -358,25 +361,32 @@ def budget(series: Sequence[Series], key: str = "") -> Figure:
         if prediction is not None:
             rows[f"{each.label}, predicted"] = [prediction.seconds.get(phase, 0.0) for phase in GLOBAL_PHASES]
     title = "Seconds of a global round, mean"
-    return charts.bars(f"budget{key}", title, _PHASE_PARTS, rows, axis=Axis("time of a global round", "s"), short=short)
+    return charts.bars(
+        f"budget{key}",
+        title,
+        _PHASE_PARTS,
+        rows,
+        axis=Axis("time of a global round", seconds_of(run for each in series for run in each.runs)),
+        short=short,
+    )
 
 
 def budgets(run: Run) -> Figure:
     """Return a figure of the phases of each global round."""
     values = [[row.phases[phase] for phase in GLOBAL_PHASES] for row in run.rounds]
     name, title = run.file_name("seconds"), f"Seconds of each global round, {run.ending}"
-    return charts.columns(name, title, _PHASE_PARTS, values, x=GLOBAL_ROUND, axis=SECONDS_AXIS)
+    return charts.columns(name, title, _PHASE_PARTS, values, x=GLOBAL_ROUND, axis=Axis("time", seconds_of([run])))
 
 
 def phases(run: Run) -> Table:
     """Return a table of a run's seconds by phase: total, share, and in a global round, with sum and elapsed time."""
     totals: dict[str, float] = {phase: sum(row.phases[phase] for row in run.rounds) for phase in GLOBAL_PHASES}
     totals |= {_SUM: sum(totals.values()), _ELAPSED: run.seconds}
-    columns = [Column("phase", text=True), Column("total", "s", 3), Column("share", "%"),
-               Column("a global round", "s", 4)]  # fmt: skip
+    columns = [Column("phase", text=True), Column("total", seconds_of([run]), 3), Column("share", "%"),
+               Column("a global round", seconds_of([run]), 4)]  # fmt: skip
     predicted: dict[str, float] = {}
     if run.prediction is not None:
-        columns.append(Column("predicted", "s", 4))
+        columns.append(Column("predicted", seconds_of([run]), 4))
         predicted = {phase: run.prediction.seconds[phase] for phase in GLOBAL_PHASES if phase in run.prediction.seconds}
         predicted[_SUM] = sum(predicted.values())
     count, whole = max(len(run.rounds), 1), run.seconds or 1
@@ -396,7 +406,7 @@ def mean_phases(series: Sequence[Series], key: str = "") -> Table:
     rows = [
         [phase, *(Spread.of([one[phase] for one in every]) for every in rounds)] for phase in (*GLOBAL_PHASES, _SUM)
     ]
-    columns = [Column("phase", text=True), *(Column(each.label, "s", 4) for each in series)]
+    columns = [Column("phase", text=True), *(Column(each.label, seconds_of(each.runs), 4) for each in series)]
     return Table(
         f"phases{key}", "Seconds of a global round, mean ± standard deviation (n - 1) over runs", columns, rows
     )
@@ -410,9 +420,10 @@ def epochs(run: Run) -> Figure:
 
 def work(run: Run) -> Table:
     """Return a table of each device's total work in the run, or of the quantiles over more than NODES_MOST devices."""
+    unit = seconds_of([run])
     columns = [Column("parent", text=True), Column("device", text=True), Column("samples"),
-               Column("global rounds"), Column("epochs"), Column("SGD steps"), Column("training", "s", 3),
-               Column("waiting for a slot", "s", 3), Column("slowed by", "s", 3)]  # fmt: skip
+               Column("global rounds"), Column("epochs"), Column("SGD steps"), Column("training", unit, 3),
+               Column("waiting for a slot", unit, 3), Column("slowed by", unit, 3)]  # fmt: skip
     found: dict[tuple[str, str], list[Any]] = {}
     paths = any(each.path for each in run.devices)
     for each in run.devices:
@@ -461,10 +472,10 @@ def plans(run: Run) -> Table:
 
 def global_rounds(run: Run) -> Table:
     """Return a table of the rows of rounds.csv."""
-    columns = [Column("global round"), Column("time", "s", 3), Column(score_column([run]), digits=4),
+    columns = [Column("global round"), Column("time", seconds_of([run]), 3), Column(score_column([run]), digits=4),
                Column("test loss", digits=4), Column("training loss", digits=4),
-               *(Column(phase, "s", 4) for phase in GLOBAL_PHASES), Column("SGD steps"), Column("critical path"),
-               *_byte_columns(run.tiers, ""), Column("missing", text=True)]  # fmt: skip
+               *(Column(phase, seconds_of([run]), 4) for phase in GLOBAL_PHASES), Column("SGD steps"),
+               Column("critical path"), *_byte_columns(run.tiers, ""), Column("missing", text=True)]  # fmt: skip
     rows = [
         (r.global_round, r.elapsed_s, r.score, r.loss, r.train_loss, *r.phases.values(), r.sgd_steps, r.path_steps,
          *(r.bytes_.get(column) for column in columns_of(run.tiers)), " ".join((*r.missing, *r.refused)))

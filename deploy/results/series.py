@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final
 
+from cloud.results import SIMULATED
 from common.errors import InvalidExperiment
 from common.experiment.short_form import by_table
 from common.experiment.topology import CLOUD
@@ -24,7 +25,7 @@ from deploy.console.tabular import Spread
 from deploy.results.run import Run, State
 
 NAMES: Final = ("name", "profile", "dataset", "partition")  # keys whose value is clear without the key
-WHOLE: Final = ("nodes", "network")  # leaves that are no keys: their values are texts of their own
+WHOLE: Final = ("nodes", "network", "seconds")  # leaves that are no keys: their values are texts of their own
 PARTS_MOST: Final = 4  # of a label, and more where these do not distinguish; the others are counted
 _PROFILE: Final = ".profile"
 _CLEAR: Final = ("cloud", "model", "training", "data")  # tables whose names need no qualifier
@@ -139,7 +140,7 @@ def _joined(parts: Sequence[str], most: int) -> str:
 TASK: Final = ("data", "model", "nodes", "network", "score.name", "score.better")  # leaves, or their tables
 BUSY: Final = 0.5  # load of a core before a run above which its seconds are in doubt
 NAME_MOST: Final = 24  # letters of a series' name up to which reports repeat it; longer ones are numbered
-CONDITIONS: Final = ("links", "hardware", "versions")
+CONDITIONS: Final = ("links", "hardware", "seconds", "versions")
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
 _PROFILES: Final = "profiles."  # their effect is in other leaves
 _FIRST: Final = ("cloud", "institution", "training", "nodes", "data", "model", "network")  # in labels; then the others
@@ -269,6 +270,7 @@ def leaves_of(run: Run) -> dict[str, Any]:
     found = flat(by_table(run.experiment.model_dump(mode="json", exclude_none=True)))
     leaves = {key: value for key, value in found.items() if key not in _IGNORED and not key.startswith(_PROFILES)}
     leaves |= {"nodes": nodes_of(run), "network": "no network" if run.direct else "network"}
+    leaves |= {"seconds": "simulated seconds" if run.simulated else "measured seconds"}
     leaves |= {key: run.manifest.get(key) for key in _HOST}
     return dict(sorted(leaves.items(), key=lambda leaf: _rank(leaf[0])))
 
@@ -389,13 +391,20 @@ def _hardware(run: Run) -> dict[str, Any]:
     return {key: run.manifest.get(key) for key in _HOST} | kept
 
 
+def _seconds(run: Run) -> dict[str, Any]:
+    """Return whether the seconds are simulated, and of which machines."""
+    facts = run.manifest.get(SIMULATED)
+    speeds = facts.get("speeds", {}) if isinstance(facts, Mapping) else {}
+    return {"seconds": "simulated" if run.simulated else "measured", **flat({"speeds": speeds})}
+
+
 def _versions(run: Run) -> dict[str, Any]:
     packages = run.manifest.get("packages", {})
     return {"python": run.manifest.get("python"), **(packages if isinstance(packages, Mapping) else {})}
 
 
 _CONDITIONS: Final[Mapping[str, Callable[[Run], dict[str, Any]]]] = dict(
-    zip(CONDITIONS, (_links, _hardware, _versions), strict=True)
+    zip(CONDITIONS, (_links, _hardware, _seconds, _versions), strict=True)
 )
 
 

@@ -22,8 +22,11 @@ from deploy.results.run import STARTED, Run, State
 from deploy.results.series import flat
 
 
-def series(row: GlobalRoundRecord) -> dict[str, float]:
-    """Return the numbers of a global round by series, `group/name`: base units, bytes by tier and direction."""
+def series(row: GlobalRoundRecord, *, time: str = "seconds") -> dict[str, float]:
+    """Return the numbers of a global round by series, `group/name`: base units, bytes by tier and direction.
+
+    `time`: the group of the seconds, `time_of` a run.
+    """
     found: dict[str, float | None] = {
         "model/accuracy": row.accuracy,
         "model/loss": row.loss,
@@ -31,9 +34,9 @@ def series(row: GlobalRoundRecord) -> dict[str, float]:
         "model/mixed_loss": row.mixed_loss,
         **{f"model/{name}": score for name, score in row.other_scores.items()},
         "model/train_loss": row.train_loss,
-        "seconds/elapsed": row.elapsed_s,
-        "seconds/global_round": row.seconds,
-        **{f"seconds/{phase}": seconds for phase, seconds in row.phases.items()},
+        f"{time}/elapsed": row.elapsed_s,
+        f"{time}/global_round": row.seconds,
+        **{f"{time}/{phase}": seconds for phase, seconds in row.phases.items()},
         **{f"bytes/{name.removesuffix('_bytes')}": count for name, count in row.bytes_.items()},
         "work/sgd_steps": row.sgd_steps,
         "work/path_steps": row.path_steps,
@@ -54,7 +57,6 @@ def complete(run: Run) -> Sequence[GlobalRoundRecord]:
 
 
 GROUP: Final = "fedstrata"  # MLflow's experiment and W&B's project
-LAST: Final = "seconds/elapsed"  # a series that each global round has
 PARAMS_AT_ONCE: Final = 100  # of MLflow
 VALUE_MOST: Final = 500  # characters of an MLflow parameter
 REASON_MOST: Final = 200  # characters of a library's error
@@ -144,7 +146,9 @@ class MLflowTracker:
             known = client.search_runs([group], f"tags.fedstrata_run = '{self._run.id}'", max_results=1)
             if known:
                 self._id = known[0].info.run_id
-                points = client.get_metric_history(self._id, LAST)
+                points = client.get_metric_history(
+                    self._id, f"{time_of(self._run)}/elapsed"
+                )  # which each global round has
                 self._at_ms = max((each.timestamp for each in points), default=self._at_ms)
                 return max((each.step for each in points), default=0)
             tags = {"fedstrata_run": self._run.id, "fedstrata_folder": str(self._run.path.resolve())}
@@ -211,6 +215,11 @@ TRACKERS: Final[Mapping[str, Callable[[Run, str], Tracker]]] = {
     "mlflow": MLflowTracker,
     "wandb": WandbTracker,
 }
+
+
+def time_of(run: Run) -> str:
+    """Return the group of a run's seconds."""
+    return "simulated_seconds" if run.simulated else "seconds"
 
 
 def began(run: Run) -> float:

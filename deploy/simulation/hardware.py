@@ -1,22 +1,24 @@
 """Computation in a simulated lab: training and evaluation take random seconds of virtual time.
 
-What is computed is a trivial workload, or the real one.
+What is computed is a trivial workload; `deploy.simulation.computing` has the real one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-import threading
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 import numpy as np
 
+from cloud.agent import ModelEvaluator
 from cloud.evaluator import Beginning, EvaluationResult
 from common.errors import RunFailed
 from common.experiment.data import samples_most
@@ -25,10 +27,7 @@ from common.experiment.topology import CLOUD
 from common.host.subprocess_channel import REPLACEMENTS
 from common.model.layout import ModelLayout, Row, Section
 from deploy.simulation.machines import Machines
-from device.jobs import LocalResult, Prepared, Progress
-
-if TYPE_CHECKING:
-    from device.training.trainer import Trainer
+from device.jobs import LocalResult, Prepared, Progress, TrainingPool
 
 STEPS_MOST: Final = 8
 NULL_CHANGE: Final = 0.01
@@ -84,47 +83,8 @@ class NullWorkload:
         return 0.5, 1.0
 
 
-class RealWorkload:
-    """Workload that trains and evaluates real models on the CPU; it needs torch."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        from common.learning import splits
-        from common.learning.evaluation import ModelTester
-
-        self._tester = ModelTester(experiment)
-        self.layout, self.first = self._tester.layout, self._tester.first
-        self.partition = splits.split_of(experiment).digest
-        self._trainers: dict[str, Trainer] = {}
-        self._experiment = experiment
-
-    def samples(self, node: str) -> int:
-        """Return the number of a device's training samples."""
-        return self._trainer(node).samples
-
-    def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
-        """Train for `epochs`."""
-        never = threading.Event()
-        trainer = self._trainer(node)
-        done = trainer.train(
-            row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None, cancelled=never
-        )
-        return done.loss, done.steps
-
-    def evaluate(self, row: Row) -> tuple[float, float]:
-        """Return accuracy and loss on the test set."""
-        found = self._tester.evaluate(row)
-        return found.score, found.loss
-
-    def _trainer(self, node: str) -> Trainer:
-        from device.training.trainer import Trainer
-
-        if node not in self._trainers:
-            self._trainers[node] = Trainer(self._experiment, node=node, accelerator="cpu")
-            self._trainers[node].prepare()
-        return self._trainers[node]
-
-
-PROGRESS_S: Final = 0.5
+PROGRESS_S: Final = 0.5  # as often as a training reports progress
+PROGRESS_MOST_S: Final = 5.0  # and no training of many minutes is silent for longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +99,16 @@ class Durations:
     def training_s(self, node: str, *, epochs: int, drawn: float) -> float:
         """Return a training's seconds; `drawn`: from 0 to 1."""
         return self.train_s * epochs * (1 + self.spread * drawn)
+
+
+class Computing(Protocol):
+    """What the nodes of a lab compute with."""
+
+    def pool(self, node: str) -> TrainingPool:
+        """Return the pool of a device's process."""
+
+    def evaluator(self, experiment: Experiment, folder: Path) -> ModelEvaluator:
+        """Return the evaluator of a cloud, of the experiment and the run's folder."""
 
 
 @dataclass(slots=True)
@@ -163,6 +133,10 @@ class SimulatedHardware:
         if self.machines is None:
             return SimulatedPool(self)
         return self._pools.setdefault(self.machines.process(node), SimulatedPool(self))
+
+    def evaluator(self, experiment: Experiment, folder: Path) -> SimulatedEvaluator:
+        """Return the evaluator of a cloud."""
+        return SimulatedEvaluator(self)
 
     async def compute(self, node: str, seconds: float) -> None:
         """Let a node's machine compute for so many seconds of one core."""
@@ -229,10 +203,21 @@ class SimulatedMember:
 
     async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
         """Train after random seconds, with progress in between."""
-        hardware, loop = self._hardware, asyncio.get_running_loop()
+        hardware = self._hardware
         rng = random.Random(f"{hardware.seed} training {self._node} {local_round}")
         seconds = hardware.durations.training_s(self._node, epochs=epochs, drawn=rng.random())
-        parts = max(1, min(STEPS_MOST, int(seconds / PROGRESS_S)))
+        train_s, wait_s = await self.occupy(seconds, progress)
+        hardware.trained[self._node, local_round] += 1
+        loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, local_round=local_round)
+        return LocalResult(self._samples, loss, min(steps, epochs * self._samples), train_s=train_s, wait_s=wait_s)
+
+    async def occupy(self, seconds: float, progress: Progress) -> tuple[float, float]:
+        """Occupy a slot of the device's process, and a core of its host, with a training of so many seconds.
+
+        Return the seconds of the training, which are more if others use the cores, and those of the wait for the slot.
+        """
+        hardware, loop = self._hardware, asyncio.get_running_loop()
+        parts = max(1, min(STEPS_MOST, int(seconds / PROGRESS_S)), math.ceil(seconds / PROGRESS_MOST_S))
         async with hardware.slot(self._node) as wait_s:
             begun = loop.time()
             for part in range(1, parts + 1):
@@ -240,11 +225,9 @@ class SimulatedMember:
                 self._pool.moves += 1
                 progress(part, parts)
             if hardware.machines is not None:
-                seconds = loop.time() - begun  # others may have used the cores meanwhile
+                seconds = loop.time() - begun
         hardware.trainings += 1
-        hardware.trained[self._node, local_round] += 1
-        loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, local_round=local_round)
-        return LocalResult(self._samples, loss, min(steps, epochs * self._samples), train_s=seconds, wait_s=wait_s)
+        return seconds, wait_s
 
 
 class SimulatedEvaluator:

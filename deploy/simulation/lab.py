@@ -14,12 +14,13 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from cloud.agent import CloudAgent
 from cloud.results import RunFolder
+from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics
@@ -27,7 +28,7 @@ from common.net.address import BrokerAddress
 from common.runtime.round import Observe
 from common.runtime.world import Host
 from deploy.simulation.broker import SimulatedBroker
-from deploy.simulation.hardware import Durations, NullWorkload, SimulatedEvaluator, SimulatedHardware, Workload
+from deploy.simulation.hardware import Computing, Durations, NullWorkload, SimulatedHardware, Workload
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
 from deploy.simulation.machines import Machines, Placement, SimulatedProcess
@@ -49,17 +50,19 @@ def ignore(event: str, facts: dict[str, object]) -> None:
 class AgentFactory:
     """Factory of agents. `broker_each`: each institution's devices have a broker of their own, with its name.
 
-    `stay`: nodes wait for the next run.
+    `path`: the folder of the runs and the spools    `stay`: nodes wait for the next run
+    `run`: the one run of the lab, if it exists; then nodes keep files only where the next process needs them
     """
 
     experiment: Experiment
-    hardware: SimulatedHardware
+    hardware: Computing
     metrics: Metrics
     path: Path
     broker_each: bool
     spool: bool
     stay: bool = False
     observe: Observe = ignore
+    run: RunFolder | None = None
     folders: list[RunFolder] = field(default_factory=list)
 
     @property
@@ -86,32 +89,39 @@ class AgentFactory:
 
         `parent`: in its configuration, by default its own    `files`: name of its spool folder, by default the node's
         """
-        spool = self._spool(files or node) if self.spool else None
+        spool = self._spool(files or node) if self._keeps(node) else None
         if spool is not None:
             spool.mkdir(parents=True, exist_ok=True)
         above, below = BrokerAddress(self.upper_broker(node)), BrokerAddress(self.lower_broker(node))
         host = Host(above, CONNECT_TIMEOUT_S, self.metrics, spool=spool, stay=self.stay, world=world)
+        if self.run is not None:  # the user who starts the lab chose the data, and the code
+            allow = tuple(filter(is_own, self.experiment.code_at(node).values()))
+            host = replace(host, data=self.experiment.data.root, allow=allow)
         if node == CLOUD:
-            begun = resume and bool(self.folders) and (self.folders[-1].path / "manifest.json").exists()
-            if begun:
-                for earlier in self.folders:
-                    earlier.release()  # like the kernel, when a process is killed
-                folder = RunFolder.reopen(self.folders[-1].path, world=world)
-            else:
-                folder = RunFolder.create(self.runs, self.experiment, world=world)
-            self.folders.append(folder)
-            evaluator = SimulatedEvaluator(self.hardware)
-            return CloudAgent(
-                folder,
-                host,
-                resume=begun,
-                observe=self.observe,
-                evaluator=lambda experiment, path: evaluator,
-            )
+            folder, begun = self._folder(world, resume=resume)
+            return CloudAgent(folder, host, resume=begun, observe=self.observe, evaluator=self.hardware.evaluator)
         parent = parent or self.experiment.tree.parent(node)
         if node in self.experiment.tree.children:
             return InstitutionAgent(node, host, parent=parent, child_broker=below)
         return DeviceAgent(node, host, parent=parent, pool=self.hardware.pool(node), states=spool)
+
+    def _folder(self, world: SimulatedWorld, *, resume: bool) -> tuple[RunFolder, bool]:
+        """Return the folder of the cloud's run, and whether that is resumed."""
+        if self.run is not None:
+            return self.run, self.run.begun
+        begun = resume and bool(self.folders) and (self.folders[-1].path / "manifest.json").exists()
+        if begun:
+            for earlier in self.folders:
+                earlier.release()  # like the kernel, when a process is killed
+            folder = RunFolder.reopen(self.folders[-1].path, world=world)
+        else:
+            folder = RunFolder.create(self.runs, self.experiment, world=world)
+        self.folders.append(folder)
+        return folder, begun
+
+    def _keeps(self, node: str) -> bool:
+        """Return whether a node keeps files for a restart."""
+        return self.spool and (self.run is None or (node != CLOUD and self.experiment.remembers(node)))
 
     def _own_broker(self, parent: str) -> str:
         return parent if self.broker_each and parent != CLOUD else BROKER
@@ -133,6 +143,7 @@ Scenario = Callable[["SimulatedLab"], Awaitable[None]]
 class SimulatedLab:
     """One lab; `run` may be called once.
 
+    run: the folder of the lab's run, by default a temporary one that the cloud creates
     workload: models and training, by default a `NullWorkload` of `model_bytes`
     conditions: of every link, until the scenario changes them
     placement: the machines of processes and brokers, None: only training and evaluation take time
@@ -149,6 +160,7 @@ class SimulatedLab:
         experiment: Experiment,
         *,
         seed: int = 0,
+        run: RunFolder | None = None,
         scenario: Scenario | None = None,
         workload: Workload | None = None,
         model_bytes: int = 10_000,
@@ -172,6 +184,8 @@ class SimulatedLab:
         self.names = (CLOUD, *self.institutions, *self.homes)
         self.processes: dict[str, SimulatedProcess] = {}
         self.ended: dict[str, str] = {}
+        self.errors: dict[str, Exception] = {}  # of nodes that ended with one
+        self.failed = asyncio.Event()  # set with the first of them
         self.loop = VirtualLoop(seed, executor_delay_s=executor_delay_s)
         machines = None if placement is None else Machines(self.loop, placement)
         workload = workload or NullWorkload(model_bytes)
@@ -180,8 +194,12 @@ class SimulatedLab:
         self.network = SimulatedNetwork(self.loop, seed, conditions or LinkConditions(), machines=machines)
         for name in (BROKER, *(self.institutions if broker_each else ())):
             self.network.add_broker(name)
-        path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))
-        self._remove_files = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        self._remove_files: Callable[[], object] = lambda: None
+        if run is None:
+            path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))
+            self._remove_files = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        else:
+            path = run.path
         self.agents = AgentFactory(
             experiment,
             self.hardware,
@@ -191,6 +209,7 @@ class SimulatedLab:
             spool=spool,
             stay=runs > 1,
             observe=observe,
+            run=run,
         )
         self.usual: dict[str, LinkConditions] = {}  # of nodes whose links differ from `conditions`
         self.worlds: dict[str, list[SimulatedWorld]] = {name: [] for name in self.names}
@@ -208,14 +227,11 @@ class SimulatedLab:
 
     def run(self) -> LabOutcome:
         """Run the lab to its end and return the outcome. Raises the scenario's errors."""
-        trace = TraceDigest(self.loop)
+        trace = TraceDigest(self.now)
         self.network.hooks.insert(0, trace)
         try:
             with collected_warnings() as warnings:
-                try:
-                    result = self.loop.run_until_complete(self._run_nodes())
-                except SimulationError as error:
-                    result = f"{type(error).__name__}: {error}"
+                result = self.play()
                 self._at_end(self)
                 outcome = LabOutcome(
                     result=result,
@@ -231,12 +247,23 @@ class SimulatedLab:
                     rounds=round_rows(self.agents.runs),
                 )
         finally:
-            with collected_warnings():
-                for process in self._started:
-                    process.discard()
-            self.loop.discard()
-            self._remove_files()
+            self.close()
         return outcome
+
+    def play(self) -> str:
+        """Run the lab to its end and return the result, "ok" or the problem. Raises the scenario's errors."""
+        try:
+            return self.loop.run_until_complete(self._run_nodes())
+        except SimulationError as error:
+            return f"{type(error).__name__}: {error}"
+
+    def close(self) -> None:
+        """Discard the processes, and temporary files."""
+        with collected_warnings():
+            for process in self._started:
+                process.discard()
+        self.loop.discard()
+        self._remove_files()
 
     # For scenarios
 
@@ -392,6 +419,8 @@ class SimulatedLab:
             try:
                 await self.agents.new(node, world, resume=resume, parent=parent, files=files).run()
             except Exception as error:  # noqa: BLE001 - reported in the outcome
+                self.errors[node] = error
+                self.failed.set()
                 self._ended(node, world.process, f"{type(error).__name__}: {error}")
             else:
                 self._ended(node, world.process, "")

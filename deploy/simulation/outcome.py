@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.simulation.broker import Routed
-from deploy.simulation.loop import START_S, VirtualLoop
 
 OK = "ok"
 
@@ -48,16 +47,16 @@ class LabOutcome:
 
 @dataclass(slots=True)
 class TraceDigest:
-    """Digest of all routed messages, with their virtual times."""
+    """Digest of all routed messages, with the virtual seconds that `now` returns."""
 
-    loop: VirtualLoop
+    now: Callable[[], float]
     messages: int = 0
     _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     def __call__(self, message: Routed) -> None:
         """Add a message."""
         self.messages += 1
-        head = f"{self.loop.now - START_S:.9f} {message.broker} {message.topic} {message.qos} {message.retain} "
+        head = f"{self.now():.9f} {message.broker} {message.topic} {message.qos} {message.retain} "
         self._digest.update(f"{head}{len(message.body)}\n".encode())
         self._digest.update(message.body)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from cloud.results import DIRECT, KINDS, SIMULATED
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.host.files import replacing, writing
@@ -83,22 +84,27 @@ class SweepFolder:
                     found.setdefault(digest, run)
         return found
 
-    def missing(self, grid: Grid, finished: Mapping[str, Run], *, direct: bool) -> list[MissingRun]:
+    def missing(
+        self, grid: Grid, finished: Mapping[str, Run], *, direct: bool, simulated: bool = False
+    ) -> list[MissingRun]:
         """Return the runs that are not finished, in order; those begun before are resumed.
 
-        `direct`: whether they are to have no network. Raises InvalidExperiment if the folder has runs of the other
-        kind, whose seconds and bytes are not comparable, and if another process runs one of them.
+        `direct`: whether they are to have no network, `simulated`: whether a simulated one. Raises InvalidExperiment if
+        the folder has runs of another kind, whose seconds are not comparable, and if another process runs one of them.
         """
         runs, labels = self._runs(grid), grid.labels()
         for run in (run for several in runs.values() for run in several):
-            if run.direct is not direct and (run.state is State.FINISHED or run.rounds):
-                problem = f"run {run.id} had {'no network' if run.direct else 'a network'}"
-                remedy = f"{'Add' if run.direct else 'Omit'} --direct, or name another folder."
-                raise InvalidExperiment("--runs", str(self.path), problem, remedy)
+            if (run.direct, run.simulated) != (direct, simulated) and (run.state is State.FINISHED or run.rounds):
+                had, option = KINDS.get(DIRECT if run.direct else SIMULATED if run.simulated else "", ("a network", ""))
+                omitted = " and ".join(
+                    name for name, given in (("--direct", direct), ("--simulate", simulated)) if given
+                )
+                remedy = f"{f'Add {option}' if option else f'Omit {omitted}'}, or name another folder."
+                raise InvalidExperiment("--runs", str(self.path), f"run {run.id} had {had}", remedy)
         found = []
         for digest, experiment in grid.experiments.items():
             if digest not in finished:
-                begun = [run for run in runs.get(digest, ()) if run.direct is direct]
+                begun = [run for run in runs.get(digest, ()) if (run.direct, run.simulated) == (direct, simulated)]
                 found.append(MissingRun(labels[digest], experiment, self._settled(begun[-1]) if begun else None))
         return found
 

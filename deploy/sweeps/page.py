@@ -11,7 +11,7 @@ from deploy.console.tabular import Cell, Column, Table
 from deploy.results.charts import Curve, curves
 from deploy.results.figures import DASHES, SERIES, Point
 from deploy.results.page import Page
-from deploy.results.run import Run
+from deploy.results.run import Run, seconds_of
 from deploy.results.sections import GLOBAL_ROUND, mean_curve, score_axis
 from deploy.sweeps.grid import Grid, SweepCell
 from deploy.sweeps.output import notes
@@ -64,5 +64,6 @@ def _runs(results: SweepResults) -> Table:
         for cell in results.grid.cells
         for seed, run in results.runs_of(cell).items()
     ]
-    texts = [Column("cell", text=True), Column("seed"), Column("run", text=True), Column("time", "s")]
+    texts = [Column("cell", text=True), Column("seed"), Column("run", text=True)]
+    texts.append(Column("time", seconds_of(results.runs.values())))
     return Table("runs", "Finished runs", [*texts, Column("folder", text=True)], rows)

@@ -37,7 +37,7 @@ class SweepProgress:
         self._waits: dict[str, str] = {}  # what a lab waits for, by label
         self._reminded: dict[str, str] = {}
         self._seconds: dict[str, list[float]] = {}  # of the finished ones, by kind
-        for run in finished.values():
+        for run in (run for run in finished.values() if not run.simulated):
             self._seconds.setdefault(_kind(run.experiment), []).append(run.seconds)
         self._live: Live | None = None
 

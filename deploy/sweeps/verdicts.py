@@ -200,6 +200,8 @@ def conditions(results: SweepResults) -> list[str]:
     links = _distinct(f"{tier.name}: {_link(tier.link)}" for run in runs for tier in run.experiment.tiers)
     enforced = _distinct(str((run.manifest.get("links") or {}).get("enforce")) for run in runs)
     lines.append(f"links: {'; '.join(links)}; enforced by: {', '.join(enforced)}")
+    if any(run.simulated for run in runs):
+        lines.append("seconds: simulated, of machines and links as in the runs' manifest.json")
     return lines
 
 

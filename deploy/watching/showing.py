@@ -8,7 +8,7 @@ import os
 import shlex
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -49,11 +49,12 @@ def show(
     broker: str = "",
     lab: str = DEFAULT_LAB,
     follow: BrokerAddress | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> Iterator[Observe]:
     """Yield a callback for the cloud's events. It shows them on standard error, or prints them as JSON lines.
 
     `broker`: its address, to be shown. `follow`: the broker of a lab on this machine, where the live view gets the
-    status of the other parents, and so shows each device.
+    status of the other parents, and so shows each device. `clock`: of a run in virtual time, in seconds.
     """
     if json_lines:
         yield lambda event, facts: print(json_text({"event": event, **facts}), flush=True)
@@ -69,10 +70,10 @@ def show(
 
         yield write
     else:
-        with LiveView(errors, log, lab=lab, follow=follow).shown() as view:
+        with LiveView(errors, log, lab=lab, follow=follow, clock=clock).shown() as view:
             yield view.observe
     if log.finished:
-        print(summary(log.finished, label=experiment.score.label), flush=True)
+        print(summary({**log.run, **log.finished}, label=experiment.score.label), flush=True)
         if shows_activity():
             write_line(f"report it with: fedstrata report {_name(Path(str(log.run['folder'])))}")
 
@@ -105,13 +106,13 @@ class CloudLog:
                 where = f"in {facts['folder']}" + (f", broker {self.broker}" if self.broker else "")
                 return f"run {facts['run']}: {facts['experiment']}, {lab}, {model}, {where}"
             case "evaluated":
-                row = self.row
+                row, seconds = self.row, "simulated s" if self.run.get("simulated") else "s"
                 traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in tiers_in(row))
                 return (
                     f"global round {facts['global_round']}/{self.run.get('global_rounds', '?')}  "
                     f"{self.experiment.score.label} {number(facts['score']):.4f}  "
                     f"loss {number(facts['loss']):.4f}  "
-                    f"{row.get('elapsed_s', 0):.1f} s  {traffic}"
+                    f"{row.get('elapsed_s', 0):.1f} {seconds}  {traffic}"
                 )
             case "refused":
                 return f"refused {facts['node']}'s model: {facts['reason']}"
@@ -129,7 +130,15 @@ class LiveView:
     It is drawn in a thread of its own, in which everything is that it shows.
     """
 
-    def __init__(self, console: Console, log: CloudLog, *, lab: str, follow: BrokerAddress | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        log: CloudLog,
+        *,
+        lab: str,
+        follow: BrokerAddress | None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._console = console
         self._log = log
         self._lab_name = lab
@@ -137,12 +146,11 @@ class LiveView:
         self._progress = RunProgress()
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._loop = asyncio.new_event_loop()
+        self._now = clock or self._loop.time
         self._closed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         brokers = [log.broker] if log.broker else []
-        self.lab = WatchedLab(
-            "", log.experiment, brokers=brokers, now=self._loop.time(), lab=lab, follows=follow is not None
-        )
+        self.lab = WatchedLab("", log.experiment, brokers=brokers, now=self._now(), lab=lab, follows=follow is not None)
 
     @contextmanager
     def shown(self) -> Iterator[LiveView]:
@@ -163,7 +171,7 @@ class LiveView:
 
     def picture(self) -> Group:
         """Return the lines of the current state."""
-        return Group(*view_of(self._console).picture(self.lab, self._loop.time(), [*self._notes]))
+        return Group(*view_of(self._console).picture(self.lab, self._now(), [*self._notes]))
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -190,7 +198,7 @@ class LiveView:
         live.update(self.picture(), refresh=True)
 
     def _take(self, event: str, facts: Mapping[str, Any]) -> None:
-        lab, now = self.lab, self._loop.time()
+        lab, now = self.lab, self._now()
         self._log.take(event, facts)
         self._progress.take(event, facts)
         lab.report(self._progress.status, now)
@@ -198,6 +206,8 @@ class LiveView:
             lab.take(lab.cloud.name, from_facts(Status, facts), now)
         elif event == "run":
             lab.run, lab.folder = str(facts["run"]), str(facts["folder"])
+            if facts.get("simulated"):
+                self._notes.append("times and rates are simulated")
             if self._follow is not None and self._following is None:
                 self._following = self._loop.create_task(self._keep_following(self._follow), name="follow")
         elif event == "warning" or (event in ("refused", "child") and not lab.follows):
@@ -219,8 +229,9 @@ def _name(folder: Path) -> str:
 
 
 def summary(facts: Mapping[str, Any], *, label: str) -> str:
-    """Return the lines printed at the end of a run; `facts`: those of the event `finished`, `label`: of its score.
+    """Return the lines printed at the end of a run; `label`: of its score.
 
+    `facts`: those of the event `finished`, and of `run` whether its time is simulated.
     Paths are never wrapped or cropped, so that they can be copied.
     """
     score = facts["score"]
@@ -229,7 +240,7 @@ def summary(facts: Mapping[str, Any], *, label: str) -> str:
         (f"test {label}", "-" if score is None else f"{score:.4f}"),
         *((("test loss", "not a finite number: training has diverged"),) if lost else ()),
         ("global rounds", str(facts["global_round"])),
-        ("training time", f"{facts['elapsed_s']:.1f} s"),
+        ("simulated time" if facts.get("simulated") else "training time", f"{facts['elapsed_s']:.1f} s"),
         *(
             (f"{tier.upper()} up / down", f"{size(facts[f'{tier}_up_bytes'])} / {size(facts[f'{tier}_down_bytes'])}")
             for tier in tiers_in(facts)

@@ -1,0 +1,232 @@
+"""Real training and evaluation in virtual time: the device's own pool and the cloud's own evaluator, beside the clock.
+
+Both run on an event loop of a thread, with worker processes as in a lab. A computation begins there at its virtual
+start and is awaited at its virtual end, so all cores work, and the order of events is that of virtual time, however
+many workers there are. Its virtual seconds are known before it begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Generic, Self, TypeVar
+
+from cloud.evaluator import Beginning, EvaluationResult, Evaluator
+from common.accounting.child_report import TrainingPath
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
+from common.model.layout import Row
+from deploy.simulation.hardware import SimulatedHardware, SimulatedMember
+from device.jobs import LocalResult, PoolMember, Prepared, Progress
+from device.pool.pool import Pool
+
+BOOT_S: Final = 0.01  # virtual seconds of a start: no result depends on them
+
+_T = TypeVar("_T")
+
+
+class Computation(Generic[_T]):
+    """A computation on another thread's event loop; await its result in this thread by `result`."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T], live: set[Computation[Any]]
+    ) -> None:
+        """Begin; `live` has the computation until it ends."""
+        self._loop = loop
+        self._task: asyncio.Task[_T] | None = None
+        self._ended: Future[_T] = Future()
+        live.add(self)
+        self._ended.add_done_callback(lambda _: live.discard(self))
+        loop.call_soon_threadsafe(self._begin, work)
+
+    def result(self) -> _T:
+        """Wait for the result, or raise the error."""
+        return self._ended.result()
+
+    def abandon(self) -> None:
+        """Cancel the computation and wait until it uses none of its rows any more."""
+        self._loop.call_soon_threadsafe(self._cancel)
+        self._ended.exception()
+
+    def _begin(self, work: Coroutine[Any, Any, _T]) -> None:
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _end(self, task: asyncio.Task[_T]) -> None:
+        if task.cancelled():
+            self._ended.set_exception(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(task.result())
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSeconds:
+    """Virtual seconds of a device's training and of an evaluation, each of one core.
+
+    training_s, step_s: of a training without its steps, and of a step, on a device that states no `step_s` of its own
+    """
+
+    experiment: Experiment
+    training_s: float
+    step_s: float
+    evaluation_s: float
+
+    def training(self, node: str, *, samples: int, epochs: int) -> float:
+        """Return the seconds of a training of a device with so many samples."""
+        own, steps = self.experiment.machine(node).step_s, epochs * -(-samples // self.experiment.training.batch_size)
+        return self.training_s + steps * self.step_s if own is None else steps * own
+
+
+class RealComputing:
+    """The pool and the evaluator of a simulated lab's nodes, which compute what those of a lab of processes do.
+
+    A context. `timed`: the machines, on which computations take virtual seconds. `workers` trainings run at once, by
+    default as many as `device.pool.pool.Pool` has.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        timed: SimulatedHardware,
+        seconds: MachineSeconds,
+        *,
+        accelerator: str,
+        workers: int | None,
+    ) -> None:
+        self._experiment = experiment
+        self._timed = timed
+        self._seconds = seconds
+        self._options = {"accelerator": accelerator, "slots": workers, "devices": len(experiment.tree.devices)}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="computing", daemon=True)
+        self._opened = AsyncExitStack()
+        self._live: set[Computation[Any]] = set()
+
+    def __enter__(self) -> Self:
+        """Start the workers, and let all devices prepare. Raises InvalidExperiment if there is no such accelerator."""
+        self._thread.start()
+        try:
+            pool: Pool = self._begin(self._opened.enter_async_context(Pool(**self._options))).result()  # type: ignore[arg-type]
+        except BaseException:
+            self.__exit__()
+            raise
+        self._members = {node: pool.member(node) for node in self._experiment.tree.devices}
+        self._prepared = {node: self._begin(one.prepare(self._experiment)) for node, one in self._members.items()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for computation in tuple(self._live):
+            computation.abandon()
+        self._begin(self._opened.aclose()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a model in memory, once a device has prepared."""
+        return next(iter(self._prepared.values())).result().layout.row_bytes
+
+    def pool(self, node: str) -> Self:
+        """Return the pool of a device's process."""
+        return self
+
+    def member(self, node: str) -> RealMember:
+        """Return a device's access to the pool."""
+        timed = SimulatedMember(self._timed.pool(node), node)
+        training_s = partial(self._seconds.training, node)
+        return RealMember(self._members[node], timed, self._prepared[node], self._begin, training_s)
+
+    def evaluator(self, experiment: Experiment, folder: Path) -> RealEvaluator:
+        """Return the evaluator of a cloud."""
+        real = Evaluator(experiment, folder)
+        self._opened.callback(real.close)
+        return RealEvaluator(real, self._begin, partial(self._timed.compute, CLOUD, self._seconds.evaluation_s))
+
+    def _begin(self, work: Coroutine[Any, Any, _T]) -> Computation[_T]:
+        return Computation(self._loop, work, self._live)
+
+
+Begin = Callable[[Coroutine[Any, Any, Any]], Computation[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RealMember:
+    """One device's access to the pool: `real` trains, and occupies its machine as `timed` does."""
+
+    real: PoolMember
+    timed: SimulatedMember
+    prepared: Computation[Prepared]
+    begin: Begin
+    training_s: Callable[..., float]
+
+    failure = None  # a training that fails ends at its virtual end
+    hardware = SimulatedMember.hardware
+
+    @property
+    def moves(self) -> int:
+        """A count that grows while any training of the device's process makes progress."""
+        return self.timed.moves
+
+    def leave(self) -> None:
+        """Do nothing: what was made for the experiment goes with the pool."""
+
+    async def prepare(self, experiment: Experiment) -> Prepared:
+        """Return this device's facts. Raises InvalidExperiment, RunFailed."""
+        await asyncio.sleep(BOOT_S)
+        return self.prepared.result()
+
+    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
+        """Train the model in `row` and write it into `out`, as in Order. Raises RunFailed."""
+        seconds = self.training_s(samples=self.prepared.result().samples, epochs=epochs)
+        work = self.real.train(row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None)
+        training = self.begin(work)
+        try:
+            train_s, wait_s = await self.timed.occupy(seconds, progress)
+        except BaseException:
+            training.abandon()
+            raise
+        result: LocalResult = training.result()
+        path = result.path if result.path is TrainingPath.VMAPPED else TrainingPath.IN_PROCESS  # with any workers
+        return replace(result, train_s=train_s, wait_s=wait_s, wall_s=0.0, path=path)
+
+
+@dataclass(frozen=True, slots=True)
+class RealEvaluator:
+    """The cloud's evaluator; `compute` occupies the cloud's machine as long as an evaluation takes."""
+
+    real: Evaluator
+    begin: Begin
+    compute: Callable[[], Coroutine[Any, Any, None]]
+
+    async def start(self) -> Beginning:
+        """Return the first model. Raises RunFailed, InvalidExperiment."""
+        beginning: Beginning = self.begin(self.real.start()).result()
+        await asyncio.sleep(BOOT_S)
+        return beginning
+
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
+        """Return a model's test score and loss. Raises RunFailed, InvalidExperiment."""
+        evaluating = self.begin(self.real.evaluate(global_round, row))
+        try:
+            await self.compute()
+        except BaseException:
+            evaluating.abandon()
+            raise
+        result: EvaluationResult = evaluating.result()
+        return result
+
+    def close(self) -> None:
+        """Do nothing: the process ends with the context in which it was made."""

@@ -1,0 +1,147 @@
+"""A run in virtual time: the lab of an experiment with real training, into a run's folder.
+
+The agents, the protocol, training and evaluation are those of a lab of processes. The clock, the broker, the links and
+the machines are simulated: each node has a machine of its own. Equal experiments and speeds give equal events, on any
+machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from cloud.results import SIMULATED, RunFolder
+from common.errors import InvalidExperiment, RunFailed, as_known
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
+from common.host.processes import interruptible
+from common.runtime.round import Observe
+from deploy.simulation.broker import Routed
+from deploy.simulation.computing import MachineSeconds, RealComputing
+from deploy.simulation.lab import SimulatedLab, ignore
+from deploy.simulation.link import LinkConditions
+from deploy.simulation.loop import SimulationError
+from deploy.simulation.machines import Placement
+
+LIMIT_S: Final = 1e9  # virtual seconds
+LOOPBACK_S: Final = 2e-5  # one way, of a node's link to the broker on its own host
+REASON_S: Final = 5.0  # virtual time in which the cloud may end too: its error names the cause
+FAREWELL_S: Final = 30.0  # virtual time in which an interrupted cloud writes its last byte counts
+
+
+def check_simulated(experiment: Experiment) -> None:
+    """Raise InvalidExperiment for what is not simulated: training at a node, and traces that the kernel replays."""
+    for tier in experiment.tiers:
+        if tier.aggregation.refines:
+            problem, remedy = "its training at a node is not simulated", "Use --direct, or a lab of processes."
+            raise InvalidExperiment("aggregation.name", tier.aggregation.name, problem, remedy)
+    traced = any(experiment.link(node).trace is not None for node in experiment.tree.nodes)
+    if traced and experiment.links.enforce != "bucket":
+        problem, remedy = "links have traces, which only token buckets replay here", 'Use links.enforce = "bucket".'
+        raise InvalidExperiment("links.enforce", experiment.links.enforce, problem, remedy)
+
+
+class VirtualRun:
+    """The run of a simulated folder.
+
+    conditions: of each node's link to its broker, beside what the agents' buckets shape
+    routed: called with each message that a broker forwards
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        seconds: MachineSeconds,
+        placement: Placement,
+        conditions: Mapping[str, LinkConditions],
+        *,
+        accelerator: str = "cpu",
+        workers: int | None = None,
+        routed: Callable[[Routed], None] = lambda message: None,
+    ) -> None:
+        self._folder = folder
+        self._seconds = seconds
+        self._placement = placement
+        self._conditions = conditions
+        self._options: dict[str, Any] = {"accelerator": accelerator, "workers": workers}
+        self._routed = routed
+        self._lab: SimulatedLab | None = None
+        self._computing: RealComputing | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a model in memory, once the run has begun."""
+        return 0 if self._computing is None else self._computing.row_bytes
+
+    def now(self) -> float:
+        """Return the virtual seconds since the begin."""
+        return 0.0 if self._lab is None else self._lab.now()
+
+    def run(self, observe: Observe = ignore) -> Path:
+        """Run, or resume, to the end; return the path of the final model. Raises FedstrataError, KeyboardInterrupt."""
+        experiment = self._folder.experiment
+
+        def observe_run(event: str, facts: dict[str, object]) -> None:
+            observe(event, {**facts, SIMULATED: True} if event == "run" else facts)
+
+        self._lab = lab = SimulatedLab(
+            experiment,
+            seed=self._seed(),
+            run=self._folder,
+            scenario=self._watch,
+            conditions=LinkConditions(delay_s=LOOPBACK_S),
+            placement=self._placement,
+            broker_each=True,
+            time_limit_s=LIMIT_S,
+            observe=observe_run,
+        )
+        lab.network.hooks.append(self._routed)
+        self._computing = computing = RealComputing(experiment, lab.hardware, self._seconds, **self._options)
+        lab.agents = replace(lab.agents, hardware=computing)
+        with interruptible():
+            try:
+                with computing:
+                    result = self._play(lab)
+            finally:
+                lab.close()
+        if lab.ended.get(CLOUD) != "":
+            raise as_known(lab.errors[CLOUD], CLOUD) or lab.errors[CLOUD] if CLOUD in lab.errors else RunFailed(result)
+        shutil.rmtree(self._folder.path / "spool", ignore_errors=True)
+        return self._folder.path / "model.safetensors"
+
+    def _seed(self) -> int:
+        """Return the seed of the sessions' ids, which no two processes of a run may share: the byte ledger has them."""
+        if not self._folder.begun:
+            return self._folder.experiment.seed
+        events = (self._folder.path / "events.jsonl").stat().st_size
+        return zlib.crc32(f"{self._folder.experiment.seed} {events}".encode())
+
+    async def _watch(self, lab: SimulatedLab) -> None:
+        """Set the links; then raise the error of the first node that fails, unless the cloud ends."""
+        for node, conditions in self._conditions.items():
+            lab.link(node).restore(conditions)
+        await lab.failed.wait()
+        await asyncio.sleep(REASON_S)
+        node, error = next(iter(lab.errors.items()))
+        raise as_known(error, node) or error
+
+    def _play(self, lab: SimulatedLab) -> str:
+        """Run the lab to its end and return the result; if it is interrupted, let the cloud write its byte counts."""
+        try:
+            return lab.play()
+        except KeyboardInterrupt:
+            for node, process in lab.processes.items():
+                if node != CLOUD:
+                    process.kill()
+            cloud = lab.processes.get(CLOUD)
+            if cloud is not None and cloud.alive:
+                cloud.terminate()
+                with suppress(SimulationError, TimeoutError):
+                    lab.loop.run_until_complete(asyncio.wait_for(cloud.ended.wait(), FAREWELL_S))
+            raise

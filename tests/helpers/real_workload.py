@@ -1,0 +1,46 @@
+"""A simulated lab's workload that trains real models, one after another in the thread of the simulation."""
+
+from __future__ import annotations
+
+import threading
+
+from common.experiment.schema import Experiment
+from common.learning import splits
+from common.learning.evaluation import ModelTester
+from common.model.layout import Row
+from device.training.trainer import Trainer
+
+
+class RealWorkload:
+    """Trains and evaluates real models on the CPU."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._tester = ModelTester(experiment)
+        self.layout, self.first = self._tester.layout, self._tester.first
+        self.partition = splits.split_of(experiment).digest
+        self._trainers: dict[str, Trainer] = {}
+        self._experiment = experiment
+
+    def samples(self, node: str) -> int:
+        """Return the number of a device's training samples."""
+        return self._trainer(node).samples
+
+    def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
+        """Train for `epochs`."""
+        never = threading.Event()
+        trainer = self._trainer(node)
+        done = trainer.train(
+            row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None, cancelled=never
+        )
+        return done.loss, done.steps
+
+    def evaluate(self, row: Row) -> tuple[float, float]:
+        """Return accuracy and loss on the test set."""
+        found = self._tester.evaluate(row)
+        return found.score, found.loss
+
+    def _trainer(self, node: str) -> Trainer:
+        if node not in self._trainers:
+            self._trainers[node] = Trainer(self._experiment, node=node, accelerator="cpu")
+            self._trainers[node].prepare()
+        return self._trainers[node]

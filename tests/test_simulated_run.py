@@ -1,0 +1,264 @@
+"""`run --simulate`: real training in virtual time, beside runs without a network."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloud.results import RunFolder
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse
+from common.experiment.tables import write
+from common.runtime.world import RealWorld
+from deploy.local.direct import run_in_process
+from deploy.planning import calibration
+from deploy.planning.simulated_run import machine_speeds, simulated_run
+from deploy.results.page import compose
+from deploy.results.run import Run, State, folders
+from deploy.results.series import conditions
+from deploy.results.trackers import series, time_of
+from deploy.simulation.outcome import TraceDigest, model_digest
+from deploy.simulation.run import VirtualRun, check_simulated
+from deploy.sweeps.merging import merged
+from tests.helpers.commands import invoke
+
+LAB: dict[str, Any] = {
+    "name": "virtual",
+    "seed": 3,
+    "rounds": 3,
+    "topology": {"institutions": 3, "devices": 6},
+    "data": {"partition": "dirichlet", "concentration": 0.5},
+    "model": {"name": "mlp_digits"},
+    "training": {"momentum": 0.5, "learning_rate": 0.05, "batch_size": 50},
+    "institution": {"rounds": 2},
+    "links": {"wan": {"up_mbit": 20, "down_mbit": 20, "delay_ms": 10}},
+    "hardware": {"default": {"step_s": 0.05}},
+}
+TWO_LAYERS: dict[str, Any] = {"topology": {"institutions": 0, "devices": 4}, "institution": {"rounds": 1}}
+OUTAGE = {"seconds": [0, 1, 4], "up_mbit": [20, 0, 10], "down_mbit": [20, 0, 10]}
+CROSS = {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}
+
+
+class FixedWorld(RealWorld):
+    """A world in which all runs have the same id, which is in each topic."""
+
+    def token(self, nbytes: int) -> str:
+        return "ab" * nbytes
+
+    def wall(self) -> float:
+        return 1.8e9
+
+
+def new(root: Path, tree: Mapping[str, Any], **options: Any) -> VirtualRun:
+    experiment = parse(tree)
+    facts = machine_speeds(experiment, of=None)
+    folder = RunFolder.create(root, experiment, simulated=facts, world=FixedWorld())
+    return simulated_run(folder, facts, **options)
+
+
+def direct_digest(root: Path, tree: Mapping[str, Any]) -> str:
+    folder = RunFolder.create(root, parse(tree), direct=True)
+    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    return model_digest(root)
+
+
+def table(root: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
+    with next(root.glob(f"*/{name}")).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cloud": {"aggregation": CROSS}},
+        TWO_LAYERS,
+        {**TWO_LAYERS, "training": {"objective": {"name": "scaffold"}}, "cloud": {"aggregation": {"name": "scaffold"}}},
+    ],
+    ids=["three layers, fedcross", "two layers", "two layers, scaffold"],
+)
+def test_the_model_is_that_of_a_direct_run(changes: dict[str, Any], tmp_path: Path) -> None:
+    tree = merged(LAB, changes)
+    path = new(tmp_path / "simulated", tree, workers=1).run()
+    assert model_digest(tmp_path / "simulated") == direct_digest(tmp_path / "direct", tree) != ""
+    own, theirs = (table(tmp_path / kind) for kind in ("simulated", "direct"))
+    for one, other in zip(own, theirs, strict=True):
+        for key in ("accuracy", "loss", "train_loss", "sgd_steps", "path_steps"):
+            assert one[key] == other[key], key
+    run = Run(path.parent)
+    assert run.state is State.FINISHED and run.simulated and not run.direct
+    assert not (path.parent / "spool").exists()
+
+
+def test_one_worker_and_four_give_the_same_events(tmp_path: Path) -> None:
+    """A straggler misses the quorum, links have an outage, a device is away: results depend on virtual time."""
+    late = {"of": {"device-0": {"step_s": 0.5}}}
+    closing = {"rule": "quorum", "quorum": 1, "deadline_s": 1.5}
+    away = {"trace": {"changes": {"device-3": [0, 2, 6]}}}
+    tree = merged(LAB, {"hardware": late, "institution": {"closing": closing}, "availability": away})
+    tree["links"] = {"wan": {"trace": OUTAGE}}
+    found = []
+    for workers in (1, 4):
+        traces: list[TraceDigest] = []
+        run = new(tmp_path / str(workers), tree, workers=workers, routed=lambda message, to=traces: to[0](message))
+        traces.append(TraceDigest(run.now))
+        run.run()
+        root = tmp_path / str(workers)
+        files = [(next(root.glob(f"*/{name}"))).read_text() for name in ("rounds.csv", "links.csv")]
+        found.append((traces[0].messages, traces[0].hexadecimal(), model_digest(root), files))
+    assert found[0] == found[1]
+    assert found[0][0] > 100
+
+
+def test_seconds_are_those_of_machines_and_links(tmp_path: Path) -> None:
+    tree = merged(LAB, TWO_LAYERS, {"links": {"wan": {"up_mbit": 1, "down_mbit": 1, "delay_ms": 100}}})
+    new(tmp_path, tree, workers=1).run()
+    slowest = [0.0] * 3
+    for row in table(tmp_path, "devices.csv"):
+        place = int(row["global_round"]) - 1
+        assert float(row["train_s"]) == pytest.approx(0.05 * int(row["sgd_steps"]))
+        slowest[place] = max(slowest[place], float(row["train_s"]))
+    model_s = 2 * Run(next(tmp_path.iterdir())).manifest["model_bytes"] * 8 / 1e6
+    for row, train_s in zip(table(tmp_path), slowest, strict=True):
+        seconds = sum(float(row[f"{phase}_s"]) for phase in ("dispatch", "train", "wait", "collect"))
+        assert seconds == pytest.approx(train_s + model_s + 2 * 0.1, rel=0.05)
+
+
+def test_a_killed_run_is_resumed_with_its_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
+    tree = merged(LAB, {"cloud": {"aggregation": CROSS}, "training": {"objective": {"name": "scaffold"}}})
+    tree["institution"] = {"rounds": 2, "aggregation": {"name": "scaffold"}}
+    tree["hardware"] = {}
+
+    def until_the_second(event: str, facts: Mapping[str, object]) -> None:
+        if event == "global_round" and facts["global_round"] == 2:
+            raise KeyboardInterrupt
+
+    experiment = parse(tree)
+    facts = machine_speeds(experiment, of=None)
+    assert facts["speeds"]["step_s"] > 0 and "load" in facts
+    folder = RunFolder.create(tmp_path / "killed", experiment, simulated=facts)
+    with pytest.raises(KeyboardInterrupt):
+        simulated_run(folder, facts, workers=1).run(until_the_second)
+    folder.release()
+    refused = invoke("run", "--resume", folder.path)
+    assert refused.exit_code == 4 and "Add --simulate" in refused.output
+    resumed = invoke("run", "--simulate", "--workers", "1", "--resume", folder.path)
+    assert resumed.exit_code == 0, resumed.output
+    assert "simulated time" in resumed.stdout
+    killed = Run(folder.path)
+    assert killed.manifest["simulated"] == facts and len(killed.rounds) == 3
+    assert model_digest(tmp_path / "killed") == direct_digest(tmp_path / "direct", tree)
+    for one, other in zip(table(tmp_path / "killed"), table(tmp_path / "direct"), strict=True):
+        for key in ("accuracy", "train_loss", "sgd_steps"):
+            assert one[key] == other[key], key
+    assert machine_speeds(experiment, of=folder.path)["speeds"] == facts["speeds"]
+    for changes in ({"training": {"batch_size": 5}}, {"model": {"name": "cnn_digits"}}):
+        with pytest.raises(InvalidExperiment, match=r"--speeds.*of mlp_digits on digits in batches of 50, not of"):
+            machine_speeds(parse(merged(tree, changes)), of=folder.path)
+
+
+def test_the_error_of_a_node_ends_the_run(tmp_path: Path) -> None:
+    tree = merged(LAB, {"data": {"dataset": "mnist", "root": str(tmp_path / "nothing")}})
+    with pytest.raises(InvalidExperiment, match=r"data\.root"):
+        new(tmp_path / "runs", tree, workers=1).run()
+
+
+def test_an_accelerator_that_is_missing_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match="accelerator"):
+        new(tmp_path, LAB, accelerator="cuda:99", workers=1).run()
+    assert not [thread for thread in threading.enumerate() if thread.name == "computing"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"data": {"node_samples": 9}, "institution": {"aggregation": {"name": "feddf"}}}, "not simulated"),
+        (
+            {"links": {"enforce": "kernel", "wan": {"up_mbit": None, "down_mbit": None, "trace": OUTAGE}}},
+            "only token buckets",
+        ),
+    ],
+)
+def test_what_is_not_simulated_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        check_simulated(parse(merged(LAB, changes)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--simulate", "--direct"], ["--simulate", "--netns"], ["--workers", "2"], ["--speeds", "x"],
+     ["--simulate", "--metrics", ":0"]],
+)  # fmt: skip
+def test_options_that_contradict_are_refused(options: list[str]) -> None:
+    assert invoke("run", "nothing.toml", *options).exit_code == 2
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_sweep_share_one_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
+    file = tmp_path / "two.toml"
+    words: list[str | Path] = ["--simulate", "--jobs", "2", "--runs", tmp_path, "--format", "csv"]
+    axes = {"rule": {"FedAvg": {"training": {"epochs": 1}}, "FedCross": {"cloud": {"aggregation": CROSS}}}}
+    lab = merged(LAB, TWO_LAYERS) | {"hardware": {}, "rounds": 1}
+    for key in ("name", "seed"):
+        del lab[key]
+    measure = [{"name": "seconds", "unit": "s", "until": "end"}]
+    file.write_text(write({"title": "Two", "columns": ["rule"], "measure": measure, "experiment": lab, "axes": axes}))
+    done = invoke("sweep", file, *words)
+    assert done.exit_code == 0, done.output
+    runs = [Run(path) for path in folders(tmp_path / "two")]
+    assert [run.simulated for run in runs] == [True, True]
+    speeds = [run.manifest["simulated"]["speeds"] for run in runs]
+    assert speeds[0] == speeds[1] and speeds[0]["step_s"] > 0
+    more = invoke("sweep", file, *words, "--seeds", "1")
+    assert more.exit_code == 0 and "2 of 2 runs are finished" in more.stderr
+    other = invoke("sweep", file, "--direct", *words[3:])
+    assert other.exit_code == 4 and "had a simulated network. Add --simulate" in other.stderr
+
+
+# Names of the seconds
+
+
+def as_simulated(path: Path, **speeds: float) -> Path:
+    file = path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"simulated": {"speeds": speeds}}))
+    return path
+
+
+def test_every_table_and_export_names_simulated_seconds(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    path = as_simulated(make_run(tmp_path, {}), step_s=0.01)
+    run = Run(path)
+    page, _ = compose([run])
+    text = page.html("")
+    assert "simulated s" in text and "These seconds are simulated" in text and "enforced by: bucket, simulated" in text
+    for one in page.tables:
+        for column in one.columns:
+            assert column.unit != "s", (one.title, column.name)
+    assert ">time, s<" not in text
+    assert {name for name in series(run.rounds[0], time=time_of(run)) if "seconds" in name.partition("/")[0]} == {
+        f"simulated_seconds/{name}" for name in ("elapsed", "global_round", *run.rounds[0].phases)
+    }
+    listed = invoke("runs", "list", "--runs", tmp_path)
+    assert "simulated" in listed.stdout
+    assert json.loads(invoke("runs", "list", "--runs", tmp_path, "--format", "json").stdout)["simulated"] is True
+
+
+def test_compare_names_simulated_seconds_beside_measured_ones(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    measured = make_run(tmp_path, {})
+    one, other = (as_simulated(make_run(tmp_path, {}), step_s=step_s) for step_s in (0.01, 0.02))
+    apart = [conditions(Run(first), Run(second)) for first, second in ((measured, one), (one, other), (one, one))]
+    assert apart == [{"seconds": "seconds: measured and simulated"}, {"seconds": "speeds.step_s: 0.01 and 0.02"}, {}]
+    done = invoke("compare", measured, one, "--target", "0.9")
+    assert done.exit_code == 0, done.output
+    head, *rows = (line for line in done.stdout.splitlines() if line)
+    assert "time, s, some simulated" in head and "also differs in" in head
+    assert any("simulated seconds" in row and row.rstrip().endswith("seconds") for row in rows)
+    assert "other seconds than measured seconds: seconds: measured and simulated" in done.stderr
+    alone = invoke("compare", one, "--target", "0.9", "--format", "csv")
+    assert "time_simulated_s" in alone.stdout
