@@ -23,6 +23,7 @@ from common.protocol.presence import (
     ASK_MOST_S,
     ASK_S,
     ASK_UNKNOWN_S,
+    FINAL,
     TRANSITIONS,
     Identity,
     OwnPresence,
@@ -264,6 +265,18 @@ def test_of_two_living_nodes_of_a_name_the_second_ends() -> None:
             own.receive("run-1", session, presence, retained=False)
             broker += [(mine, each) for each in own.to_send()]
     assert (first.taken, second.taken) == ("", "run-1")
+
+
+@pytest.mark.parametrize("answers", ["", "another"])
+@pytest.mark.parametrize("state", FINAL)
+def test_an_end_that_another_publishes_under_our_name_is_corrected(state: NodeState, answers: str) -> None:
+    own = own_of()
+    own.connected()
+    publish(own)
+    own.to_send()
+    own.receive("run-1", "my-session", READY, retained=False)
+    own.receive("run-1", "other", Presence(state, "device", answers=answers), retained=False)
+    assert [(each.state, each.answers) for each in own.to_send()] == [(NodeState.READY, "other")] and not own.taken
 
 
 def test_what_is_left_of_an_earlier_run_is_cleared_by_whoever_holds_the_name() -> None:

@@ -123,7 +123,7 @@ class OwnPresence:
                 return  # both started at once and challenged each other: one of them stays
             claim.lost = True
             self.taken = run
-        elif self._established and (presence is None or not presence.answers):
+        elif self._established and (presence is None or not presence.answers or presence.state in FINAL):
             claim.challenge(session)
             self._due.append(replace(self.presence, answers=session))  # the second node reads it and ends
 
