@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from common.experiment.topology import CLOUD
 from common.protocol.messages import Manifest
 from tests.helpers.examples import PROFILE
 from tests.helpers.records import a_global_round
+
+sys.dont_write_bytecode = False  # each process of tests imports all of them: compiling is half of that
 
 SAME: Final = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -24,11 +24,10 @@ from paho.mqtt import client as mqtt
 
 from common.errors import WireError
 from common.experiment.reading import load, parse
-from common.host.processes import free_port
 from common.protocol import serialization
 from common.protocol.messages import NodeState, Presence
 from deploy.brokers import broker
-from deploy.console import logs
+from deploy.console import logs, shipped
 from deploy.console.options import run_connected
 from deploy.console.reporting import reporting
 from tests.helpers.commands import DEMO, EXPERIMENTS, command, fedstrata, invoke
@@ -106,7 +105,9 @@ def test_an_experiment_of_fedstratas_own_is_found_by_its_name(tmp_path: Path, mo
     assert (table3["cells"], table3["runs"]) == (18, 54)
     demo = next(row for row in listed if row["name"] == "demo")
     assert (demo["aggregation"], demo["nodes"]) == ("fedavg + fedavg", "3 institutions, 12 devices")
-    assert "demo  " in invoke("experiments").stdout
+    with monkeypatch.context() as patch:
+        patch.setattr(shipped, "shipped_sweeps", lambda: {"study/two": EXPERIMENTS / "study" / "two.toml"})
+        assert re.search(r"^demo  (.|\n)*^study/two  ", invoke("experiments").stdout, re.MULTILINE)
     by_name = invoke("run", "demo", "--dry-run")
     assert by_name.exit_code == 0 and by_name.stdout == invoke("run", DEMO, "--dry-run").stdout
     (tmp_path / "demo").write_text("rounds = 3")
@@ -115,26 +116,34 @@ def test_an_experiment_of_fedstratas_own_is_found_by_its_name(tmp_path: Path, mo
     assert refused.exit_code == 2 and "Did you mean 'demo'?" in refused.output
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["run", "demo", "--runs", "never"],
-        ["run", "demo", "--direct", "--runs", "never"],
-        ["cloud", "demo", "--broker", "localhost:1", "--runs", "never"],
-        ["device", "--name", "device-0", "--broker", "localhost:1"],
-        ["plan", "demo"],
-        ["data", "check", "mnist"],
-        ["data", "partition", "demo"],
-    ],
-    ids=lambda arguments: " ".join(arguments[:2]),
-)
-def test_without_pytorch_what_needs_it_ends_with_one_line(arguments: list[str], tmp_path: Path) -> None:
-    program = "import sys; sys.modules['torch'] = None; from deploy.cli.main import main; main()"
-    line = [sys.executable, "-c", program, *arguments]
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None
+from typer.testing import CliRunner
+from deploy.cli.main import app
+for line in sys.stdin.read().splitlines():
+    done = CliRunner().invoke(app, line.split())
+    print(json.dumps([line, done.exit_code, done.stdout, done.stderr]))
+"""
+
+
+def test_without_pytorch_what_needs_it_ends_with_one_line(tmp_path: Path) -> None:
+    lines = [
+        "run demo --runs never",
+        "run demo --direct --runs never",
+        "cloud demo --broker localhost:1 --runs never",
+        "device --name device-0 --broker localhost:1",
+        "plan demo",
+        "data check mnist",
+        "data partition demo",
+    ]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=env)
-    assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr == "fedstrata: package = 'torch': not installed here. pip install 'fedstrata[learning]'.\n"
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(lines), cwd=tmp_path, capture_output=True, text=True,
+        timeout=60, check=True, env=env,
+    )  # fmt: skip
+    line = "fedstrata: package = 'torch': not installed here. pip install 'fedstrata[learning]'.\n"
+    assert [json.loads(found) for found in done.stdout.splitlines()] == [[each, 4, "", line] for each in lines]
     assert not (tmp_path / "never").exists()
 
 
@@ -148,20 +157,6 @@ def test_a_resume_of_nothing_ends_with_4(tmp_path: Path) -> None:
     done = invoke("run", "--resume", tmp_path)
     assert done.exit_code == 4
     assert str(tmp_path) in done.stderr
-
-
-@pytest.mark.parametrize(
-    "role",
-    [["cloud", DEMO], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--parent", "i"]],
-    ids=lambda role: role[0],
-)
-def test_no_broker_ends_with_3_and_names_the_address(role: list[str | Path], tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    env = {"FEDSTRATA_RUNS": str(tmp_path)}
-    # Others would import torch meanwhile.
-    done = fedstrata(*role, "--broker", address, "--connect-timeout", "0.5", null=True, env=env)
-    assert done.returncode == 3
-    assert address in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,8 @@ def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("tier", "every"), [("cloud", 1), pytest.param("institution", 1, marks=pytest.mark.slow), ("institution", 2)]
+    ("tier", "every"),
+    [*(pytest.param(tier, 1, marks=pytest.mark.slow) for tier in ("cloud", "institution")), ("institution", 2)],
 )
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:

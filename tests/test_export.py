@@ -8,20 +8,20 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 import pytest
-from mlflow import MlflowClient
 from tensorboardX.proto.event_pb2 import Event
 
 from cloud.records import GlobalRoundRecord
 from common.errors import InvalidExperiment
+from common.experiment.reading import read
 from deploy.console import reporting
 from deploy.results.run import Run, State
 from deploy.results.trackers import TensorBoardTracker, began, complete, series
-from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, run_lab, sets
+from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
 
 LAB: Final = (
     "topology.institutions=1", "topology.devices=2", "rounds=3", "model.name='mlp_digits'", "training.batch_size=100",
@@ -29,8 +29,8 @@ LAB: Final = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_lab(DEMO, tmp_path_factory.mktemp("runs"), *LAB, flags=("--direct",))
+def folder(tmp_path_factory: pytest.TempPathFactory, make_run: Callable[..., Path]) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"), read(DEMO, LAB))
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
@@ -115,6 +115,8 @@ def test_mlflow_gets_each_number_once_and_the_experiment(folder: Path, tmp_path:
     for _ in range(2):  # the second time it has all
         done = invoke("export", folder, "--mlflow", tmp_path / "mlruns", "--format", "json")
         assert done.exit_code == 0 and json.loads(done.stdout)["global_rounds"] == 3
+    from mlflow import MlflowClient  # seconds, in this process of tests alone
+
     client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     group = client.get_experiment_by_name("fedstrata")
     assert group is not None

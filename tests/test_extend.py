@@ -291,8 +291,8 @@ def test_vectors_that_cannot_be_are_refused(tier: str, changes: Mapping[str, Any
 
 def test_keywords_that_the_class_does_not_have_end_the_run(home: Path) -> None:
     absent = ("--set", "institution.aggregation.absent=1")
-    done = fedstrata("run", home / "lab.toml", "--direct", *absent, "--runs", home / "runs")
-    assert done.returncode == 4 and "does not accept the keywords" in done.stderr, done.stderr
+    done = invoke("run", home / "lab.toml", "--direct", *absent, "--runs", home / "runs")
+    assert done.exit_code == 4 and "does not accept the keywords" in done.stderr, done.stderr
 
 
 @pytest.mark.usefixtures("home")

@@ -87,7 +87,7 @@ def test_a_child_of_many_steps_does_not_pull_the_model_its_way() -> None:
 
     def ends_at(name: str) -> float:
         at = 0.0
-        for _ in range(300):
+        for _ in range(60):
             ends = [at + (target - at) * (1 - 0.99**count) for target, count in ((-1.0, 2), (1.0, 20))]
             moved = np.array([[end - at] * (D + 3) for end in ends])
             found, _ = play({"name": name, "weights": "uniform"}, (2, 20), moved)

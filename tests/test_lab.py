@@ -147,22 +147,13 @@ def assert_direct_equals(network: Path, direct: Path) -> None:
     assert payloads[0] == payloads[1]
 
 
-def test_devices_below_the_cloud_give_the_same_model(address: str, tmp_path: Path) -> None:
-    pairs = ("topology.institutions=0", "topology.devices=3", "rounds=2", "institution={}", "links.lan={}",
-             'cloud.aggregation={name="fedcross"}')  # fmt: skip
-    folder = run_roles(tmp_path, address, *pairs, devices=[["device-2"], ["device-0", "device-1"]], null=True)
-    assert model_digest(tmp_path) == null_model(load(DEMO, pairs))
-    rows = [row for row in table(folder / "links.csv") if row["kind"] == "model"]
-    assert {(row["tier"], int(row["payload_bytes"])) for row in rows} == {("wan", 2 * MODEL_BYTES)}
-    assert {row["node"] for row in table(folder / "devices.csv")} == {f"cloud/device-{i}" for i in range(3)}
-
-
 @pytest.mark.slow
 def test_lossy_codecs_give_the_same_model_wherever_the_roles_run_in_any_order(coded: Path) -> None:
     # In chunks, which the institutions pass on as they come; in virtual time the models travel inside the messages.
     assert model_digest(coded.parent) == null_model(load(DEMO, (*SMALL, *LOSSY)))
 
 
+@pytest.mark.slow
 def test_links_csv_counts_models_as_they_travel(coded: Path, null_reference: str) -> None:
     layout = NullWorkload(MODEL_BYTES).layout
     up, down = codec_of("delta+int8").size(layout), codec_of("fp16").size(layout)

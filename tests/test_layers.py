@@ -77,7 +77,7 @@ def test_one_model_goes_down_and_one_up_in_each_round_of_each_tier(
 
 
 @pytest.mark.parametrize("node", ["region-0", "institution-1", "device-3", "cloud"])
-@pytest.mark.parametrize("share", [0.3, pytest.param(0.6, marks=pytest.mark.slow), 0.9])
+@pytest.mark.parametrize("share", [0.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.6, 0.9))])
 def test_a_node_that_is_killed_changes_no_bit_and_no_byte_is_counted_twice(
     node: str, share: float, undisturbed: tuple[LabOutcome, dict[tuple[str, str], int], list[dict[str, str]]]
 ) -> None:

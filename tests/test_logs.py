@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from common.host.processes import free_port
 from deploy.console import logs
 from deploy.console.options import run_agent
 from deploy.console.reporting import report
+from deploy.kits.authority import CERTIFICATE_DAYS, Authority
 from tests.helpers.commands import DEMO, fedstrata
 
 
@@ -107,12 +109,20 @@ def test_the_frames_of_own_code_stand_below_its_error_at_the_level_info(capsys: 
     [["cloud", str(DEMO)], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--parent", "i"]],
     ids=lambda role: role[0],
 )
-def test_every_role_logs_as_json(role: list[str], tmp_path: Path) -> None:
+def test_every_role_logs_as_json_that_no_broker_is_there_and_that_its_certificate_ends(
+    role: list[str], tmp_path: Path
+) -> None:
     runs = ["--runs", tmp_path] if role[0] == "cloud" else []
-    where = ["--broker", f"127.0.0.1:{free_port()}", "--connect-timeout", "0.3"]
+    authority, address = Authority.open(tmp_path / "authority", name="north"), f"127.0.0.1:{free_port()}"
+    issued = authority.issue("n", now=datetime.now(UTC) - timedelta(days=CERTIFICATE_DAYS - 10))
+    for name, content in (("n.crt", issued.certificate), ("n.key", issued.key)):
+        (tmp_path / name).write_bytes(content)
+    tls = ["--tls-ca", authority.folder / "ca.crt", "--tls-cert", tmp_path / "n.crt", "--tls-key", tmp_path / "n.key"]
+    where = ["--broker", address, "--connect-timeout", "0.3", *tls]
     done = fedstrata("--log-level", "debug", "--log-format", "json", *role, *where, *runs, null=True)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert done.returncode == 3 and lines[-1]["level"] == "error" and "127.0.0.1" in lines[-1]["message"]
+    assert done.returncode == 3 and lines[-1]["level"] == "error" and address in lines[-1]["message"]
+    assert any("n.crt ends in 10 days. Renew it" in line["message"] for line in lines)
     assert any(line["logger"] == "fedstrata.connection" for line in lines)
     names = {"cloud": "cloud", "institution": "institution-0", "device": "d"}
     assert all(line["node"] == names[role[0]] for line in lines if line["logger"] == "fedstrata.connection")

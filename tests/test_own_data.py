@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.datasets import folder
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Data, found_in
@@ -111,6 +110,8 @@ def test_images_below_a_class_are_its_own_in_the_order_of_torchvision(tmp_path: 
     (train / "dog" / "linked").symlink_to(elsewhere, target_is_directory=True)
     (train / "dog" / "0.png").unlink()
     found = datasets.load(split(tmp_path))
+    from torchvision.datasets import folder  # seconds, in this process of tests alone
+
     made = folder.make_dataset(train, {"dog": 0, "cat": 1}, folder.IMG_EXTENSIONS)
     wanted = [(Image.open(path).getpixel((0, 0))[0], label) for path, label in sorted(made, key=lambda pair: pair[1])]  # type: ignore[index]
     assert list(zip(reds(found.train_images), found.train_labels.tolist(), strict=True)) == wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -21,8 +22,9 @@ from common.host.processes import interruptible
 from common.learning.refiner import NodeRefiner
 from common.learning.splits import split_of
 from common.model.refinement import RoundModels
+from deploy.console import logs
 from deploy.local.direct import run_in_process
-from tests.helpers.commands import fedstrata
+from tests.helpers.commands import fedstrata, invoke
 
 # Code that fails where its name is, with the error of the environment; `fail` is the innermost frame.
 FAULTY: Final = """
@@ -273,9 +275,10 @@ def test_a_text_of_another_is_one_line_of_bounded_length(error: Exception, text:
 
 @pytest.mark.parametrize(("name", "where"), [("faulty:Rule", "columns"), ("faulty:Goal", "losses")])
 def test_the_check_of_own_code_names_the_place(name: str, where: str, home: Path) -> None:
-    done = fedstrata("--log-level", "info", "check", name, "--set", f"where={where}")
+    with logs.limited("", logging.INFO):
+        done = invoke("check", name, "--set", f"where={where}")
     place = rf"in fail \(faulty\.py:{LINE}\)"
-    assert done.returncode == 4 and re.search(rf"^runs +wrong +.*{place}", done.stdout, re.MULTILINE), done.stdout
+    assert done.exit_code == 4 and re.search(rf"^runs +wrong +.*{place}", done.stdout, re.MULTILINE), done.stdout
     line, *frames = done.stderr.splitlines()
     assert re.match(rf"fedstrata: .*{place}", line) and frames[-1].startswith(f"  faulty.py:{LINE}, in fail: raise")
 
@@ -293,9 +296,10 @@ SWEEP: Final = {
 def test_a_model_that_cannot_be_built_is_one_line_from_a_pool_of_processes(command: str, home: Path) -> None:
     tree = {**SWEEP, "experiment": with_fault("construction")} if command == "sweep" else with_fault("construction")
     (home / "file.toml").write_text(write(tree))
-    done = fedstrata("--log-level", "info", command, "file.toml", *(["--direct"] if command == "sweep" else []))
+    with logs.limited("", logging.INFO):
+        done = invoke(command, "file.toml", *(["--direct"] if command == "sweep" else []))
     *_, line, _, frame = done.stderr.splitlines()
-    assert done.returncode == 4 and line_of("model.name").match(line.removeprefix("fedstrata: ")), done.stderr
+    assert done.exit_code == 4 and line_of("model.name").match(line.removeprefix("fedstrata: ")), done.stderr
     assert frame.startswith(f"  faulty.py:{LINE}, in fail: ") and "Traceback" not in done.stderr
 
 

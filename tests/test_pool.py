@@ -511,10 +511,19 @@ def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody
 
 
 @pytest.mark.slow
-def test_a_training_that_kills_two_workers_fails_and_spares_the_others(lab: Lab, moody: schema.Experiment) -> None:
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        ("kill", "was killed by SIGKILL, and so was .*--slots"),
+        ("lose", r"lost its accelerator \(CUDA error: an illegal .*, and so did"),
+    ],
+)
+def test_a_training_that_ends_two_workers_fails_and_spares_the_others(
+    order: str, reason: str, lab: Lab, moody: schema.Experiment
+) -> None:
     row = initial(moody)
-    lab.order("kill", 2)
-    with pytest.raises(RunFailed, match=r"trained device-0 was killed by SIGKILL, and so was .*--slots"):
+    lab.order(order, 2)
+    with pytest.raises(RunFailed, match=f"trained device-0 {reason}"):
         lab.do(train_moody(lab, moody, row))
     assert np.array_equal(
         lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, local_round=0)[0]
@@ -561,12 +570,6 @@ def test_a_worker_whose_accelerator_fails_for_good_is_replaced_and_its_training_
     again = lab.do(train_moody(lab, moody, row))
     assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
     assert np.array_equal(again, alone(moody, "device-0", row, epochs=1, local_round=0)[0])
-    lab.order("lose", 2)
-    with pytest.raises(
-        RunFailed, match=r"trained device-0 lost its accelerator \(CUDA error: an illegal .*, and so did"
-    ):
-        lab.do(train_moody(lab, moody, row))
-    assert np.array_equal(lab.do(train_moody(lab, moody, row)), again)
 
 
 def test_an_accelerator_that_fails_for_good_ends_a_process_that_trains_in_a_thread(

@@ -80,23 +80,18 @@ def with_both(
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_gives_the_same_bits_and_is_replaced_if_it_is_killed_or_hangs(
-    number: signal.Signals, caplog: pytest.LogCaptureFixture
-) -> None:
-    rule = {"name": "feddf", "steps": 100}
-    how = "was killed by SIGKILL" if number is signal.SIGKILL else "made no progress for 120 s"
+def test_a_process_gives_the_same_bits_and_is_replaced_if_it_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    rule = {"name": "feddf", "steps": 30}
 
     async def work(refiner: RefinerProcess, here: NodeRefiner) -> None:
         await refiner.prepare()
         await check_same_bits(rule, refiner, here)
         (process,) = (each for each in psutil.Process().children() if MODULE in each.cmdline())
-        assert refiner._process.channel is not None
-        object.__setattr__(refiner._process.channel, "idle_s", 3.0)  # only of the process that will hang
-        process.send_signal(number)
+        assert refiner._process.channel is not None and refiner._process.channel.idle_s == 120
+        process.kill()
         await check_same_bits(rule, refiner, here)
         assert not process.is_running()
-        assert caplog.messages == [f"{NODE}'s refiner process {how}: it is started again"]
+        assert caplog.messages == [f"{NODE}'s refiner process was killed by SIGKILL: it is started again"]
 
     with_both(rule, work)
 

@@ -27,7 +27,7 @@ SMALL: Final = {
 }  # fmt: skip
 
 
-def test_a_run_is_started_awaited_and_loaded(tmp_path: Path) -> None:
+def test_a_run_is_started_awaited_and_loaded_and_its_tables_are_data_frames(tmp_path: Path) -> None:
     seen: list[tuple[str, Mapping[str, Any]]] = []
     changes = {**SMALL, "institution.aggregation": {"name": "fedavg", "weights": "uniform"}}
     lab = start("demo", changes, runs=tmp_path, direct=True, observe=lambda *event: seen.append(event))
@@ -41,20 +41,15 @@ def test_a_run_is_started_awaited_and_loaded(tmp_path: Path) -> None:
         shown = events["global_round"][column]
         assert shown == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), column
     assert events["finished"]["accuracy"] == pytest.approx(run.accuracy, rel=1e-5)
-
-
-async def _awaited(lab: Any) -> Any:
-    return await lab
-
-
-def test_tables_are_data_frames(tmp_path: Path) -> None:
-    tree = {"rounds": 2, "topology": {"institutions": 0, "devices": 2}, "model": {"name": "mlp_digits"}}
-    run = start(tree, runs=tmp_path, direct=True).wait()
     rounds, links, devices = (run.frame(table) for table in ("rounds", "links", "devices"))
     assert rounds["global_round"].tolist() == [1, 2] and rounds["accuracy"].dtype == float
     assert rounds["elapsed_s"].is_monotonic_increasing and rounds["missing"].tolist() == [[], []]
     assert links.groupby("kind")["payload_bytes"].sum()["model"] == sum(run.totals.values())
     assert devices["sgd_steps"].sum() == rounds["sgd_steps"].sum()
+
+
+async def _awaited(lab: Any) -> Any:
+    return await lab
 
 
 def test_what_fails_and_what_is_refused_has_the_commands_line(tmp_path: Path) -> None:

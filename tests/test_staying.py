@@ -590,7 +590,7 @@ def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
     assert "Traceback" not in lab.said("institution") + lab.said("device")
 
 
-def test_a_lab_has_one_run_at_a_time_and_a_cloud_that_dies_leaves_it_free(lab: Lab) -> None:
+def test_a_lab_has_one_run_at_a_time_a_cloud_that_dies_leaves_it_free_and_nodes_end_on_sigterm(lab: Lab) -> None:
     first = lab.cloud(LONG, seed=1)
     assert first.stdout is not None
     assert any('"global_round"' in line for line in first.stdout)
@@ -618,7 +618,10 @@ def test_a_lab_has_one_run_at_a_time_and_a_cloud_that_dies_leaves_it_free(lab: L
     first.kill()
     ends(queued, 0)
     assert model_digest(lab.runs(3)) == alone(3)
-    assert all(process.poll() is None for process in lab.nodes.values())
+    for process in lab.nodes.values():
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 130
 
 
 @pytest.mark.slow
@@ -682,10 +685,3 @@ def test_an_upgrade_of_one_role_first_is_named_by_the_commands_and_ends_with_tha
     ends(waiting, 130)
     lab.upgrade("cloud", *(role for role in names if role != first))
     assert lab.run(3) == alone(3)
-
-
-def test_a_node_that_waits_ends_on_sigterm(lab: Lab) -> None:
-    lab.run(1)
-    for process in lab.nodes.values():
-        process.terminate()
-        assert process.wait(PATIENCE_S) == 130

@@ -83,7 +83,7 @@ def test_two_at_once_give_the_same_bits_and_nothing_is_run_again(tmp_path: Path)
 
 
 def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> None:
-    file = sweep_file(tmp_path, {"axes": {"method": {"FedCross": {"rounds": 40}}}})
+    file = sweep_file(tmp_path, {"axes": {"method": {"FedCross": {"rounds": 15}}}})
     words = ["sweep", file, "--direct", "--format", "csv"]
     process = subprocess.Popen(
         command(*words, "--jobs", "2", "--runs", tmp_path / "killed"), stderr=subprocess.PIPE, text=True
@@ -105,36 +105,28 @@ def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> 
     assert [Run(path).state for path in folders(folder.path)] == [State.FINISHED] * 4  # none was begun twice
 
 
-def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_go_on(tmp_path: Path) -> None:
-    missing = {"model": {"name": "nowhere:build"}}
-    file = sweep_file(tmp_path, {"seeds": 1, "axes": {"method": {"FedCross": missing}}})
-    for done in ("0 of 2", "1 of 2"):
-        found = invoke("sweep", file, "--direct", "--jobs", "1", "--runs", tmp_path)
-        assert found.exit_code == 1
-        assert f"{done} runs are finished" in found.stderr
-        assert "partial: 1 of 2 runs are finished; 1 of 2 cells lack some" in found.stdout
-        *_, last = found.stderr.strip().splitlines()
-        assert last.startswith("failed: FedCross, seed 1: model.name = 'nowhere:build': ")
-    assert sorted(Run(path).cell for path in folders(tmp_path / "two")) == ["FedAvg", "FedCross"]
-
-
-def test_data_that_are_missing_are_reported_once_before_anything_runs(tmp_path: Path) -> None:
+def test_runs_that_fail_or_lack_their_data_are_reported_and_tried_again_and_the_others_go_on(tmp_path: Path) -> None:
     cifar = {"data": {"dataset": "cifar10", "root": str(tmp_path)}, "model": {"name": "lenet_cifar"}}
     digits = {"data": {"dataset": "digits"}, "model": {"name": "mlp_digits"}}
-    tree = {"title": "Data", "seeds": 3, "experiment": {"rounds": 1}, "axes": {"data": {"C": cifar, "D": digits}}}
+    axes = {"data": {"C": cifar, "D": digits, "N": digits | {"model": {"name": "nowhere:build"}}}}
     file = tmp_path / "two.toml"
-    file.write_text(write(tree))
+    file.write_text(write({"title": "Data", "seeds": 2, "experiment": {"rounds": 1}, "axes": axes}))
     words = ["sweep", file, "--direct", "--jobs", "1", "--runs", tmp_path]
     refused = invoke(*words, "--only", "data=C")
     assert refused.exit_code == 4, refused.stderr
     _, line = refused.stderr.splitlines()
     assert line.startswith("fedstrata: data.root = ") and "data_batch_1" in line and not folders(tmp_path / "two")
-    found = invoke(*words)
-    assert found.exit_code == 1
-    _, left_out, *_, last = found.stderr.splitlines()
-    assert left_out.startswith("left out: 3 runs: data.root = ")
-    assert last.startswith("failed: C, seed 1 and 2 more: data.root = ")
-    assert found.stderr.count("data_batch_1") == 2 and len(folders(tmp_path / "two")) == 3
+    for done in ("0 of 6", "2 of 6"):
+        found = invoke(*words)
+        assert found.exit_code == 1
+        first, left_out, *_, last, missing = found.stderr.strip().splitlines()
+        assert f"{done} runs are finished" in first
+        assert left_out.startswith("left out: 2 runs: data.root = ")
+        assert missing.startswith("failed: C, seed 1 and 1 more: data.root = ")
+        assert found.stderr.count("data_batch_1") == 2, "once before anything runs, and once at the end"
+        assert "partial: 2 of 6 runs are finished; 2 of 3 cells lack some" in found.stdout
+        assert last.startswith("failed: N, seed 1 and 1 more: model.name = 'nowhere:build': "), found.stderr
+    assert sorted(Run(path).cell for path in folders(tmp_path / "two")) == ["D", "D", "N", "N"]
 
 
 def test_two_sweeps_cannot_share_a_folder(tmp_path: Path) -> None:

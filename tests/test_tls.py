@@ -181,6 +181,9 @@ def test_what_is_refused_and_with_which_line(
         connect(served.port, own, host="localhost")
 
 
+@pytest.mark.parametrize(
+    "kind", ["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
 def test_a_lab_of_nodes_with_certificates_has_the_model_of_one_without(
     home: Path, authority: Authority, ca: str, served: BrokerProcess, tmp_path: Path
 ) -> None:
@@ -499,17 +502,6 @@ def test_a_certificate_that_ends_soon_is_reported(
     ended, soon = capsys.readouterr().err.splitlines()
     assert "of--1.crt has ended" in ended and "of-10.crt ends in 10 days. Renew it" in soon
     assert Tls(ca).ends_at() is None
-
-
-@pytest.mark.parametrize("role", [["cloud", str(DEMO)], ["institution", "--name", "n"], ["device", "--name", "n"]])
-def test_each_role_reports_a_certificate_that_ends_soon(
-    role: list[str], tmp_path: Path, authority: Authority, ca: str
-) -> None:
-    begun = NOW - timedelta(days=CERTIFICATE_DAYS - 10)
-    certificate, key = written(tmp_path, "n", authority.issue("n", now=begun))
-    words = ["--broker", f"127.0.0.1:{free_port()}", "--tls-ca", ca, "--tls-cert", certificate, "--tls-key", key]
-    done = fedstrata(*role, *words, "--connect-timeout", "0.1")
-    assert done.returncode == 3 and "n.crt ends in 10 days. Renew it" in done.stderr
 
 
 # Metrics
