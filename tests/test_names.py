@@ -35,7 +35,7 @@ class Broker:
         await self._handlers.connected()
         await asyncio.Event().wait()
 
-    def subscribe(self, topics: list[str], *, qos: int) -> None:
+    def subscribe(self, topics: list[str], *, qos: int, refused: Callable[[str], None]) -> None:
         pass
 
     def publish(self, topic: str, payload: bytes, *, qos: int) -> None:
