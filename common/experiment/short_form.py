@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -20,7 +20,7 @@ from common.errors import DuplicateName, InvalidExperiment
 from common.experiment.links import Codecs, Links, LinkSettings
 from common.experiment.schema import SHORT, CloudSettings, Experiment, ExperimentSettings, TransferSettings
 from common.experiment.tables import LISTED_MOST, Count, Name, SettingsTable
-from common.experiment.tiers import DEVICE, RoundSettings, Tier
+from common.experiment.tiers import DEVICE, RoundSettings, Tier, shares
 from common.experiment.topology import CLOUD, RESERVED
 
 LAB: Final = "lab"
@@ -65,7 +65,7 @@ class Topology(SettingsTable):
         institutions, devices = self.institution_names(), self.device_names()
         if self.members or not institutions:
             return {name: list(self.members.get(name, [])) for name in institutions}
-        ends = [len(devices) * place // len(institutions) for place in range(len(institutions) + 1)]
+        ends = accumulate(shares(len(devices), len(institutions)), initial=0)
         return {name: devices[start:end] for name, (start, end) in zip(institutions, pairwise(ends), strict=True)}
 
 

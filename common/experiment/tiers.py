@@ -76,7 +76,7 @@ class TierNodes(SettingsTable):
             return [len(names) for names in self.members.values()]
         if self.number is None:
             return [self.fan_out] * parents
-        return [end - start for start, end in pairwise(self.number * place // parents for place in range(parents + 1))]
+        return shares(self.number, parents)
 
     def below(self, parents: Sequence[str]) -> dict[str, list[str]]:
         """Return the names of each parent's children."""
@@ -110,6 +110,11 @@ class Tier(RoundSettings, TierNodes):
     def remembers(self) -> bool:
         """Whether its parents below the cloud have state that persists between their tasks."""
         return self.aggregation.remembers or self.selection.remembers
+
+
+def shares(number: int, parents: int) -> list[int]:
+    """Return how many of so many children each parent has, in numbers that differ by at most one."""
+    return [end - start for start, end in pairwise(number * place // parents for place in range(parents + 1))]
 
 
 def share_of(count: int, fraction: float) -> int:
