@@ -20,16 +20,12 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from cloud.agent import CloudAgent
-from cloud.evaluator import Beginning, EvaluationResult
 from cloud.results import RunFolder
 from common.accounting.traffic import Traffic
 from common.errors import InvalidExperiment, NoProgress, WireError
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
-from common.learning import splits
-from common.learning.evaluation import ModelTester
 from common.metrics import Metrics
-from common.model.layout import Row
 from common.net.address import BrokerAddress
 from common.protocol import participant, receiver, serialization, topics
 from common.protocol.messages import Acknowledgement, Key, Message, NodeState, Phase, Presence, Progress, Task
@@ -42,6 +38,7 @@ from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from institution.agent import InstitutionAgent
 from tests.helpers.commands import DEMO, PATIENCE_S, command, fedstrata, sets, table
+from tests.helpers.evaluation import HereEvaluator
 from tests.helpers.netns import in_namespaces
 
 SMALL: Final[dict[str, Any]] = {
@@ -53,25 +50,6 @@ SMALL: Final[dict[str, Any]] = {
     "training": {"epochs": 1},
     "links": {"check": "off"},
 }
-
-
-class HereEvaluator:
-    """Evaluate in this process, which has loaded torch already: a process of its own takes seconds to start."""
-
-    def __init__(self, experiment: Experiment, folder: Path) -> None:
-        self._experiment, self._folder = experiment, folder
-
-    async def start(self) -> Beginning:
-        partition = splits.keep(self._experiment, self._folder)
-        self._tester = ModelTester(self._experiment)
-        return Beginning(self._tester.layout, self._tester.first, partition)
-
-    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
-        found = self._tester.evaluate(row)
-        return EvaluationResult(global_round, found.score, found.loss)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

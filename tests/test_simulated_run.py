@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,16 @@ from deploy.results.page import compose
 from deploy.results.run import Run, State, folders
 from deploy.results.series import conditions
 from deploy.results.trackers import series, time_of
+from deploy.simulation import computing
+from deploy.simulation.broker import Routed
 from deploy.simulation.outcome import TraceDigest, model_digest
 from deploy.simulation.run import VirtualRun, check_simulated
 from deploy.sweeps.merging import merged
+from device.pool.executors import Thread
+from device.pool.pool import Pool
 from tests.helpers.commands import invoke
+from tests.helpers.evaluation import HereEvaluator
+from tests.simulation.drawn import draw_lab
 
 LAB: dict[str, Any] = {
     "name": "virtual",
@@ -95,6 +103,19 @@ def test_the_model_is_that_of_a_direct_run(changes: dict[str, Any], tmp_path: Pa
     assert not (path.parent / "spool").exists()
 
 
+def events(root: Path, tree: Mapping[str, Any], *, workers: int) -> tuple[int, str, str, list[str]]:
+    """Return the messages of a run, the digest of its trace, that of its model, and its tables."""
+
+    def routed(message: Routed) -> None:
+        trace(message)
+
+    run = new(root, tree, workers=workers, routed=routed)
+    trace = TraceDigest(run.now)
+    run.run()
+    files = [(next(root.glob(f"*/{name}"))).read_text() for name in ("rounds.csv", "links.csv")]
+    return trace.messages, trace.hexadecimal(), model_digest(root), files
+
+
 def test_one_worker_and_four_give_the_same_events(tmp_path: Path) -> None:
     """A straggler misses the quorum, links have an outage, a device is away: results depend on virtual time."""
     late = {"of": {"device-0": {"step_s": 0.5}}}
@@ -102,17 +123,27 @@ def test_one_worker_and_four_give_the_same_events(tmp_path: Path) -> None:
     away = {"trace": {"changes": {"device-3": [0, 2, 6]}}}
     tree = merged(LAB, {"hardware": late, "institution": {"closing": closing}, "availability": away})
     tree["links"] = {"wan": {"trace": OUTAGE}}
-    found = []
-    for workers in (1, 4):
-        traces: list[TraceDigest] = []
-        run = new(tmp_path / str(workers), tree, workers=workers, routed=lambda message, to=traces: to[0](message))
-        traces.append(TraceDigest(run.now))
-        run.run()
-        root = tmp_path / str(workers)
-        files = [(next(root.glob(f"*/{name}"))).read_text() for name in ("rounds.csv", "links.csv")]
-        found.append((traces[0].messages, traces[0].hexadecimal(), model_digest(root), files))
+    found = [events(tmp_path / str(workers), tree, workers=workers) for workers in (1, 4)]
     assert found[0] == found[1]
     assert found[0][0] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(820_000, 820_020))
+def test_one_worker_and_four_give_the_same_events_in_drawn_labs(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules, quorums, links and absences are those of the draw. Workers are threads here: processes start slowly."""
+    monkeypatch.setattr(computing, "Pool", partial(Pool, worker=Thread))
+    monkeypatch.setattr(computing, "Evaluator", HereEvaluator)
+    lab, rng = draw_lab(seed).experiment, random.Random(seed)
+    tree = lab.model_dump(mode="json") | {
+        "model": {"name": "mlp_digits"},
+        "hardware": {"of": {device: {"step_s": rng.choice([0.002, 0.01, 0.05])} for device in lab.tree.devices}},
+    }
+    found = [events(tmp_path / str(workers), tree, workers=workers) for workers in (1, 4)]
+    assert found[0] == found[1]
+    assert found[0][0] > 10
 
 
 def test_seconds_are_those_of_machines_and_links(tmp_path: Path) -> None:
