@@ -32,6 +32,7 @@ class Beginning:
     """Initial model of a run, uint8 [row_bytes], digest of the data split, and where models are evaluated.
 
     `notes`: what the user should know of the data, a line each. `initial`: the digest of the file of `model.initial`.
+    `evaluates`: models can be evaluated at the cloud; a trainer of the user's own may not be able to.
     """
 
     layout: ModelLayout
@@ -40,6 +41,7 @@ class Beginning:
     accelerator: str = "cpu"
     notes: Sequence[str] = ()
     initial: str = ""
+    evaluates: bool = True
 
 
 class Evaluator:
@@ -63,11 +65,11 @@ class Evaluator:
         """Start the process and return the initial model. Raises RunFailed, InvalidExperiment."""
 
         async def first(channel: SubprocessChannel) -> Beginning:
-            begun = self._begun
-            layout = ModelLayout.from_json(begun["layout"])
+            begun = dict(self._begun)
+            layout = ModelLayout.from_json(begun.pop("layout"))
             (shared,) = channel.memory.rows(1, layout.row_bytes)
             row = await offload(shared.copy)
-            return Beginning(layout, row, begun["partition"], begun["accelerator"], begun["notes"], begun["initial"])
+            return Beginning(layout, row, **begun)
 
         return await self._process.do(first)
 

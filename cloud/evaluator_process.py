@@ -1,8 +1,10 @@
 """The evaluator, in its own process: the cloud agent never imports torch, and evaluation does not delay its rounds.
 
+With a trainer of the user's own this process does not import it either.
+
 The requests on the channel, and the row in shared memory that has the model:
 
-    {"experiment": TEXT, "folder"}         -> {"layout", "partition", "accelerator", "notes", "initial"}, and the model
+    {"experiment": TEXT, "folder"}         -> {"layout", and the rest of `Beginning`}, and the model
     {}, and a model                        -> {"score", "loss"}
 
 The data split is written into the folder. Each batch is progress. Instead of a reply there may be an error.
@@ -11,37 +13,49 @@ The data split is written into the folder. Each batch is progress. Instead of a 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.experiment.reading import parse
 from common.host.memory import frozen_imports
 from common.host.subprocess_channel import AgentChannel, error_record
+from common.model.trainer import TrainerTester
+
+if TYPE_CHECKING:
+    from common.learning.evaluation import ModelTester
 
 
 def main() -> None:
     """Serve one cloud agent until it ends."""
     channel = AgentChannel()
-    with channel.busy(), frozen_imports():
-        from common.learning import splits
-        from common.learning.evaluation import ModelTester, accelerator_of  # imports torch: seconds
-
     request = channel.receive()
     experiment = parse(request["experiment"])
+    facts: dict[str, object]
+    tester: ModelTester | TrainerTester
     try:
         with channel.busy():
-            partition = splits.keep(experiment, Path(request["folder"]))
-            accelerator = accelerator_of(experiment)
-            tester = ModelTester(experiment, accelerator=accelerator, watch=channel.moved)
+            if experiment.training.trainer.learns_module:
+                with frozen_imports():
+                    from common.learning import splits
+                    from common.learning.evaluation import ModelTester, accelerator_of  # imports torch: seconds
+
+                partition = splits.keep(experiment, Path(request["folder"]))
+                accelerator = accelerator_of(experiment)
+                tester = ModelTester(experiment, accelerator=accelerator, watch=channel.moved)
+                facts = {"partition": partition, "accelerator": str(accelerator), "evaluates": True}
+            else:
+                tester = TrainerTester(experiment)
+                facts = {"partition": "", "accelerator": "cpu", "evaluates": tester.evaluates}
     except Exception as error:  # noqa: BLE001 - the cloud reports it
         channel.send(**error_record(error))
         return
     (row,) = channel.memory.rows(1, tester.layout.row_bytes)
     row[:] = tester.first
-    facts = {"partition": partition, "accelerator": str(accelerator), "notes": tester.notes, "initial": tester.initial}
-    channel.send(layout=tester.layout.to_json(), **facts)
+    channel.send(layout=tester.layout.to_json(), notes=tester.notes, initial=tester.initial, **facts)
     while True:
         channel.receive()
         try:
-            result = tester.evaluate(row)
+            with channel.busy():
+                result = tester.evaluate(row)
         except Exception as error:  # noqa: BLE001 - the cloud reports it
             channel.send(**error_record(error))
         else:

@@ -72,7 +72,7 @@ class _Part:
 class DeviceAgent:
     """One device, which initially knows only its host's broker, its name and its parent.
 
-    `states`: the folder of what its objective keeps from task to task, None: in memory.
+    `states`: the folder of what its objective or its trainer keeps from task to task, None: a temporary one.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class DeviceAgent:
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
         spool = Spool.open(host.spool, run=run, node=self._name)
-        keeps = experiment.training.objective.remembers
+        keeps = experiment.training.remembers
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         once = partial(self._take_part_once, _Part(found, experiment, spool, states))
@@ -187,6 +187,7 @@ class DeviceAgent:
             rounds=experiment.device_rounds,
             rounds_back=experiment.cloud.rounds_back,
             spool=part.states,
+            keeps_folder=prepared.folder,
         )
         run, model = up.identity.run, experiment.model.name
         activity.info("%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples)
@@ -194,7 +195,7 @@ class DeviceAgent:
 
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, joined: _Joined) -> None:
         up.set_state(NodeState.READY, samples=joined.prepared.samples)
-        machine, memory, keeps = experiment.machine(self._name), joined.memory, joined.prepared.kept_bytes > 0
+        machine, memory, keeps = experiment.machine(self._name), joined.memory, joined.prepared.keeps
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since = await model.whole(), up.now()
@@ -237,11 +238,16 @@ class DeviceAgent:
         waiting = asyncio.create_task(report_waiting(), name=f"{self._name} waits")
         try:
             trained = await self._training.train(
-                row, memory.out, epochs=task.epochs, local_round=memory.number(task), progress=report_training
+                row,
+                memory.out,
+                epochs=task.epochs,
+                local_round=memory.number(task),
+                progress=report_training,
+                folder=memory.folder,
             )
         finally:
             waiting.cancel()
-        result = result_of(task, memory.result, trained)
+        result = result_of(self._name, task, memory.result, trained)
         self._metrics.closed(self._labels)
         self._metrics.steps.labels(*self._labels).inc(result.steps)
         self._metrics.train_loss.labels(*self._labels).set(result.loss)

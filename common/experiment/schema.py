@@ -49,12 +49,14 @@ from common.experiment.tables import (
 )
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, check_rounds, check_tiers, layers_of, sizes_of
 from common.experiment.topology import CLOUD, Tree
+from common.experiment.trainers import check_trainer, with_trainer
 from common.experiment.training import (
     Score,
     TrainingSettings,
     check_score,
     check_training,
     learning_rate,
+    settings_in,
     with_loss_and_score,
 )
 
@@ -131,7 +133,7 @@ class ExperimentSettings(SettingsTable):
     def _with_profiles(cls, tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
-        return with_loss_and_score(with_machines(with_profiles(with_tables(tree))))
+        return with_loss_and_score(with_machines(with_profiles(with_trainer(with_tables(tree)))))
 
 
 class Experiment(ExperimentSettings):
@@ -148,6 +150,7 @@ class Experiment(ExperimentSettings):
         if len(self.tiers) == 1 and self.data.partition.startswith("institution_"):
             problem = "this lab has no institution"
             raise InvalidExperiment("data.partition", self.data.partition, problem, "Use a partition over the devices.")
+        check_trainer(self.training.trainer, self.data, self.model)
         check_data(self.data, self.model)
         check_training(self.training, self.data)
         check_score(self.data.targets, self.training.loss, self.score)
@@ -235,10 +238,10 @@ class Experiment(ExperimentSettings):
         """Return whether a parent below the cloud has state between its tasks. Raises KeyError.
 
         Its rule or its selection may have some. So may a node below it: then it must know what that node's next task
-        follows. Devices have some if the objective keeps vectors.
+        follows. Devices have some if the objective or the trainer has.
         """
         below = self.tiers[self.tree.depth(parent) :]
-        return self.training.objective.remembers or any(tier.remembers for tier in below)
+        return self.training.remembers or any(tier.remembers for tier in below)
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
@@ -275,7 +278,14 @@ class Experiment(ExperimentSettings):
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
             return names | (self._learned if tier.aggregation.reads_samples else {})
         training = self.training
+        if not training.trainer.learns_module:
+            return dict(training.trainer.code)
         return self._learned | {"training.loss": training.loss, "training.objective.name": training.objective.name}
+
+    def settings_in(self, local_round: int) -> dict[str, float]:
+        """Return the numbers of one of the devices' local rounds for a trainer, counted as in `learning_rate_in`."""
+        global_round, rate = local_round // self.device_rounds, self.learning_rate_in(local_round)
+        return settings_in(self.training, global_round=global_round, rate=rate)
 
     @property
     def _learned(self) -> dict[str, str]:
@@ -305,6 +315,13 @@ class Experiment(ExperimentSettings):
         objective, key = self.training.objective, "training.objective.name"
         *above, last = self.tiers
         last_key = self.key(last)
+        trainer = self.training.trainer
+        for tier in () if trainer.learns_module else self.tiers:
+            given = tier.aggregation
+            if given.objective or given.sends or given.returns or given.refines:
+                problem = f"it needs fedstrata's own training, and training.trainer is {trainer.whose}"
+                at = f"{self.key(tier)}.aggregation.name"
+                raise InvalidExperiment(at, given.name, problem, "Use another rule, or omit training.trainer.")
         for tier in above:
             if tier.aggregation.objective or tier.aggregation.sends or tier.aggregation.returns:
                 at, remedy = f"{self.key(tier)}.aggregation.name", f"Use it in {last_key}.aggregation."

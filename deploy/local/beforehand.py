@@ -71,7 +71,8 @@ def check_cloud(experiment: Experiment, runs: Path | None) -> None:
 
     Raises InvalidExperiment, StorageFailed.
     """
-    require("torch")
+    if experiment.training.trainer.learns_module:
+        require("torch")
     if runs is not None:
         check_folder(runs)
     tier = experiment.tiers[0]
@@ -87,11 +88,15 @@ def check_code(experiment: Experiment) -> None:
     _check_learned(experiment)
     for tier in experiment.tiers:
         _check_tier(experiment.key(tier), tier)
+    for key, name in experiment.training.trainer.code.items():
+        _check_name(key, name, experiment.training.trainer)
     _check_name("training.loss", experiment.training.loss)
     _check_name("training.objective.name", experiment.training.objective.name, experiment.training.objective)
 
 
 def _check_learned(experiment: Experiment) -> None:
+    if not experiment.training.trainer.learns_module:  # it stands for both
+        return
     _check_name("model.name", experiment.model.name)
     _check_name("data.dataset", experiment.data.dataset)
 
@@ -127,6 +132,8 @@ def _check_name(key: str, name: str, settings: SettingsTable | None = None) -> N
 
 
 def _check_data(experiment: Experiment, nodes: Iterable[str]) -> None:
+    if is_own(experiment.data.dataset):
+        return
     from common.learning.readers.builtin import check_files
 
     for node in nodes:

@@ -188,10 +188,14 @@ class RealMember:
         await asyncio.sleep(BOOT_S)
         return self.prepared.result()
 
-    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
+    async def train(
+        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, folder: Path | None = None
+    ) -> LocalResult:
         """Train the model in `row` and write it into `out`, as in Order. Raises RunFailed."""
         seconds = self.training_s(samples=self.prepared.result().samples, epochs=epochs)
-        work = self.real.train(row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None)
+        work = self.real.train(
+            row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None, folder=folder
+        )
         training = self.begin(work)
         try:
             train_s, wait_s = await self.timed.occupy(seconds, progress)

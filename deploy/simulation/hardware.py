@@ -201,7 +201,9 @@ class SimulatedMember:
         kept_bytes = 4 * workload.layout.parameters * len(experiment.training.objective.keeps)
         return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
 
-    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
+    async def train(
+        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, folder: Path | None = None
+    ) -> LocalResult:
         """Train after random seconds, with progress in between."""
         hardware = self._hardware
         rng = random.Random(f"{hardware.seed} training {self._node} {local_round}")

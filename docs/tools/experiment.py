@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
 from common.experiment.short_form import ShortForm
 from common.experiment.tiers import Tier
+from common.experiment.trainers import TRAINERS, OwnTrainer, TrainerTable
 from common.experiment.training import OBJECTIVES, ObjectiveTable, OwnObjective
 from common.methods.selection import OwnSelection
 from common.methods.single_model import OwnRule
@@ -54,6 +55,8 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "score": "[Your model, your data](own.md#the-score) has the functions of one's own.",
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
+    "training.trainer": "One of the trainers below, selected by `name`. [Your own method](extend.md#a-trainer) explains"
+    " how to write one.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
     "cloud.epoch_control": "The [page of Tempo](algorithms/tempo.md) has the equations.",
     "profiles.NAME": "[Links](links.md) lists the profiles that ship.",
@@ -67,6 +70,7 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     RuleSettings: {**RULES, "package.module:Name": OwnRule},
     SelectionSettings: {**SELECTORS, "package.module:Name": OwnSelection},
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
+    TrainerTable: {**TRAINERS, "package.module:Name": OwnTrainer},
 }
 ORDER: Final = (
     "", "score", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers", "profiles", "links",
