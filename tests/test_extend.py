@@ -118,7 +118,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_example_is_short() -> None:
-    assert EXAMPLES.keys() == {"mine", "clipping", "fair", "focal", "control", "corrected", "rings", "nets"}
+    assert EXAMPLES.keys() == {"mine", "clipping", "fair", "focal", "control", "corrected", "rings", "nets", "softmax"}
     assert all(len(text.splitlines()) + 1 <= LINES_MOST for text in EXAMPLES.values())
 
 
@@ -188,7 +188,7 @@ def test_an_assignment_writes_a_vector_that_is_kept(home: Path) -> None:
         ("mine", "not of the form package.module:Name"),
         ("mine:absent", "cannot be imported"),
         ("os:getcwd", "in Python's standard library"),
-        ("rings:load", "neither a rule"),
+        ("rings:load", "is no rule"),
     ],
 )
 def test_what_is_no_own_code_is_refused(name: str, problem: str, home: Path) -> None:

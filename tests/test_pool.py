@@ -119,9 +119,11 @@ class FakeLane:
     def most(self, _: object) -> int:
         return self.notes.most
 
-    async def start(self) -> Sequence[str]:
+    async def start(self) -> None:
         if self.notes.failure:
             raise self.notes.failure
+
+    async def accelerators(self) -> Sequence[str]:
         return self.notes.there
 
     async def prepare(self, device: HostedDevice) -> Prepared:

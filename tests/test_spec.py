@@ -822,6 +822,7 @@ NAMES: dict[str, str] = {  # by key of a table that its name stands for
     "model": "mlp_digits",
     "training.objective": "fedprox",
     "training.schedule": "cosine",
+    "training.trainer": "mine:Trainer",
     "cloud.aggregation": "fedcross",
     "cloud.selection": "round_robin",
     "cloud.epoch_control": "tempo",

@@ -185,7 +185,6 @@ OF_TASKS: Final = ("epochs", "learning_rate")  # what others decide, or need to 
 class TrainingSettings(SettingsTable):
     """One local round on a device: SGD with a fresh optimiser and shuffled batches, on the loss and its objective."""
 
-    trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower client, or a class of one's own
     epochs: Count = 1  # of each local round; with Tempo those of the first global round (c)
     batch_size: Count = 10  # samples; the last batch of an epoch may be smaller
     learning_rate: Positive = 0.01  # before the schedule
@@ -212,6 +211,7 @@ class TrainingSettings(SettingsTable):
     # faster. Not set: `never` on a CPU, `auto` on a GPU. The last bits of a result then depend on who trains together,
     # so two runs may differ by rounding.
     vmapped: Literal["never", "auto", "always"] | None = None
+    trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower client, or a class of one's own
     # Numbers for a trainer that is not `sgd`, by the global round from which they hold: `mu = { 1 = 0.0, 10 = 0.1 }`.
     by_round: ByRound = Field(default_factory=dict)
 

@@ -64,7 +64,8 @@ class ClientTrainer(ArrayTrainer):
         samples = getattr(getattr(client, "trainloader", None), "dataset", None)
         if samples is not None:
             return len(samples)
-        _, count, _ = self._fit(client, list(self.initial(site.seed).values()), {})
+        config = _config(site.settings, epochs=site.epochs, global_round=1)
+        _, count, _ = self._fit(client, list(self.initial(site.seed).values()), config)
         return count
 
     def train(self, arrays: dict[str, Array], task: LocalTask) -> Trained:
@@ -72,12 +73,7 @@ class ClientTrainer(ArrayTrainer):
         site = self._site
         assert site is not None
         client = self._client(place=site.place, places=site.places)
-        config = {
-            **task.settings,
-            "epochs": task.epochs,
-            "local_epochs": task.epochs,
-            "server_round": task.global_round,
-        }
+        config = _config(task.settings, epochs=task.epochs, global_round=task.global_round)
         places = sorted(arrays, key=int)
         found, samples, metrics = self._fit(client, [arrays[place] for place in places], config)
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float | int)}
@@ -118,6 +114,10 @@ class ClientTrainer(ArrayTrainer):
 
     def _refuse(self, problem: str, remedy: str) -> Never:
         own.refuse(CLIENT, self._settings.client_fn, problem, remedy)
+
+
+def _config(settings: Mapping[str, float], *, epochs: int, global_round: int) -> dict[str, Any]:
+    return {**settings, "epochs": epochs, "local_epochs": epochs, "server_round": global_round}
 
 
 def _by_place(arrays: Sequence[Any]) -> dict[str, Array]:

@@ -38,7 +38,8 @@ NUMBER_NAME_MOST: Final = 64  # characters
 class Site:
     """The device that trains: its name, its place among the `places` devices of the lab, and its data folder.
 
-    `seed`: of the run. `accelerator`: where it should compute, `cpu` or for instance `cuda:0`.
+    `seed`: of the run. `epochs`, `settings`: of its first local round, as in `LocalTask`. `accelerator`: where it
+    should compute, `cpu` or for instance `cuda:0`.
     """
 
     node: str
@@ -46,6 +47,8 @@ class Site:
     places: int
     data: Path
     seed: int
+    epochs: int
+    settings: Mapping[str, float]
     accelerator: str = "cpu"
 
 

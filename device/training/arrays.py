@@ -21,12 +21,15 @@ BUSY_SHARE: Final = 0.05  # of a core; a training that waits for ever uses less
 
 
 class ArrayTraining:
-    """One device's training; call `prepare` first, then `train` any number of times, one at a time."""
+    """One device's training; call `prepare` first, then `train` any number of times, one at a time.
+
+    `first`: the first model of a run.
+    """
 
     def __init__(self, experiment: Experiment, *, node: str, accelerator: str) -> None:
         self._experiment = experiment
         self._code = TrainerCode(experiment.training.trainer)
-        self._layout, _ = self._code.first(experiment.seed)
+        self._layout, self.first = self._code.first(experiment.seed)
         devices, data = experiment.tree.devices, Path(experiment.data.root.replace("{node}", node))
         self._site = Site(
             node=node,
@@ -34,6 +37,8 @@ class ArrayTraining:
             places=len(devices),
             data=data,
             seed=experiment.seed,
+            epochs=experiment.training.epochs,
+            settings=experiment.settings_in(0),
             accelerator=accelerator,
         )
         self._samples = 0
