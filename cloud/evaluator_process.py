@@ -7,11 +7,13 @@ The requests on the channel, and the row in shared memory that has the model:
     {"experiment": TEXT, "folder"}         -> {"layout", and the rest of `Beginning`}, and the model
     {}, and a model                        -> {"score", "loss"}
 
-The data split is written into the folder. Each batch is progress. Instead of a reply there may be an error.
+The data split is written into the folder. Each batch is progress; with a trainer of the user's own, the use of a core
+is. Instead of a reply there may be an error.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +56,7 @@ def main() -> None:
     while True:
         channel.receive()
         try:
-            with channel.busy():
+            with nullcontext() if experiment.training.trainer.learns_module else channel.busy():
                 result = tester.evaluate(row)
         except Exception as error:  # noqa: BLE001 - the cloud reports it
             channel.send(**error_record(error))

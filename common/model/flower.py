@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, Never
 
@@ -47,10 +48,14 @@ class ClientTrainer(ArrayTrainer):
         """Whether there is an `evaluate_fn`."""
         return self._settings.evaluate_fn is not None
 
+    def load(self, method: str) -> None:
+        """Import the function that a method calls."""
+        self._function({"initial": self._first, "evaluate": "evaluate_fn"}.get(method, "client_fn"))
+
     def initial(self, seed: int) -> Arrays:
         """Return the arrays of `initial()`, or of the first client's `get_parameters`."""
-        if self._settings.initial is not None:
-            return _by_place(self._call("initial"))
+        if self._first == "initial":
+            return _by_place(self._function("initial")())
         client = self._client(place=0, places=1)
         found = client.get_parameters(config={}) if hasattr(client, "get_parameters") else []
         if not found:
@@ -76,13 +81,13 @@ class ClientTrainer(ArrayTrainer):
         config = _config(task.settings, epochs=task.epochs, global_round=task.global_round)
         places = sorted(arrays, key=int)
         found, samples, metrics = self._fit(client, [arrays[place] for place in places], config)
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, float | int)}
-        loss = next((numbers[name] for name in LOSSES if name in numbers), 0.0)
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, float | int) and isfinite(value)}
+        loss = next((metrics[name] for name in LOSSES if name in metrics), 0.0)
         return Trained(_by_place(found), loss, int(numbers.get("steps", 1)), samples, numbers)
 
     def evaluate(self, arrays: dict[str, Array], data: Path) -> Scored:
         """Return the loss and the accuracy, or the score, of `evaluate_fn(server_round, arrays, config)`."""
-        found = self._call("evaluate_fn", 0, [arrays[place] for place in sorted(arrays, key=int)], {})
+        found = self._function("evaluate_fn")(0, [arrays[place] for place in sorted(arrays, key=int)], {})
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
             self._refuse(f"evaluate_fn returns {found!r:.60}", "Return the loss and a dict of metrics.")
         loss, metrics = found
@@ -94,7 +99,7 @@ class ClientTrainer(ArrayTrainer):
     def _client(self, *, place: int, places: int) -> Any:
         """Return a new client, without the wrapper that its `to_client` puts around it."""
         context = Context({"partition-id": place, "num-partitions": places}, node_id=place)
-        client = self._call("client_fn", context)
+        client = self._function("client_fn")(context)
         client = getattr(client, "numpy_client", client)
         if not hasattr(client, "fit"):
             self._refuse(f"returns {type(client).__name__}, which has no fit", "Return a NumPyClient.")
@@ -108,9 +113,13 @@ class ClientTrainer(ArrayTrainer):
             self._refuse(f"fit returns {type(found).__name__}", "Return the arrays, the number of samples, and a dict.")
         return found
 
-    def _call(self, key: str, *arguments: Any) -> Any:
-        key = f"{KEY}.{key}"
-        return own.load(key, self._settings.code[key])(*arguments)
+    @property
+    def _first(self) -> str:
+        """The key of the function that knows the first arrays."""
+        return "client_fn" if self._settings.initial is None else "initial"
+
+    def _function(self, key: str) -> Any:
+        return own.load(f"{KEY}.{key}", self._settings.code[f"{KEY}.{key}"])
 
     def _refuse(self, problem: str, remedy: str) -> Never:
         own.refuse(CLIENT, self._settings.client_fn, problem, remedy)

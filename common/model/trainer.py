@@ -103,6 +103,9 @@ class ArrayTrainer:
 
     buffers: ClassVar[Collection[str]] = ()  # the names of the float32 arrays that are not trained
 
+    def load(self, method: str) -> None:
+        """Import what a method needs and the file does not import at its head, before the generators are seeded."""
+
     def initial(self, seed: int) -> Arrays:
         """Return the first arrays of a run, float32 or int64, which depend on the seed alone."""
         raise NotImplementedError
@@ -140,8 +143,9 @@ class TrainerCode:
 
     def first(self, seed: int) -> tuple[ModelLayout, Row]:
         """Return the layout of the arrays, and the first model, uint8 [row_bytes]. Raises InvalidExperiment."""
-        seed_generators(torch_seed(seed, Purpose.INIT))
         with self._guarded():
+            self._trainer.load("initial")
+            seed_generators(torch_seed(seed, Purpose.INIT))
             arrays = self._trainer.initial(seed)
         found = self._named(arrays, "initial")
         buffers = set(self._trainer.buffers)
@@ -157,8 +161,9 @@ class TrainerCode:
 
     def prepare(self, site: Site) -> int:
         """Let the device load its samples; return their number. Raises InvalidExperiment."""
-        seed_generators(torch_seed(site.seed, Purpose.OWN_CODE, site.node))
         with self._guarded():
+            self._trainer.load("prepare")
+            seed_generators(torch_seed(site.seed, Purpose.OWN_CODE, site.node))
             samples = self._trainer.prepare(site)
         return self._count(samples, "prepare returns samples =", least=1)
 
@@ -168,8 +173,9 @@ class TrainerCode:
         `samples`: of the device. Return what else `train` returned. Raises InvalidExperiment, and what the progress
         callback raises.
         """
-        seed_generators(task.seed)
         with self._guarded():
+            self._trainer.load("train")
+            seed_generators(task.seed)
             found = self._trainer.train(_arrays(layout, row), task)
         if not isinstance(found, Trained):
             self.refuse(f"train returns {type(found).__name__}, not Trained", "Return Trained(arrays, loss, steps).")
@@ -185,8 +191,9 @@ class TrainerCode:
 
     def evaluate(self, layout: ModelLayout, row: Row, data: Path, *, seed: int) -> Scored:
         """Return the samples, loss and score of a model, uint8 [row_bytes]. Raises InvalidExperiment."""
-        seed_generators(seed)
         with self._guarded():
+            self._trainer.load("evaluate")
+            seed_generators(seed)
             found = self._trainer.evaluate(_arrays(layout, row), data)
         if not isinstance(found, tuple) or len(found) != len(Scored._fields):
             self.refuse(f"evaluate returns {found!r:.60}", "Return samples, loss and score.")

@@ -114,7 +114,7 @@ def values(schema: Mapping[str, Any]) -> str:
         "boolean": "true, false",
         "string": "a name" if "pattern" in schema else "text",
         "array": f"{schema['minItems']} numbers" if "minItems" in schema else f"a list of {of}",
-        "object": f"a table of lists of {of}",
+        "object": "a table of tables of numbers" if each.get("type") == "object" else f"a table of lists of {of}",
     }
     return kinds.get(schema["type"]) or _range(schema)
 
