@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,10 +20,11 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from deploy.brokers import broker
 from deploy.local.direct import run_in_process
 from deploy.planning import workload
 from deploy.planning.footprint import memory_of
-from tests.helpers.commands import fedstrata, folder_in, invoke, run_lab, table, tensors
+from tests.helpers.commands import PATIENCE_S, command, fedstrata, folder_in, invoke, run_lab, table, tensors
 from tests.test_bare import SITE, bare
 from tests.test_extend import EXAMPLES
 
@@ -78,6 +80,26 @@ def client_fn(context):
 
 def evaluate(server_round, parameters, config):
     return float(np.square(parameters[0]).sum()), {"accuracy": 1 / (1 + float(np.abs(parameters[0]).sum()))}
+"""
+TORCHED: Final = """
+import torch
+
+
+class Client:
+    def __init__(self, context):
+        self.trainloader = torch.utils.data.DataLoader(torch.randn(12, 3), batch_size=4, shuffle=True)
+    def fit(self, parameters, config):
+        (w,) = map(torch.tensor, parameters)
+        for batch in self.trainloader:
+            w = w + 0.1 * batch.mean(0) * torch.rand(3)
+        return [w.numpy()], len(self.trainloader.dataset), {"loss": 0.5}
+
+
+client_fn = Client
+
+
+def initial():
+    return [torch.randn(3).numpy()]
 """
 OTHERS: Final = '''
 import sys
@@ -147,7 +169,7 @@ WRONG: Final = {  # what `train` returns, and a text of the error
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with trainers, and the data of a lab, as the current one."""
-    for name, text in {"softmax": EXAMPLES["softmax"], "app": APP, "others": OTHERS}.items():
+    for name, text in {"softmax": EXAMPLES["softmax"], "app": APP, "others": OTHERS, "torched": TORCHED}.items():
         (tmp_path / f"{name}.py").write_text(text)
     draw = np.random.default_rng(1)
     w = draw.normal(size=(FEATURES, CLASSES))
@@ -192,7 +214,8 @@ def direct(folder: Path, experiment: Experiment, *, stop_after: int = 0) -> RunF
 
 
 FLOWER: Final = {"name": "flower", "client_fn": "app:client_fn", "evaluate_fn": "app:evaluate"}
-KINDS: Final[dict[str, Any]] = {"numpy": SOFTMAX, "state": "others:Counting", "flower": FLOWER}
+DRAWS: Final = {"name": "flower", "client_fn": "torched:client_fn", "initial": "torched:initial"}
+KINDS: Final[dict[str, Any]] = {"numpy": SOFTMAX, "state": "others:Counting", "flower": FLOWER, "torch": DRAWS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,7 +226,7 @@ def test_a_killed_run_in_one_process_gives_the_same_model(kind: str, home: Path)
     assert tensors(whole.path) == tensors(killed.path)
     rows = table(whole.path / "rounds.csv")
     assert len(rows) == LAB["rounds"] and all(float(row["train_loss"]) > 0 for row in rows)
-    assert [bool(row["accuracy"]) for row in rows] == [kind != "state"] * LAB["rounds"]
+    assert [bool(row["accuracy"]) for row in rows] == [kind in ("numpy", "flower")] * LAB["rounds"]
     events = [json.loads(line) for line in (whole.path / "events.jsonl").read_text().splitlines()]
     trained = [event for event in events if event["event"] == "trained"]
     assert len(trained) == 4 * 2 * 2 and all(event["numbers"] for event in trained)
@@ -220,6 +243,41 @@ def test_labs_of_processes_and_of_virtual_time_give_the_model_of_one_process(kin
     assert tensors(real) == tensors(alone) == tensors(simulated)
     replayed = fedstrata("replay", real, "--runs", home / "replayed")
     assert replayed.returncode == 0 and replayed.stdout.endswith("the same model, bit for bit\n"), replayed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["state", "torch"])
+def test_a_lab_of_killed_processes_gives_the_model_of_one_process(kind: str, home: Path) -> None:
+    tree = {**lab(KINDS[kind], topology={"institutions": 0}), "rounds": 12, "cloud": {"participation": 0.5}}
+    del tree["institution"]
+    path = home / "lab.toml"
+    path.write_text(to_toml(parse(tree)))
+    alone = run_lab(path, home / "direct", flags=["--direct"])
+    with broker.start(directory=home) as served, ExitStack() as stack:
+
+        def start(*words: str | Path) -> subprocess.Popen[str]:
+            line = command(*words, "--broker", f"{served.host}:{served.port}")
+            process = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        names = [word for i in range(4) for word in ("--name", f"device-{i}")]
+        allowed = ["--allow", "others", "--allow", "torched", "--accelerator", "cpu", "--slots", "1"]
+        devices = ["device", *names, *allowed, "--spool", home / "spool"]
+        device, cloud = start(*devices), start("cloud", path, "--runs", home / "runs", "--format", "json")
+        assert cloud.stdout is not None
+        events = map(json.loads, cloud.stdout)
+        assert any(event.get("global_round") == 3 for event in events if event["event"] == "global_round")
+        for process in (device, cloud):
+            process.kill()
+            process.wait()
+        (folder,) = (home / "runs").iterdir()
+        start(*devices)
+        again = start("cloud", "--resume", folder, "--format", "json")
+        again.communicate(timeout=PATIENCE_S)
+        assert again.returncode == 0
+        assert tensors(folder) == tensors(alone)
 
 
 def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
