@@ -95,7 +95,7 @@ class DeviceMemory:
                 shutil.copytree(state / OWN, folder)
 
             if not states.read(task, read):
-                raise _lost(task, "files of its trainer")
+                raise _lost(task)
 
     def _after(self, states: TaskStates, task: int) -> Row:
         """Return the vectors after a task, counted from 1; zeros before the first one."""
@@ -108,12 +108,12 @@ class DeviceMemory:
             row[:] = np.fromfile(folder / FILE, np.uint8)
 
         if task and not states.read(task, read):
-            raise _lost(task, "vectors")
+            raise _lost(task)
         return row
 
 
-def _lost(task: int, what: str) -> StateLost:
+def _lost(task: int) -> StateLost:
     return StateLost(
-        f"the {what} that this device kept after its task {task} are lost. Start devices with the same --spool DIR "
+        f"what this device kept after its task {task} is lost. Start devices with the same --spool DIR "
         "after a restart, or start a new run."
     )
