@@ -215,7 +215,7 @@ class CloudAgent:
         experiment = self._folder.experiment
         if self._resume:  # what is away by its trace returns by the time zero of this session
             self._begin(down, run)
-        if not run.complete:  # else the children may have left
+        if run.needs_children:  # else the children may have left
             await down.gather(experiment.tier_below(CLOUD).closing)
             await down.measure(experiment.links)
         self._begin(down, run)
