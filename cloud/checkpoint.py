@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from common.errors import InvalidExperiment, RefusedModel
-from common.host.files import replacing
+from common.host.files import replacing, writing
 from common.methods.rule import Rule
 from common.model import tensors
 from common.model.layout import ModelLayout, Row
@@ -62,6 +62,8 @@ def save_best(folder: Path, global_round: int, *, layout: ModelLayout, row: Row,
 
     `rounds_back`: global rounds that a resumed run may repeat: the best model before them stays, too.
     """
+    with writing(folder):  # it may be the first file there
+        folder.mkdir(exist_ok=True)
     save_model(best_of(folder, global_round), layout=layout, row=row, facts={"run": run, "global_round": global_round})
     older = sorted(folder.glob("best-*.safetensors"))
     for old in [path for path in older if path < best_of(folder, max(0, global_round - rounds_back))][:-1]:

@@ -247,8 +247,8 @@ class SimulatedMember:
                 await hardware.compute(self._node, seconds / parts)
                 self._pool.moves += 1
                 progress(part, parts)
+            hardware.trainings += bool(work[0] or not work[1])
             took_s = loop.time() - begun if hardware.machines is not None else seconds
-        hardware.trainings += 1
         scored_s = took_s * work[1] / seconds if work[1] else 0.0
         return (took_s - scored_s, scored_s), wait_s
 
