@@ -32,9 +32,14 @@ from common.protocol.limits import ChildLimits, TaskLimits, check_report, limits
 from common.protocol.messages import Key, Manifest, Result, Task
 from deploy.local.direct import run_in_process
 from deploy.local.replay import replayed
+from deploy.results.compare import groups_of, table, to_json
+from deploy.results.page import compose
 from deploy.results.run import Run
+from deploy.results.series import series_of
 from deploy.simulation.lab import SimulatedLab
+from deploy.sweeps.measuring import sign_of, value_of
 from deploy.sweeps.merging import merged
+from deploy.sweeps.schema import Measure
 from tests.helpers.examples import PROFILE, examples
 
 LAB: dict[str, Any] = {
@@ -390,8 +395,36 @@ def test_numbers_are_scored_by_their_sums(tmp_path: Path, monkeypatch: pytest.Mo
     folder = RunFolder.create(tmp_path / "runs", parse(lab), direct=True)
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     for row in rows(folder.path):
-        assert row["accuracy"] == "" and float(row["score"]) > 0
+        assert row["accuracy"] == "" and row["score"]
         assert float(row["devices_score"]) == pytest.approx(float(row["score"]), abs=1e-5)
+
+
+# Results
+
+
+def test_reports_comparisons_and_sweeps_have_the_devices_scores(tmp_path: Path) -> None:
+    runs = [Run(run_direct(tmp_path, {"evaluation": {"at": "devices"}, "seed": seed})) for seed in (1, 2)]
+    page, _ = compose(runs[:1])
+    (course, order) = (figure for figure in page.figures if figure.name.startswith("device-"))
+    assert course.title == "Accuracy of devices over global rounds" and order.table is not None
+    assert "Scores of the global model by devices" in [table.title for table in page.tables]
+    heads = {"mean over devices", "worst tenth", "spread over devices"}
+    together, _ = compose(runs)
+    assert heads <= {column.title for table in together.tables for column in table.columns if table.name == "series"}
+    groups = groups_of(series_of(runs), 0.3)
+    assert heads <= {column.title for column in table(groups, 0.3).columns}
+    worst = [run.of_devices("worst") for run in runs]
+    (group,) = to_json(groups, 0.3)["groups"]
+    assert group["devices_worst"]["mean"] == pytest.approx(np.mean(worst))
+    rounds = runs[0].rounds
+    for of, statistic in (("worst", "worst"), ("devices", "mean"), ("spread", "spread"), ("samples", "score")):
+        found = value_of(rounds, Measure(of=of), target=None, rounds=3)
+        assert found == pytest.approx(100 * (rounds[-1].of_devices(statistic) or math.nan))
+    course_of = [row.of_devices("spread") or math.nan for row in rounds]
+    best = value_of(rounds, Measure(of="spread", best=True), target=None, rounds=3)
+    assert best == pytest.approx(100 * min(course_of)) and sign_of(Measure(of="spread")) < 0
+    with pytest.raises(InvalidExperiment, match=r"^measure\.of"):
+        Measure(name="seconds", of="worst")
 
 
 # Labs in virtual time
