@@ -6,6 +6,8 @@ import asyncio
 import csv
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +18,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from cloud.agent import evaluator_of
+from cloud.evaluator import needs_process
 from cloud.records import DEVICES_COLUMNS, DISPATCHED_COLUMNS
 from cloud.results import RunFolder
 from common.accounting.child_report import ChildReport
 from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.experiment.data import check_alike
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.learning import evaluation as learning
@@ -410,9 +415,9 @@ def test_reports_comparisons_and_sweeps_have_the_devices_scores(tmp_path: Path) 
     assert "Scores of the global model by devices" in [table.title for table in page.tables]
     heads = {"mean over devices", "worst tenth", "spread over devices"}
     together, _ = compose(runs)
-    assert heads <= {column.title for table in together.tables for column in table.columns if table.name == "series"}
+    assert heads <= {column.name for table in together.tables for column in table.columns if table.name == "series"}
     groups = groups_of(series_of(runs), 0.3)
-    assert heads <= {column.title for column in table(groups, 0.3).columns}
+    assert heads <= {column.name for column in table(groups, 0.3).columns}
     worst = [run.of_devices("worst") for run in runs]
     (group,) = to_json(groups, 0.3)["groups"]
     assert group["devices_worst"]["mean"] == pytest.approx(np.mean(worst))
@@ -458,6 +463,40 @@ def test_a_killed_device_loses_its_own_scores_alone() -> None:
     nodes = [f"cloud/device-{number}" for number in range(4)]
     assert scored == {(str(r), node) for r in range(1, 5) for node in nodes} - {(str(r), nodes[3]) for r in (2, 3, 4)}
     assert [row["samples"] for row in devices if row["node"] == nodes[3]][1] and ("2", nodes[3]) not in scored
+
+
+# A cloud without PyTorch
+
+
+def test_the_cloud_needs_neither_pytorch_nor_data(tmp_path: Path) -> None:
+    before = run_direct(tmp_path / "before", {"rounds": 1})
+    lab = merged(LAB, {"evaluation": {"at": "devices"}, "model": {"initial": str(before)}})
+    experiment = parse(lab)
+    assert not needs_process(experiment)
+    for changes in ({"evaluation": {"at": "both"}}, {"model": {"initial": None}}):
+        assert needs_process(parse(merged(lab, changes)))
+    evaluator = evaluator_of(experiment, tmp_path)
+    beginning = asyncio.run(evaluator.start())
+    tester = learning.ModelTester(experiment)
+    assert beginning.layout.digest == tester.layout.digest and np.array_equal(beginning.row, tester.first)
+    assert beginning.initial == tester.initial and beginning.partition == ""
+    check_alike(experiment.data, "device-0", partition="0123", clouds=beginning.partition)
+    code = (
+        "import sys; sys.modules['torch'] = None; from common.experiment.reading import parse\n"
+        "import asyncio, pathlib, deploy.local.beforehand as b; from cloud.agent import evaluator_of\n"
+        f"lab = parse({lab!r}); b.check_cloud(lab, None)\n"
+        "print(asyncio.run(evaluator_of(lab, pathlib.Path('.')).start()).layout.digest)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == tester.layout.digest
+
+
+def test_another_file_is_no_beginning_without_pytorch(tmp_path: Path) -> None:
+    save_file({"weight": np.zeros((2, 2), np.float32)}, tmp_path / "other.safetensors")
+    model = {"name": "mlp_digits", "initial": str(tmp_path / "other.safetensors")}
+    experiment = parse({"evaluation": {"at": "devices"}, "model": model})
+    with pytest.raises(InvalidExperiment, match=r"^model\.initial .* evaluate at the cloud"):
+        asyncio.run(evaluator_of(experiment, tmp_path).start())
 
 
 # What is refused
