@@ -125,15 +125,13 @@ class Work:
             )
 
 
-@pytest.mark.parametrize("vmapped", ["always", "never"])
-def test_models_are_scored_before_they_are_trained_together(vmapped: str) -> None:
+def test_models_are_scored_before_they_are_trained_together() -> None:
     scores = {"evaluation": {"at": "devices", "data": "test"}}
-    work = Work(experiment(vmapped=vmapped))
+    work = Work(experiment(vmapped="always"))
     lab = reading.parse(work.lab.model_dump(mode="json") | scores)
     plain = Work(lab)
     plain.orders = [replace(order, scores=k != 1) for k, order in enumerate(plain.orders)]
-    path = TrainingPath.VMAPPED if vmapped == "always" else TrainingPath.IN_PROCESS
-    assert plain.train() == [path] * 4
+    assert plain.train() == [TrainingPath.VMAPPED] * 4
     only = Work(lab, digest="only")
     only.orders = [replace(order, scores=True, epochs=0) for order in only.orders]
     tasks = [(HostedDevice(lab, "only", f"device-{k}"), order) for k, order in enumerate(only.orders)]
