@@ -163,6 +163,7 @@ class Experiment(ExperimentSettings):
         if rule.buffers and self.cloud.epoch_control.name != "fixed":
             problem = f"it compares the uploads of a global round, and {rule.name} has uploads of several"
             raise InvalidExperiment("cloud.epoch_control.name", "tempo", problem, "Use another rule at the cloud.")
+        self._check_personal()
         for child in self.links.of:
             self._check_node("links.of", child)
         for device in self.hardware.of:
@@ -235,10 +236,15 @@ class Experiment(ExperimentSettings):
         """Return whether a parent below the cloud has state between its tasks. Raises KeyError.
 
         Its rule or its selection may have some. So may a node below it: then it must know what that node's next task
-        follows. Devices have some if the objective keeps vectors.
+        follows.
         """
         below = self.tiers[self.tree.depth(parent) :]
-        return self.training.objective.remembers or any(tier.remembers for tier in below)
+        return self.devices_remember or any(tier.remembers for tier in below)
+
+    @property
+    def devices_remember(self) -> bool:
+        """Whether a device has state that persists between its tasks: its objective's, or personal arrays."""
+        return self.training.objective.remembers or bool(self.model.personal)
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
@@ -316,6 +322,19 @@ class Experiment(ExperimentSettings):
         if objective.rule not in (None, rule.name):
             problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
             raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
+
+    def _check_personal(self) -> None:
+        """Check that nothing needs the arrays that devices keep for themselves."""
+        objective, patterns = self.training.objective, ", ".join(self.model.personal)
+        if not patterns:
+            return
+        if not objective.parts:
+            problem = f"the objective {objective.name!r} needs the whole model"
+            raise InvalidExperiment("model.personal", patterns, problem, "Use another objective.")
+        for tier in self.tiers:
+            if tier.aggregation.reads_samples:
+                problem = f"{self.key(tier)}.aggregation.name = {tier.aggregation.name!r} needs the whole model"
+                raise InvalidExperiment("model.personal", patterns, problem, "Use another rule.")
 
     def _check_traces(self) -> None:
         tiers = {self.key(tier, "link"): tier.link for tier in self.tiers}

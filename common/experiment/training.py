@@ -39,11 +39,12 @@ ScoreName = Annotated[str, Field(json_schema_extra={"enum": [name for names in S
 class ObjectiveTable(SettingsTable):
     """The settings of an objective. `keeps`: the vectors, float32 [D] each, that a device keeps from task to task.
 
-    `rule`: that of the devices' tier which it needs.
+    `rule`: that of the devices' tier which it needs. `parts`: whether some arrays of the model may be personal.
     """
 
     keeps: ClassVar[Sequence[str]] = ()
     rule: ClassVar[str | None] = None
+    parts: ClassVar[bool] = True
 
     name: str  # the objective
 
@@ -106,6 +107,7 @@ class ModelContrast(ObjectiveTable):
     """The loss and a contrast of features: near the received model's, far from the device's previous ones."""
 
     keeps = ("previous",)
+    parts = False
 
     name: Literal["moon"] = "moon"  # the objective
     mu: Annotated[float, Field(ge=0)] = 1.0  # weight of the term; 0 is the loss alone
@@ -116,6 +118,7 @@ class GeneratedFeatures(ObjectiveTable):
     """The loss of classes, and two terms for features that the parent's generator made of labels."""
 
     rule = "fedgen"
+    parts = False
 
     name: Literal["fedgen"] = "fedgen"  # the objective
     alpha: Annotated[float, Field(ge=0)] = 0.2  # weight of the cross-entropy of generated features of random labels
