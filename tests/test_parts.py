@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Mapping
@@ -31,8 +32,10 @@ from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
 from deploy.local.direct import run_in_process
 from deploy.results.run import Run
+from deploy.simulation.lab import LabOutcome, SimulatedLab
 from device.training import batches
 from device.training.trainer import Trainer
+from tests.helpers.real_workload import RealWorkload
 
 CPU = torch.device("cpu")
 ODD = "tests.helpers.odd_models"
@@ -158,6 +161,41 @@ def test_a_run_with_personal_parts_that_is_interrupted_and_resumed_is_the_same(n
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> LabOutcome:
+    return played()
+
+
+def played(**options: Any) -> LabOutcome:
+    lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
+    outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), **options).run()
+    assert outcome.ok, outcome.result
+    return outcome
+
+
+@pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0", "device-5"])
+def test_a_killed_node_continues_with_the_same_personal_parts(node: str, undisturbed: LabOutcome) -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        for share in (0.4, 0.4):
+            await asyncio.sleep(share * undisturbed.virtual_s)
+            lab.kill(node)
+            await asyncio.sleep(1.0)
+            lab.start(node)
+
+    assert played(scenario=kill).digest == undisturbed.digest
+
+
+def test_a_device_that_lost_its_personal_parts_ends_the_run(undisturbed: LabOutcome) -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        await asyncio.sleep(0.7 * undisturbed.virtual_s)
+        lab.kill("device-0")
+        lab.start("device-0", keep_files=False)
+
+    lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
+    outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), scenario=kill).run()
+    assert "that this device kept after its task" in outcome.result
+
+
 # Frozen
 
 
@@ -176,7 +214,8 @@ def test_frozen_arrays_never_travel_nor_move_and_the_final_model_has_them(
     assert max(float((final[key] - shared[key]).abs().max()) for key in shared) < 2e-5
     sent = 4 * (1440 + 10)
     assert Run(path).manifest["model_bytes"] == sent
-    assert Run(path).rounds[0].bytes_["lan"] == 2 * 4 * sent  # to four devices, and back
+    spent = Run(path).rounds[0].bytes_
+    assert spent["lan_up_bytes"] == spent["lan_down_bytes"] == 4 * sent  # of four devices
     again = ModelTester(lab)
     row = again.layout.empty()
     again.layout.flatten({key: tensor.numpy() for key, tensor in final.items()}, row)
