@@ -35,6 +35,7 @@ from deploy.results.run import Run
 from deploy.simulation.lab import LabOutcome, SimulatedLab
 from device.training import batches
 from device.training.trainer import Trainer
+from tests.helpers.commands import DEMO, run_lab, table
 from tests.helpers.real_workload import RealWorkload
 
 CPU = torch.device("cpu")
@@ -194,6 +195,19 @@ def test_a_device_that_lost_its_personal_parts_ends_the_run(undisturbed: LabOutc
     lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
     outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), scenario=kill).run()
     assert "that this device kept after its task" in outcome.result
+
+
+@pytest.mark.slow
+def test_a_lab_of_processes_gives_the_model_of_one_process(tmp_path: Path) -> None:
+    pairs = ["rounds=2", 'model.frozen=["conv1.*"]', 'model.personal=["fc.*"]']
+    direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
+    real = run_lab(DEMO, tmp_path / "real", *pairs)
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (real, direct))
+    assert found.keys() == wanted.keys() == {"conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"}
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    for folder in (direct, real):  # conv2 alone, down and up in each of 2 x 2 local rounds
+        rows = [row for row in table(folder / "links.csv") if row["kind"] == "model" and row["tier"] == "lan"]
+        assert {int(row["payload_bytes"]) for row in rows} == {4 * 4 * (32 * 16 * 9 + 32)}
 
 
 # Frozen
