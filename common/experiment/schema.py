@@ -281,7 +281,10 @@ class Experiment(ExperimentSettings):
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
             return names | (self._learned if tier.aggregation.reads_samples else {})
         training = self.training
-        return self._learned | {"training.loss": training.loss, "training.objective.name": training.objective.name}
+        names = {"training.loss": training.loss, "training.objective.name": training.objective.name}
+        if training.own_augmentation is not None:
+            names |= {"training.augmentation.name": training.augmentation.name}
+        return self._learned | names
 
     @property
     def _learned(self) -> dict[str, str]:

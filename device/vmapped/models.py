@@ -89,7 +89,7 @@ class Recipe:
         """Return the model's inputs for samples with these indices, int64 [n]."""
         images = self.images.index_select(0, places)
         if changes is not None:
-            images = change_images(images, changes, crop=self.training.augmentation.crop)
+            images = change_images(images, changes, crop=self.training.image_changes.crop)
         return self.normalise(images)
 
 
