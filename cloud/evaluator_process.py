@@ -40,9 +40,9 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the cloud reports it
         channel.send(**error_record(error))
         return
-    if tester.frozen:
-        tensors.write(frozen := BytesIO(), tester.frozen, {})
-    behind = frozen.getvalue() if tester.frozen else b""
+    if tester.parts.frozen:
+        tensors.write(frozen := BytesIO(), tester.parts.frozen, {})
+    behind = frozen.getvalue() if tester.parts.frozen else b""
     (shared,) = channel.memory.rows(1, tester.layout.row_bytes + len(behind))
     row = shared[: tester.layout.row_bytes]
     row[:], shared[row.size :] = tester.first, np.frombuffer(behind, np.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -295,6 +296,32 @@ def test_a_file_with_other_frozen_arrays_is_no_first_model(tmp_path: Path) -> No
         .notes[-1]
         .startswith("model.initial: last.weight is personal")
     )
+
+
+# The page's examples
+
+PAGE = (Path(__file__).parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+LORA = re.findall(r"^```python\n# lora\.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+LINES_MOST = 30
+
+
+def test_of_lora_its_factors_alone_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = LORA
+    assert len(code.splitlines()) + 1 <= LINES_MOST
+    (tmp_path / "lora.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    lab = experiment({"name": "lora:build"}, rounds=2)
+    path = run_direct(tmp_path / "runs", lab)
+    factors = {"1.down", "1.up", "3.down", "3.up"}
+    final, first = load_file(path / "model.safetensors"), ModelTester(lab)
+    sent = 4 * sum(final[name].numel() for name in factors)
+    assert sent == 3232 == Run(path).manifest["model_bytes"]
+    assert Run(path).rounds[0].bytes_["lan_up_bytes"] == Run(path).rounds[0].bytes_["lan_down_bytes"] == 4 * sent
+    assert {entry.name for entry in first.layout.entries} == factors
+    assert final.keys() - factors == first.parts.frozen.keys()
+    assert all(torch.equal(final[name], torch.from_numpy(array)) for name, array in first.parts.frozen.items())
+    assert sum(tensor.numel() for name, tensor in final.items() if name not in factors) == 19_240 // 4
+    assert f"{sent:,} bytes" in PAGE
 
 
 # What is refused

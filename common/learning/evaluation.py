@@ -130,9 +130,9 @@ class ModelTester:
         self._experiment = experiment
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
-        parts = models.parts_of(self._module, experiment.model)
-        self.layout, self.frozen = parts.exchanged, parts.frozen
-        self.first, self.initial, notes = models.first_of(experiment, self._module, parts)
+        self.parts = models.parts_of(self._module, experiment.model)
+        self.layout = self.parts.exchanged
+        self.first, self.initial, notes = models.first_of(experiment, self._module, self.parts)
         self.notes = [*self._data.notes, *notes]
 
     @calls_own_code

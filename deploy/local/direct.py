@@ -140,7 +140,7 @@ async def _run(
         run = GlobalRounds(
             folder,
             Beginning(
-                layout, tester.first, partition, notes=tester.notes, initial=tester.initial, frozen=tester.frozen
+                layout, tester.first, partition, notes=tester.notes, initial=tester.initial, frozen=tester.parts.frozen
             ),
             spool=spool,
             down=down,
