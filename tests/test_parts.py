@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from cloud.results import RunFolder
+from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
 from common.experiment.data import Model
 from common.experiment.reading import parse
@@ -28,12 +29,15 @@ from common.experiment.schema import Experiment
 from common.learning import datasets, models, splits
 from common.learning.computing import seeded
 from common.learning.evaluation import ModelTester
+from common.methods.rule import link_layouts
 from common.model.layout import ModelLayout, Section
 from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
 from deploy.local.direct import run_in_process
 from deploy.results.run import Run
 from deploy.simulation.lab import LabOutcome, SimulatedLab
+from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
+from device.pool.trainers import Trainers
 from device.training import batches
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, table
@@ -296,6 +300,85 @@ def test_a_file_with_other_frozen_arrays_is_no_first_model(tmp_path: Path) -> No
         .notes[-1]
         .startswith("model.initial: last.weight is personal")
     )
+
+
+# Objectives, and training in common steps
+
+
+def trained(lab: Experiment) -> list[tuple[np.ndarray[Any, Any], TrainingPath]]:
+    """Train two devices of one process for two tasks each; return what they upload and keep, and how they trained."""
+    trainers, nodes = Trainers(), ["device-0", "device-1"]
+    devices = [HostedDevice(lab, lab.digest, node) for node in nodes]
+    kept, _ = (trainers.prepare(device, "cpu").kept_bytes for device in devices)
+    tester = ModelTester(lab)
+    links = link_layouts(lab.tier_above("device-0").aggregation, tester.layout)
+    rows = [np.zeros(links.down.row_bytes + kept, np.uint8) for _ in nodes]
+    outs = [np.zeros(links.up.row_bytes + kept, np.uint8) for _ in nodes]
+    paths: list[TrainingPath] = []
+    for local_round in range(2):
+        ended: dict[int, Ending] = {}
+        for row, out in zip(rows, outs, strict=True):
+            row[: tester.layout.row_bytes] = tester.first
+            row[tester.layout.row_bytes : links.down.row_bytes].view(np.float32)[:] = 0.01
+            row[links.down.row_bytes :] = out[links.up.row_bytes :]
+        orders = [
+            Order(row, out, 1, local_round, lambda *_: None, threading.Event())
+            for row, out in zip(rows, outs, strict=True)
+        ]
+        trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
+        results = [ended[number] for number in range(2)]
+        assert all(isinstance(result, LocalResult) for result in results), results
+        paths = [result.path for result in results if isinstance(result, LocalResult)]
+    return list(zip(outs, paths, strict=True))
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "fedprox", "fedsam", "scaffold", "feddyn"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        PERSONAL["fedper"],
+        PERSONAL["fedbn"],
+        {"name": f"{ODD}:FrozenPart"},
+        {"name": "cnn_digits", "frozen": ["conv1*"]},
+    ],
+    ids=["fedper", "fedbn", "own frozen", "frozen"],
+)
+def test_in_common_steps_devices_train_as_alone(
+    model: Mapping[str, Any], objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"training": {**LAB["training"], "objective": objective}}
+    if objective in ("scaffold", "feddyn"):
+        changes["institution"] = {"aggregation": objective}
+    lab = experiment(model, **changes)
+    alone = trained(lab)
+    monkeypatch.setenv(VARIABLE, "always")
+    together = trained(lab)
+    assert {path for _, path in together} == {TrainingPath.VMAPPED} != {path for _, path in alone}
+    for (one, _), (other, _) in zip(alone, together, strict=True):
+        apart = np.abs(one.view(np.float32)[:-4] - other.view(np.float32)[:-4])
+        assert apart[np.isfinite(apart)].max() < 1e-3
+        assert not np.array_equal(one, np.zeros_like(one))
+
+
+def test_the_proximal_term_is_of_the_exchanged_parameters_alone(tmp_path: Path) -> None:
+    """With a huge weight they stay, and the personal ones train on."""
+    training: dict[str, Any] = {**LAB["training"], "learning_rate": 0.01}
+    found = {}
+    for mu in (0.0, 90.0):
+        training["objective"] = {"name": "fedprox", "mu": mu}
+        lab = experiment({"name": "mlp_digits", "personal": ["fc2.*"]}, training=training)
+        trainer = Trainer(lab, node="device-1", accelerator="cpu")
+        trainer.prepare()
+        vectors, first = trainer.vectors, ModelTester(lab)
+        row = np.zeros(vectors.links.down.row_bytes + vectors.kept_bytes, np.uint8)
+        row[: first.layout.row_bytes] = first.first
+        out = np.zeros_like(row)
+        trainer.train(row, out, epochs=1, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+        moved = first.layout.floats(out) - first.layout.floats(row)
+        personal = out[-vectors.kept_bytes + 4 :].view(np.float32) - first.parts.first.view(np.float32)
+        found[mu] = float(np.linalg.norm(moved)), float(np.linalg.norm(personal))
+    assert found[90.0][0] < 0.2 * found[0.0][0]
+    assert found[90.0][1] > 0.5 * found[0.0][1]
 
 
 # The page's examples

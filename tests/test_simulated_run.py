@@ -87,8 +87,9 @@ def table(root: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
         {"cloud": {"aggregation": CROSS}},
         TWO_LAYERS,
         {**TWO_LAYERS, "training": {"objective": {"name": "scaffold"}}, "cloud": {"aggregation": {"name": "scaffold"}}},
+        {"model": {"name": "mlp_digits", "frozen": ["fc1.bias"], "personal": ["fc2.*"]}},
     ],
-    ids=["three layers, fedcross", "two layers", "two layers, scaffold"],
+    ids=["three layers, fedcross", "two layers", "two layers, scaffold", "personal parts"],
 )
 def test_the_model_is_that_of_a_direct_run(changes: dict[str, Any], tmp_path: Path) -> None:
     tree = merged(LAB, changes)
