@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common.errors import InvalidExperiment, RefusedModel
-from common.host.files import replacing
+from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.host.files import replacing, writing
 from common.methods.rule import Rule
 from common.model import tensors
 from common.model.layout import ModelLayout, Row
@@ -26,6 +26,7 @@ from common.storage import rule_states
 KEPT: Final = 2
 NO_ARRAYS: Final[Tensors] = MappingProxyType({})
 FACTS: Final = "fedstrata"  # in a file's metadata
+LAYOUT: Final = "layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,30 @@ def save_model(
     `frozen`: its frozen arrays. Personal ones are in no file of the cloud.
     """
     with replacing(path) as file:
-        tensors.write(file, {**layout.views(row), **frozen}, {FACTS: json.dumps(facts)})
+        tensors.write(file, {**layout.views(row), **frozen}, {FACTS: json.dumps(facts), LAYOUT: layout.to_json()})
+
+
+def load_initial(initial: str) -> tuple[ModelLayout, Row, str, Tensors]:
+    """Return the model of a file that a run wrote, or of a run's folder, the digest of its content, and frozen arrays.
+
+    Raises InvalidExperiment.
+    """
+    path = Path(initial) / tensors.FINAL if Path(initial).is_dir() else Path(initial)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            layout = ModelLayout.from_json(file.metadata()[LAYOUT])
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        row = layout.empty()
+        layout.flatten(found, row)
+        layout.check_finite(row)
+        frozen = {name: array for name, array in found.items() if name not in layout.views(row)}
+        if frozen and tensors.content(frozen, {}) != layout.frozen:
+            raise ValueError("its frozen arrays are damaged")
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, WireError, RefusedModel) as error:
+        problem = f"{path} has no model that a run of fedstrata wrote: {error}"
+        remedy = "Name a finished run's folder, or evaluate at the cloud, which then reads any file."
+        raise InvalidExperiment("model.initial", initial, problem, remedy) from None
+    return layout, row, tensors.content(found, {}), frozen
 
 
 def save_best(
@@ -82,6 +106,8 @@ def save_best(
 
     `rounds_back`: global rounds that a resumed run may repeat: the best model before them stays, too.
     """
+    with writing(folder):  # it may be the first file there
+        folder.mkdir(exist_ok=True)
     facts = {"run": run, "global_round": global_round}
     save_model(best_of(folder, global_round), layout=layout, row=row, facts=facts, frozen=frozen)
     older = sorted(folder.glob("best-*.safetensors"))

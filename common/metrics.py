@@ -63,6 +63,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "round_timestamp_seconds": Family("gauge", (), "When the last round closed, by this host's clock, for annotations"),
     "accuracy_ratio": Family("gauge", (), "Test accuracy of the global model"),
     "score": Family("gauge", ("score",), "The score of the global model on the test set, by its name"),
+    "devices_score": Family(
+        "gauge", ("score", "statistic"), "Over the devices that scored the global model: mean, worst tenth, spread"
+    ),
     "test_loss": Family("gauge", (), "Test loss of the global model"),
     "train_loss": Family("gauge", (), "Mean training loss of the last epoch"),
     "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each child"),
@@ -186,6 +189,7 @@ class Metrics:
         self.round_timestamp_seconds: Final = self._gauge("round_timestamp_seconds")
         self.accuracy: Final = self._gauge("accuracy_ratio")
         self.score: Final = self._gauge("score")
+        self.devices_score: Final = self._gauge("devices_score")
         self.test_loss: Final = self._gauge("test_loss")
         self.train_loss: Final = self._gauge("train_loss")
         self.epochs: Final = self._gauge("epochs")

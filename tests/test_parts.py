@@ -26,7 +26,7 @@ from common.errors import InvalidExperiment
 from common.experiment.data import Model
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.learning import datasets, models, splits
+from common.learning import datasets, models
 from common.learning.computing import seeded
 from common.learning.evaluation import ModelTester
 from common.methods.rule import link_layouts
@@ -62,7 +62,9 @@ PERSONAL = {  # FedPer: the classifier; FedBN: batch norm, with its statistics
 
 
 def experiment(model: Mapping[str, Any], **changes: Any) -> Experiment:
-    return parse({**LAB, "model": model, **changes})
+    """Return a lab with a model; with personal parts devices score."""
+    scored = {"evaluation": {"at": "devices"}} if "personal" in model else {}
+    return parse({**LAB, "model": model, **scored, **changes})
 
 
 def run_direct(root: Path, lab: Experiment) -> Path:
@@ -80,7 +82,7 @@ def plain(lab: Experiment, path: Path) -> tuple[dict[str, torch.Tensor], dict[st
     first = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in personal}
     own = dict.fromkeys(lab.tree.devices, first)
     took = {(row.global_round, row.node) for row in Run(path).devices if row.samples}
-    samples = dict(zip(lab.tree.devices, map(len, splits.split_of(lab).partitions), strict=True))
+    samples = {node: len(batches.load_local_dataset(lab, node, accelerator=CPU).samples) for node in lab.tree.devices}
     for r in range(lab.rounds):
         means, totals = [], []
         for institution in lab.tree.children["cloud"]:
@@ -413,6 +415,11 @@ def test_of_lora_its_factors_alone_travel(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("model", "changes", "problem"),
     [
+        (
+            {"personal": ["fc2.*"]},
+            {"evaluation": {"at": "both"}},
+            r"evaluation\.at = 'both': the cloud has no whole model",
+        ),
         (
             {"frozen": ["conv.*"]},
             {},

@@ -94,6 +94,11 @@ class RuleSettings(SettingsTable):
         return False
 
     @property
+    def several(self) -> bool:
+        """Whether the children that take part get different models."""
+        return False
+
+    @property
     def selects(self) -> bool:
         """Whether the rule selects the children itself."""
         return False

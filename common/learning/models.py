@@ -47,7 +47,6 @@ from common.randomness import Purpose, torch_seed
 
 KEY: Final = "model.name"
 INITIAL: Final = "model.initial"
-FINAL: Final = "model.safetensors"  # in a run's folder
 NO_PARTS: Final = Model(name="")
 Tensors = dict[str, Tensor]
 
@@ -274,7 +273,7 @@ def first_of(experiment: Experiment, module: nn.Module, parts: ModelParts) -> tu
     write_row(module, layout, row)
     if initial is None:
         return row, "", []
-    path = Path(initial) / FINAL if Path(initial).is_dir() else Path(initial)
+    path = Path(initial) / tensors.FINAL if Path(initial).is_dir() else Path(initial)
     try:
         with safe_open(path, framework="numpy") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping

@@ -106,8 +106,9 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     if count > MOST_LISTED:
         assumed.append(f"all {count} devices are equal, {mean} samples each; links.of and hardware.of are ignored")
     elif here is experiment and experiment.data.dataset != "folder":
-        parts = splits.split_of(experiment).partitions
-        samples = dict(zip(experiment.tree.devices, map(len, parts), strict=True))
+        sizes = [len(part) for part in splits.split_of(experiment).partitions]
+        trained = [size - experiment.evaluation.taken_of(size) for size in sizes]
+        samples = dict(zip(experiment.tree.devices, trained, strict=True))
     else:
         assumed.append(f"each device has {mean} samples")
         samples = dict.fromkeys(experiment.tree.devices, mean)

@@ -221,6 +221,11 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add_heading(level, "Time by phase")
         page.add_figures([sections.budgets(run)], kind="curves")
         page.add_table(sections.phases(run))
+    if scores := sections.device_scores(run):
+        page.add_heading(level, "Devices")
+        page.add_paragraph(sections.DEVICE_SCORES)
+        page.add_figures(scores, kind="curves")
+        page.add_table(sections.device_scores_table(run), folded=True)
     if changed := maps.changes(run):
         page.add_heading(level, "Changes over time")
         page.add_paragraph(maps.CHANGES)

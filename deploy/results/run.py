@@ -267,6 +267,10 @@ class Run:
         """The last known score, or None."""
         return next((row.score for row in reversed(self.rounds) if row.score is not None), None)
 
+    def of_devices(self, statistic: str) -> float | None:
+        """Return the last known one of the devices' STATISTICS, or None."""
+        return next((value for row in reversed(self.rounds) if (value := row.of_devices(statistic)) is not None), None)
+
     @property
     def scored_by(self) -> Score:
         """The name and the direction of the score."""

@@ -23,12 +23,22 @@ from common.experiment import own, schema
 from common.experiment.own import is_own
 from common.host.accelerators import is_lost, out_of_memory
 from common.learning import models
-from common.learning.computing import calls_own_code, first_line, own_code, resolve_accelerator, seeded, set_up
+from common.learning.computing import (
+    calls_own_code,
+    first_line,
+    own_code,
+    resolve_accelerator,
+    seeded,
+    set_up,
+    set_up_evaluation,
+)
+from common.learning.evaluation import BATCH, CPU_BATCH, evaluate
 from common.learning.inputs import Inputs
 from common.learning.models import KEY, random_samples
 from common.learning.nets import reseed
 from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row
+from common.model.scores import CLASSES_MOST, R2, ScoreSums
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, dropout_seed, load_local_dataset, uniform_numbers
@@ -94,6 +104,7 @@ class Trainer:
         made = _Prepared(source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
         if known is None and source.shared is None:
             source = self._formed(made)
+        self._check_scored(local.inputs)
         self._sources[local.inputs] = source
         self._made = made = replace(made, source=source, local=replace(local, joins=source.joins))
         if source.joins and len(local.samples) == 1:
@@ -118,6 +129,12 @@ class Trainer:
     def samples(self) -> int:
         """The number of this device's training samples, once prepared."""
         return len(self._prepared.local.samples)
+
+    @property
+    def tests(self) -> int:
+        """The number of this device's test samples, once prepared."""
+        tests = self._prepared.local.tests
+        return 0 if tests is None else len(tests.samples)
 
     @property
     def partition(self) -> str:
@@ -169,6 +186,51 @@ class Trainer:
         if exhausted:
             raise self._exhausted()
         return LocalResult(self.samples, losses / self.samples, steps, train_s, wait_s=0.0, cpu_s=cpu_s)
+
+    @calls_own_code
+    def score(self, row: Row, *, progress: Progress, cancelled: threading.Event) -> ScoreSums | None:
+        """Return the sums of the model in `row`, uint8, over this device's test samples; None if it has none.
+
+        In fp32, with the module as the cloud has it. `progress(batches_done, batches)` is called from this thread every
+        half second. Raises Cancelled, and what `train` raises.
+        """
+        made, experiment, start = self._prepared, self._experiment, time.monotonic()
+        if (tests := made.local.tests) is None:
+            return None
+        set_up(self._accelerator, experiment.training)
+        set_up_evaluation(self._accelerator)
+        network, batch = made.source.network(), CPU_BATCH if self._accelerator.type == "cpu" else BATCH
+        batches_done, reported, total = 0, start, -(-len(tests.samples) // batch)
+
+        def watch() -> None:
+            nonlocal batches_done, reported
+            batches_done += 1
+            if (now := time.monotonic()) - reported >= PROGRESS_S:
+                progress(batches_done, total)
+                reported = now
+            if cancelled.is_set():
+                raise Cancelled
+
+        own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
+        try:
+            with seeded(own_seed, self._accelerator) if self._own else nullcontext():
+                models.read_row(network.module, made.source.parts.whole, made.vectors.begin(row))
+                models.read_frozen(network.module, made.source.parts)
+                self._move(network, self._accelerator)
+                found = evaluate(
+                    network.module,
+                    tests.images[tests.samples],
+                    labels=tests.labels[tests.samples],
+                    normalise=made.local.normalise,
+                    batch_size=batch,
+                    loss=experiment.training.loss,
+                    score=experiment.score.name,
+                    classes=made.local.inputs.classes if experiment.evaluation.per_class else 0,
+                    watch=watch,
+                )
+        finally:
+            self._release(network)
+        return replace(found.sums, seconds=time.monotonic() - start)
 
     @property
     def joins(self) -> bool:
@@ -271,6 +333,16 @@ class Trainer:
                 if self._near(made, once, self._tried(replace(made, source=fast), few)):
                     source = fast
         return source
+
+    def _check_scored(self, inputs: Inputs) -> None:
+        """Check that this device's sums have one size. Raises InvalidExperiment."""
+        experiment, evaluation = self._experiment, self._experiment.evaluation
+        if evaluation.on_devices and experiment.score.name == R2 and inputs.classes > 1:
+            problem = f"{inputs.classes} numbers to predict, and devices send the sums of one"
+            raise InvalidExperiment("score.name", R2, problem, 'Use "mean_squared_error".')
+        if evaluation.per_class and inputs.classes > CLASSES_MOST:
+            problem = f"the data set has {inputs.classes} classes, and devices count {CLASSES_MOST} at most"
+            raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
 
     def _near(self, made: _Prepared, once: Row, other: Row) -> bool:
         """Return whether two steps from the first model differ by no more than rounding."""
