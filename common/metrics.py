@@ -183,6 +183,7 @@ class Metrics:
         registry.register(self._watched)
         self._targets: Callable[[str], Sequence[Mapping[str, object]]] = lambda asked: ()
         self._scrapes, self._discoveries = Scrapes(), Scrapes()
+        self._scored: dict[NodeLabels, str] = {}  # the scores that a run's end removes
         self.run: Final = Info("fedstrata_run", FAMILIES["run"].text, NODE, registry=registry)
         self.run_state: Final = self._gauge("run_state")
         self.round: Final = self._gauge("round")
@@ -223,6 +224,15 @@ class Metrics:
             for metric in (self.run, self.round, self.round_timestamp_seconds, self.train_loss, self.epochs):
                 with suppress(KeyError):  # it was never set
                     metric.remove(*node)
+            if (name := self._scored.pop(node, None)) is not None:
+                self.score.remove(*node, name)
+                self.test_loss.remove(*node)
+
+    def scored(self, node: NodeLabels, name: str, *, score: float, loss: float) -> None:
+        """Set the score and the loss of a model that a node has scored, until the end of its run."""
+        self._scored[node] = name
+        self.score.labels(*node, name).set(score)
+        self.test_loss.labels(*node).set(loss)
 
     def closed(self, node: NodeLabels, *, rounds: int | None = None) -> None:
         """Count a round that a node closed; `rounds` sets the total if it is known."""

@@ -269,8 +269,7 @@ class DeviceAgent:
         if (tests := result.tests) is None:
             return
         metrics, labels = self._metrics, self._labels
-        metrics.score.labels(*labels, self._score).set(tests.score_by(self._score))
-        metrics.test_loss.labels(*labels).set(tests.mean_loss)
+        metrics.scored(labels, self._score, score=tests.score_by(self._score), loss=tests.mean_loss)
         metrics.phase_seconds.labels(*labels, "evaluate").inc(tests.seconds)
 
 

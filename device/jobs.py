@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 from typing import Any, Final, Protocol, TypeAlias
@@ -35,7 +35,8 @@ class LocalResult:
     `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
     In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
     `cpu_s` are the CPU seconds of the training's thread, 0 if it was vmapped. `tests`: of the model received, where the
-    order asks for them; their seconds are in none of the others.
+    order asks for them; their seconds are in none of the others. `start_loss`: the training loss of that model, where
+    the parent's rule reads it; its seconds belong to the training.
     """
 
     samples: int
@@ -47,6 +48,22 @@ class LocalResult:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     tests: ScoreSums | None = None
+    start_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """Sums of the model that a device received, over its test and its training samples, where asked for."""
+
+    tests: ScoreSums | None = None
+    start: ScoreSums | None = None
+
+    def of(self, result: LocalResult) -> LocalResult:
+        """Return the result of the training that followed, with these; the loss at its start is a part of it."""
+        if self.start is None:
+            return replace(result, tests=self.tests)
+        train_s = result.train_s + self.start.seconds
+        return replace(result, tests=self.tests, start_loss=self.start.mean_loss, train_s=train_s)
 
 
 Ending: TypeAlias = LocalResult | FedstrataError | Cancelled

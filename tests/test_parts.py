@@ -142,6 +142,27 @@ def test_ten_rounds_with_partial_participation_are_those_of_a_plain_loop(name: s
     assert min(float((one - other).abs().max()) for one, other in pairwise(heads)) > 1e-2
 
 
+@pytest.mark.parametrize("name", PERSONAL)
+def test_each_device_scores_the_received_model_with_its_personal_parts(name: str, tmp_path: Path) -> None:
+    lab = experiment(PERSONAL[name], rounds=3, institution={})
+    path = run_direct(tmp_path, lab)
+    shared, own = plain(lab, path)
+    rows = {row.node: row for row in Run(path).devices if row.global_round == lab.rounds}
+    module = models.of(lab, inputs=datasets.load(lab.data).inputs).eval()
+    scores = set()
+    for node in lab.tree.devices:
+        module.load_state_dict({**shared, **own[node]})
+        local = batches.load_local_dataset(lab, node, accelerator=CPU)
+        assert local.tests is not None
+        logits = module(local.normalise(local.tests.images[local.tests.samples]))
+        loss = functional.cross_entropy(logits, local.tests.labels[local.tests.samples])
+        row = rows[lab.tree.path(node)]
+        assert row.test_samples == len(local.tests.samples)
+        assert row.test_loss == pytest.approx(loss.item(), abs=2e-5)
+        scores.add(row.test_loss)
+    assert len(scores) == len(rows)
+
+
 def test_a_plain_mean_of_the_whole_model_is_another(tmp_path: Path) -> None:
     whole = load_file(run_direct(tmp_path, experiment({"name": "mlp_digits"})) / "model.safetensors")
     body = load_file(run_direct(tmp_path, experiment(PERSONAL["fedper"])) / "model.safetensors")

@@ -56,11 +56,13 @@ class RuleUse:
 class RuleSettings(SettingsTable):
     """The settings of a rule, what they build, and the answers of a rule that has nothing special.
 
-    `objective`: that of the devices below, which it needs. `step_models`: models that its state and its step take in
+    `objective`: that of the devices below, which it needs. `reads_losses`: whether it needs the training loss of the
+    model that a device received, which devices then compute. `step_models`: models that its state and its step take in
     memory.
     """
 
     objective: ClassVar[str | None] = None
+    reads_losses: ClassVar[bool] = False
     step_models: ClassVar[float] = 0.0
 
     name: str  # the rule

@@ -342,7 +342,8 @@ class Experiment(ExperimentSettings):
         *above, last = self.tiers
         last_key = self.key(last)
         for tier in above:
-            if tier.aggregation.objective or tier.aggregation.sends or tier.aggregation.returns:
+            rule = tier.aggregation
+            if rule.objective or rule.sends or rule.returns or rule.reads_losses:
                 at, remedy = f"{self.key(tier)}.aggregation.name", f"Use it in {last_key}.aggregation."
                 raise InvalidExperiment(at, tier.aggregation.name, "its children must be devices", remedy)
         rule = last.aggregation

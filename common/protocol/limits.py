@@ -171,7 +171,7 @@ class ChildLimits:
     `samples`: of its training data; `rounds`: local rounds of a device below it for each of its tasks; `below`: the
     most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children.
     `online`: when a device is there by its trace; at other times nothing is expected of it. `class_bytes`: of the
-    counts of classes in a report.
+    counts of classes in a report. `start_loss`: whether its results have the loss of the model received.
     """
 
     samples: int = COUNT_MOST
@@ -180,6 +180,7 @@ class ChildLimits:
     aggregators: Collection[str] = ()
     online: OnlineTimes | None = None
     class_bytes: int = 0
+    start_loss: bool = False
 
     def steps(self, epochs: int) -> int:
         """Return the most SGD steps of a task: batches have at least one sample."""
@@ -236,6 +237,7 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
             aggregators=frozenset(name for name in everybody if name in tree.children),
             online=experiment.online(child),
             class_bytes=CLASSES_MOST * CLASS_BYTES if experiment.evaluation.per_class else 0,
+            start_loss=experiment.tier_below(parent).aggregation.reads_losses,
         )
     return found
 
@@ -264,6 +266,10 @@ def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COU
     _check_work("it", result, samples=limits.samples, epochs=epochs, rounds=1, limits=limits)
     if result.path_steps > limits.steps(epochs):
         raise RefusedModel(f"it reports {result.path_steps} steps of SGD in a row")
+    if limits.start_loss and result.epochs and not abs(result.start_loss or 0.0) <= LOSS_MOST:
+        raise RefusedModel(f"its loss of the model that it received is {result.start_loss}")
+    if limits.start_loss and result.epochs and result.start_loss is None:
+        raise RefusedModel("it has no loss of the model that it received")
     for report in result.children:
         if report.name not in limits.below:
             raise RefusedModel(f"it reports on {report.name[:64]!r}, which is not below it")

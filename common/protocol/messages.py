@@ -212,7 +212,7 @@ class Result:
     (`common/experiment/devices.py`). For an institution these are sums over its rounds of its children's maximum.
     `traffic` and `below` as in Progress, at the time of the announcement. `path`: a device's training path. `tests`:
     the sums over the test samples of the model that came with the task, at an institution those of its devices; None
-    where nobody scored it.
+    where nobody scored it. `start_loss`: a device's training loss of that model, where the parent's rule reads it.
     """
 
     key: Key
@@ -232,6 +232,7 @@ class Result:
     below: tuple[Traffic, ...] = ()
     path: TrainingPath = TrainingPath.NONE
     tests: ScoreSums | None = None
+    start_loss: float | None = None
 
     def work_of(self, child: str) -> ChildReport:
         """Return the report on the child's own work."""

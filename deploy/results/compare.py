@@ -13,8 +13,8 @@ from typing import Any, Final
 from common.errors import InvalidExperiment
 from common.experiment.training import ACCURACY
 from deploy.console.tabular import Column, Spread, Table
+from deploy.results.device_scores import OVER_DEVICES
 from deploy.results.run import Run, State, columns_of, seconds_of, tiers_of
-from deploy.results.sections import OVER_DEVICES
 from deploy.results.series import Series, by_seed, condition_notes, firsts, paired, unlike
 
 BY_TASK: Final = "--by-task"

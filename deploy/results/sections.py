@@ -14,11 +14,11 @@ from typing import Any, Final
 from cloud.records import BROKER, GlobalRoundRecord, LinkRecord
 from common.accounting.counters import LINK_KINDS
 from common.experiment.topology import CLOUD
-from common.experiment.training import Score
 from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import Cell, Column, Spread, Table
 from deploy.results import charts, maps
 from deploy.results.charts import Axis, Curve
+from deploy.results.device_scores import GLOBAL_ROUND, OVER_DEVICES, score_axis, times
 from deploy.results.figures import PHASES, Figure, Point
 from deploy.results.maps import NODES_MOST, Rates, quantiles
 from deploy.results.run import Event, Run, columns_of, seconds_of, tiers_of
@@ -26,13 +26,6 @@ from deploy.results.series import Series, by_seed, firsts, paired
 
 LOSS: Final = Axis("test loss", bounds=(0.0, float("inf")))
 TRAINING_LOSS: Final = Axis("training loss", bounds=(0.0, float("inf")))
-GLOBAL_ROUND: Final = Axis("global round", whole=True)
-OVER_DEVICES: Final = {"mean": "mean over devices", "worst": "worst tenth", "spread": "spread over devices"}
-DEVICE_SCORES: Final = (
-    "Each device scores the model on test samples of its own. The band is the standard deviation over devices. The"
-    " worst tenth is the mean of the devices with the worst scores. All samples: each sample counts once, not each"
-    " device."
-)
 
 
 def mean_curve(runs: Sequence[Mapping[int, Point]]) -> Curve:
@@ -86,57 +79,6 @@ def curves(series: Sequence[Series], key: str = "") -> list[Figure]:
             )
         )  # fmt: skip
     return figures
-
-
-def score_axis(score: Score) -> Axis:
-    """Return the axis of a score."""
-    label = f"test {score.label}"
-    return Axis(label, "%", 100.0, (0.0, 1.0)) if score.share else Axis(label)
-
-
-def device_scores(run: Run) -> list[Figure]:
-    """Return figures of the devices' scores: their course, and the distribution over devices; none without scores."""
-    rows = [row for row in run.rounds if row.of_devices("mean") is not None]
-    if not rows:
-        return []
-    score, axis = run.scored_by, score_axis(run.scored_by)
-
-    def line(statistic: str, deviation: str = "") -> Curve:
-        points = [(float(row.global_round), row.of_devices(statistic) or 0.0) for row in rows]
-        return Curve(points, [row.of_devices(deviation) or 0.0 for row in rows] if deviation else ())
-
-    def distribution(global_round: int) -> Curve:
-        scores = (each.test_score for each in run.devices if each.global_round == global_round)
-        ordered = sorted(score for score in scores if score is not None)
-        return Curve([(float(place), score) for place, score in enumerate(ordered, 1)])
-
-    course = {"mean over devices": line("mean", "spread"), "worst tenth": line("worst"), "all samples": line("score")}
-    shown = dict.fromkeys(rows[place].global_round for place in (0, len(rows) // 2, -1))
-    each = {f"after global round {r}": found for r in shown if (found := distribution(r)).points}
-    title, rank = f"{score.label[:1].upper()}{score.label[1:]}", Axis("devices up to this score", whole=True)
-    name = run.file_name("device-scores")
-    over = charts.curves(name, f"{title} of devices over global rounds", course, x=GLOBAL_ROUND, y=axis)
-    name = run.file_name("device-distribution")
-    return [over, charts.curves(name, f"{title} of each device, in order", each, x=rank, y=axis)]
-
-
-def device_scores_table(run: Run) -> Table:
-    """Return a table of the devices' scores of each global round."""
-    share, unit = (100.0, "%") if run.scored_by.share else (1.0, "")
-    columns = [Column("global round"), Column("devices"), Column("test samples"), Column("test loss", digits=4),
-               *(Column(name, unit, 2 if unit else 4) for name in ("all samples", *OVER_DEVICES.values()))]  # fmt: skip
-    rows = [
-        (row.global_round, *(row.of_devices(name) for name in ("scored", "samples", "loss")),
-         *(_times(share, row.of_devices(name)) for name in ("score", *OVER_DEVICES)))
-        for row in run.rounds
-        if row.scored
-    ]  # fmt: skip
-    title = "Scores of dispatched models" if run.experiment.several_models else "Scores of the global model"
-    return Table(run.file_name("device-scores"), f"{title} by devices", columns, rows)
-
-
-def _times(factor: float, value: float | None) -> float | None:
-    return None if value is None else factor * value
 
 
 def _curve(series: Series, field: str, over: str) -> Curve:
@@ -382,7 +324,7 @@ def means(series: Sequence[Series]) -> Table:
             None if each is first else paired(theirs, own, lambda before, after: after - before),
             _spread(run.loss for run in done), Spread.of([run.seconds for run in done]),
             *(_spread(cells[i] for cells in cells_of) for cells_of in bytes_ for i in (0, 1)),
-            *(_spread(_times(factor, run.of_devices(name)) for run in done) for name in OVER_DEVICES if by_devices),
+            *(_spread(times(factor, run.of_devices(name)) for run in done) for name in OVER_DEVICES if by_devices),
         ))  # fmt: skip
     title = "The series: mean ± standard deviation (n - 1) over the finished runs"
     return Table("series", title, columns, rows)

@@ -194,6 +194,7 @@ class SimulatedMember:
         self._hardware = pool.hardware
         self._node = node
         self._samples = self._tests = 0
+        self._reads_losses = False
 
     @property
     def moves(self) -> int:
@@ -213,6 +214,7 @@ class SimulatedMember:
         most = samples_most(experiment.data, devices=len(experiment.tree.devices))
         samples, evaluation = min(most, workload.samples(self._node)), experiment.evaluation
         self._samples = samples - evaluation.taken_of(samples)
+        self._reads_losses = experiment.tier_above(self._node).aggregation.reads_losses
         self._tests = evaluation.taken_of(samples) or max(1, round(TESTS * samples))
         kept_bytes = workload.kept_bytes(experiment)
         return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
@@ -238,7 +240,15 @@ class SimulatedMember:
         hardware.trained[self._node, local_round] += 1
         loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, local_round=local_round)
         steps = min(steps, epochs * self._samples)
-        return LocalResult(self._samples, loss, steps, train_s=train_s, wait_s=wait_s, tests=tests)
+        return LocalResult(
+            self._samples,
+            loss,
+            steps,
+            train_s=train_s,
+            wait_s=wait_s,
+            tests=tests,
+            start_loss=loss if self._reads_losses else None,
+        )
 
     async def occupy(self, work: tuple[float, float], progress: Progress) -> tuple[tuple[float, float], float]:
         """Occupy a slot of the device's process, and a core of its host, with a training and a scoring.

@@ -221,8 +221,9 @@ class Worker:
                 continue
             if "result" in reply:
                 await offload(partial(np.copyto, job.order.out, outs[reply["job"]]))
-                *facts, tests = reply["result"]
-                result = replace(LocalResult(*facts), tests=None if tests is None else _sums(tests))
+                *facts, tests, start_loss = reply["result"]
+                tests = None if tests is None else _sums(tests)
+                result = replace(LocalResult(*facts), tests=tests, start_loss=start_loss)
                 vmapped = result.path == TrainingPath.VMAPPED
                 job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else self.path))
             else:

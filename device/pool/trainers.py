@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from common.errors import FedstrataError
 from common.learning.computing import resolve_accelerator
 from common.learning.inputs import Inputs
-from common.model.scores import ScoreSums
-from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Prepared, VmappedMode, vmapped_mode
+from device.jobs import Cancelled, Ending, Examined, HostedDevice, LocalResult, Prepared, VmappedMode, vmapped_mode
 from device.training.network import NetworkSource
 from device.training.trainer import Trainer
 from device.vmapped.trainer import Done, VmappedTrainer, Work
@@ -38,18 +36,17 @@ class Trainers:
         Raises what `Trainer.prepare` raises.
         """
         trainers = [self._trainer(device, accelerator) for device, _ in work]
-        left, tests = self._scored(trainers, work, done)
+        received = self._examined(trainers, work, done)
+        left = set(received)
         if not work[0][1].epochs and work[0][1].scores:  # the models are not trained
             for number in left:
-                done(number, LocalResult(trainers[number].samples, 0.0, 0, 0.0, 0.0, tests=tests.get(number)))
+                done(number, LocalResult(trainers[number].samples, 0.0, 0, 0.0, 0.0, tests=received[number].tests))
             return
         mode = vmapped_mode(work[0][0].experiment.training, accelerator)
         together = [number for number, trainer in enumerate(trainers) if number in left and not trainer.joins]
 
         def finish(number: int, how: Ending) -> None:
-            if isinstance(how, LocalResult) and number in tests:
-                how = replace(how, tests=tests[number])
-            done(number, how)
+            done(number, received[number].of(how) if isinstance(how, LocalResult) else how)
 
         if mode is not VmappedMode.NEVER and together:
 
@@ -76,21 +73,21 @@ class Trainers:
                 finish(number, result)
 
     @staticmethod
-    def _scored(
-        trainers: Sequence[Trainer], work: Sequence[Work], done: Done
-    ) -> tuple[set[int], dict[int, ScoreSums | None]]:
-        """Score the models received of those that ask for it; return the devices that go on, and their sums."""
-        left, tests = set(range(len(work))), dict[int, ScoreSums | None]()
+    def _examined(trainers: Sequence[Trainer], work: Sequence[Work], done: Done) -> dict[int, Examined]:
+        """Examine the models received; return what was found, by the numbers of the devices that go on."""
+        found = {}
         for number, (_, order) in enumerate(work):
-            if order.scores:
-                try:
-                    tests[number] = trainers[number].score(
-                        order.row, progress=order.progress, cancelled=order.cancelled
-                    )
-                except (FedstrataError, Cancelled) as error:
-                    left.remove(number)
-                    done(number, error)
-        return left, tests
+            try:
+                found[number] = trainers[number].examine(
+                    order.row,
+                    scores=order.scores,
+                    trains=order.epochs > 0,
+                    progress=order.progress,
+                    cancelled=order.cancelled,
+                )
+            except (FedstrataError, Cancelled) as error:
+                done(number, error)
+        return found
 
     def forget(self, digest: str) -> None:
         """Drop an experiment's trainers."""

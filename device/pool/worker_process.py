@@ -74,9 +74,9 @@ class WorkerServer:
         def done(place: int, how: Ending) -> None:
             number = orders[place]["job"]
             if isinstance(how, LocalResult):
-                *facts, tests = astuple(how)
+                *facts, tests, start_loss = astuple(how)
                 tests = None if tests is None else [*tests[:-1], tests[-1].hex()]  # JSON has no bytes
-                self._channel.send(job=number, result=[*facts, tests])
+                self._channel.send(job=number, result=[*facts, tests, start_loss])
             else:
                 self._channel.send(job=number, failure={} if isinstance(how, Cancelled) else error_record(how))
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Final
 
 import numpy as np
@@ -40,7 +42,7 @@ from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row
 from common.model.scores import CLASSES_MOST, R2, ScoreSums
 from common.randomness import Purpose, torch_seed
-from device.jobs import Cancelled, LocalResult, Progress
+from device.jobs import Cancelled, Examined, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, dropout_seed, load_local_dataset, uniform_numbers
 from device.training.network import Network, NetworkSource, source_of
 from device.training.objectives.table import objective_of
@@ -49,6 +51,7 @@ from device.training.vectors import TaskVectors, finish, vectors_of
 
 PROGRESS_S = 0.5
 TRIED_SAMPLES: Final = 8
+EXAMINED_SAMPLES: Final = 10_000  # gathered at once
 ROUNDING_MOST: Final = 0.1  # of a step; 0.02 was seen (batch norm)
 
 Batches = Iterable[tuple[int, Tensor, Tensor]]
@@ -188,19 +191,36 @@ class Trainer:
         return LocalResult(self.samples, losses / self.samples, steps, train_s, wait_s=0.0, cpu_s=cpu_s)
 
     @calls_own_code
-    def score(self, row: Row, *, progress: Progress, cancelled: threading.Event) -> ScoreSums | None:
-        """Return the sums of the model in `row`, uint8, over this device's test samples; None if it has none.
+    def examine(
+        self, row: Row, *, scores: bool, trains: bool, progress: Progress, cancelled: threading.Event
+    ) -> Examined:
+        """Return the sums of the model in `row`, uint8, over this device's test samples, if it `scores` and has some.
 
-        In fp32, with the module as the cloud has it. `progress(batches_done, batches)` is called from this thread every
-        half second. Raises Cancelled, and what `train` raises.
+        If it `trains` and its parent's rule reads that, also those over its training samples. In fp32, with the module
+        in eval mode, as the cloud evaluates. `progress(batches_done, batches)` is called from this thread every half
+        second. Raises Cancelled, and what `train` raises.
         """
-        made, experiment, start = self._prepared, self._experiment, time.monotonic()
-        if (tests := made.local.tests) is None:
-            return None
+        local, rule = self._prepared.local, self._experiment.tier_above(self._node).aggregation
+        tests = start = None
+        if scores and local.tests is not None:
+            parts = [(local.tests.images[local.tests.samples], local.tests.labels[local.tests.samples])]
+            tests = self._sums(row, parts, progress=progress, cancelled=cancelled)
+        if trains and rule.reads_losses:
+            parts = [(local.images[some], local.labels[some]) for some in torch.split(local.samples, EXAMINED_SAMPLES)]
+            start = self._sums(row, parts, progress=progress, cancelled=cancelled)
+        return Examined(tests, start)
+
+    def _sums(
+        self, row: Row, parts: Sequence[tuple[Tensor, Tensor]], *, progress: Progress, cancelled: threading.Event
+    ) -> ScoreSums:
+        """Return the sums of a model over some samples and labels, and their seconds."""
+        made, experiment, begun = self._prepared, self._experiment, time.monotonic()
         set_up(self._accelerator, experiment.training)
         set_up_evaluation(self._accelerator)
         network, batch = made.source.network(), CPU_BATCH if self._accelerator.type == "cpu" else BATCH
-        batches_done, reported, total = 0, start, -(-len(tests.samples) // batch)
+        batches_done, reported = 0, begun
+        total = sum(-(-len(labels) // batch) for _, labels in parts)
+        found: list[ScoreSums] = []
 
         def watch() -> None:
             nonlocal batches_done, reported
@@ -217,20 +237,22 @@ class Trainer:
                 models.read_row(network.module, made.source.parts.whole, made.vectors.begin(row))
                 models.read_frozen(network.module, made.source.parts)
                 self._move(network, self._accelerator)
-                found = evaluate(
-                    network.module,
-                    tests.images[tests.samples],
-                    labels=tests.labels[tests.samples],
-                    normalise=made.local.normalise,
-                    batch_size=batch,
-                    loss=experiment.training.loss,
-                    score=experiment.score.name,
-                    classes=made.local.inputs.classes if experiment.evaluation.per_class else 0,
-                    watch=watch,
-                )
+                for samples, labels in parts:
+                    result = evaluate(
+                        network.module,
+                        samples,
+                        labels=labels,
+                        normalise=made.local.normalise,
+                        batch_size=batch,
+                        loss=experiment.training.loss,
+                        score=experiment.score.name,
+                        classes=made.local.inputs.classes if experiment.evaluation.per_class else 0,
+                        watch=watch,
+                    )
+                    found.append(result.sums)
         finally:
             self._release(network)
-        return replace(found.sums, seconds=time.monotonic() - start)
+        return replace(reduce(add, found), seconds=time.monotonic() - begun)
 
     @property
     def joins(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.experiment.schema import Experiment
@@ -21,7 +20,9 @@ if TYPE_CHECKING:
 def result_of(task: Task, out: Row, result: LocalResult) -> WorkResult:
     """Return the result of a task: the trained model and its extras in `out`, uint8 [row_bytes], and its costs."""
     costs = (task.epochs, result.steps, result.train_s, result.wait_s)
-    return WorkResult(out, result.samples, result.loss, *costs, path=result.path, tests=result.tests)
+    return WorkResult(
+        out, result.samples, result.loss, *costs, path=result.path, tests=result.tests, start_loss=result.start_loss
+    )
 
 
 def scored_by(experiment: Experiment, node: str) -> Callable[[Task], bool]:
@@ -44,11 +45,11 @@ class LocalWork:
 
     def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> WorkResult:
         """Train the model in `row`, uint8 [row_bytes], as the task requires. Raises what `Trainer.train` raises."""
-        memory, trainer = self._memory, self._trainer
+        memory, trainer, scores, trains = self._memory, self._trainer, self._scores(task), task.epochs > 0
         begun = memory.begin(task, row)
-        tests = trainer.score(begun, progress=progress, cancelled=cancelled) if self._scores(task) else None
+        received = trainer.examine(begun, scores=scores, trains=trains, progress=progress, cancelled=cancelled)
         if not task.epochs:
-            return result_of(task, row, LocalResult(trainer.samples, 0.0, 0, 0.0, 0.0, tests=tests))
+            return result_of(task, row, LocalResult(trainer.samples, 0.0, 0, 0.0, 0.0, tests=received.tests))
         result = trainer.train(
             begun,
             memory.out,
@@ -58,4 +59,4 @@ class LocalWork:
             cancelled=cancelled,
         )
         memory.end(task)
-        return result_of(task, memory.result, replace(result, tests=tests))
+        return result_of(task, memory.result, received.of(result))

@@ -51,6 +51,7 @@ RULES: Final[tuple[Mapping[str, Any], ...]] = (
     {"name": "fedyogi", "learning_rate": 0.1},
     {"name": "fedexp"},
     {"name": "fednova"},
+    {"name": "qfedavg", "q": 1.0},
     *({"name": "trimmed_mean", "trim": 0.0},) * 2,  # for any number of children, as the next one
     {"name": "krum", "wrong": 0},
 )
