@@ -32,7 +32,7 @@ from common.experiment.topology import CLOUD
 from common.learning import evaluation as learning
 from common.learning import splits
 from common.model.scores import ScoreSums, distribution, packed, summed, unpacked
-from common.protocol import serialization
+from common.protocol import serialization, topics
 from common.protocol.limits import ChildLimits, TaskLimits, check_report, limits_below
 from common.protocol.messages import Key, Manifest, Result, Task
 from deploy.local.direct import run_in_process
@@ -41,6 +41,7 @@ from deploy.results.compare import groups_of, table, to_json
 from deploy.results.page import compose
 from deploy.results.run import Run
 from deploy.results.series import series_of
+from deploy.simulation.broker import Routed
 from deploy.simulation.lab import SimulatedLab
 from deploy.sweeps.measuring import sign_of, value_of
 from deploy.sweeps.merging import merged
@@ -463,6 +464,51 @@ def test_a_killed_device_loses_its_own_scores_alone() -> None:
     nodes = [f"cloud/device-{number}" for number in range(4)]
     assert scored == {(str(r), node) for r in range(1, 5) for node in nodes} - {(str(r), nodes[3]) for r in (2, 3, 4)}
     assert [row["samples"] for row in devices if row["node"] == nodes[3]][1] and ("2", nodes[3]) not in scored
+
+
+def tables_of(victim: str = "", global_round: int = 0) -> list[list[dict[str, str]]]:
+    """Return the tables of a small lab, in which a node is killed at its task of a global round, and comes back.
+
+    The cloud is killed at the first one.
+    """
+    tables, reached, tasks = list[list[dict[str, str]]](), asyncio.Event(), set[str]()
+
+    def hook(message: Routed) -> None:
+        topic = topics.parse(message.topic)
+        if message.body and isinstance(topic, topics.InboxTopic) and not reached.is_set():
+            _, content = serialization.decode(message.body)
+            if isinstance(content, Task) and content.key.global_round == global_round:
+                tasks.add(topic.node)
+            if tasks & {victim} or (tasks and victim == CLOUD):
+                reached.set()
+
+    async def scenario(lab: SimulatedLab) -> None:
+        lab.network.hooks.append(hook)
+        await reached.wait()
+        if victim:
+            lab.kill(victim)
+            await asyncio.sleep(0.4)
+            lab.start(victim)
+
+    def keep(lab: SimulatedLab) -> None:
+        (folder,) = lab.agents.runs.glob("*")
+        tables.extend(without_seconds(rows(folder, name)) for name in ("rounds.csv", "devices.csv"))
+
+    tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 3}, "institution": {"rounds": 2}}
+    tree |= {"links": {"check": "off"}, "evaluation": {"at": "devices", "per_class": True}}
+    lab = SimulatedLab(parse(tree), seed=3, scenario=scenario, at_end=keep)
+    assert lab.run().ended[CLOUD] == ""
+    return [[{key: cell for key, cell in row.items() if "bytes" not in key} for row in table] for table in tables]
+
+
+@pytest.mark.parametrize("global_round", [1, 2], ids=["with the next task", "alone"])
+@pytest.mark.parametrize("victim", [CLOUD, "institution-0", "device-0"])
+def test_a_node_killed_while_a_model_is_scored_changes_no_score(victim: str, global_round: int) -> None:
+    undisturbed = tables_of()
+    assert tables_of(victim, global_round) == undisturbed
+    rounds, devices = undisturbed
+    assert [row["devices_scored"] for row in rounds] == ["3", "3"]
+    assert all(row["test_samples"] for row in devices)
 
 
 # A cloud without PyTorch

@@ -162,7 +162,8 @@ def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment
 def _alone(experiment: Experiment, samples: int) -> Experiment:
     """Return an experiment of one device, which has as many samples of synthetic data."""
     last = experiment.tiers[-1].aggregation  # its devices' objective may need it
-    rule = last.model_dump(mode="json") if last.objective or last.sends or last.returns else {}
+    needed = last.objective or last.sends or last.returns or last.reads_losses
+    rule = last.model_dump(mode="json") if needed else {}
     tables: dict[str, Any] = {"cloud": {}, "links": {}, "hardware": {}, "availability": {}}
     if experiment.data.dataset == "synthetic":
         tables["data"] = experiment.data.model_dump(mode="json") | {"samples": samples}
