@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load
 
 from cloud import checkpoint
 from common.experiment.schema import Experiment
@@ -33,6 +35,7 @@ class Beginning:
     """Initial model of a run, uint8 [row_bytes], digest of the data split, and where models are evaluated.
 
     `notes`: what the user should know of the data, a line each. `initial`: the digest of the file of `model.initial`.
+    `frozen`: the model's frozen arrays, by name.
     """
 
     layout: ModelLayout
@@ -41,6 +44,7 @@ class Beginning:
     accelerator: str = "cpu"
     notes: Sequence[str] = ()
     initial: str = ""
+    frozen: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 def needs_process(experiment: Experiment) -> bool:
@@ -61,8 +65,8 @@ class InitialModel:
     async def start(self) -> Beginning:
         """Return the initial model. Raises InvalidExperiment."""
         load = partial(checkpoint.load_initial, str(self._experiment.model.initial))
-        layout, row, digest = await offload(load)
-        return Beginning(layout, row, "", "", initial=digest)
+        layout, row, digest, frozen = await offload(load)
+        return Beginning(layout, row, "", "", initial=digest, frozen=frozen)
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Raise RuntimeError: devices score models."""
@@ -95,9 +99,11 @@ class Evaluator:
         async def first(channel: SubprocessChannel) -> Beginning:
             begun = self._begun
             layout = ModelLayout.from_json(begun["layout"])
-            (shared,) = channel.memory.rows(1, layout.row_bytes)
-            row = await offload(shared.copy)
-            return Beginning(layout, row, begun["partition"], begun["accelerator"], begun["notes"], begun["initial"])
+            (shared,) = channel.memory.rows(1, layout.row_bytes + begun["frozen_bytes"])
+            row = await offload(shared[: layout.row_bytes].copy)
+            frozen = load(shared[layout.row_bytes :].tobytes()) if begun["frozen_bytes"] else {}
+            facts = begun["partition"], begun["accelerator"], begun["notes"], begun["initial"]
+            return Beginning(layout, row, *facts, frozen)
 
         return await self._process.do(first)
 

@@ -204,7 +204,9 @@ class GlobalRounds:
         await self._finish_evaluation(await self._score_last())
         path = folder.path / "model.safetensors"
         facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
-        save = partial(checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts)
+        save = partial(
+            checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts, frozen=self._beginning.frozen
+        )
         await self._written(lambda: offload(save))
         await self._keep_best()
         self._observe(
@@ -320,7 +322,10 @@ class GlobalRounds:
         """Write a checkpoint, after the rows of its global rounds."""
         self._folder.sync()
         state = replace(self._state, selection=self._selection.save())
-        checkpoint.save(self._folder.checkpoints, state, layout=self._layout, row=self._row, rule=self._rule)
+        checkpoint.save(
+            self._folder.checkpoints, state, layout=self._layout, row=self._row, rule=self._rule,
+            frozen=self._beginning.frozen,
+        )  # fmt: skip
 
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
         """Return the distances of the children's models to the new mean, as the epoch control measures them."""
@@ -525,7 +530,7 @@ class GlobalRounds:
         if self._experiment.stop.best:
             save = partial(
                 checkpoint.save_best, self._folder.checkpoints, global_round, layout=self._layout, row=row,
-                run=self._folder.run, rounds_back=self._experiment.cloud.rounds_back,
+                run=self._folder.run, rounds_back=self._experiment.cloud.rounds_back, frozen=self._beginning.frozen,
             )  # fmt: skip
             await self._written(lambda: offload(save))
 

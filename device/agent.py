@@ -72,7 +72,7 @@ class _Part:
 class DeviceAgent:
     """One device, which initially knows only its host's broker, its name and its parent.
 
-    `states`: the folder of what its objective keeps from task to task, None: in memory.
+    `states`: the folder of what it keeps from task to task, None: in memory.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class DeviceAgent:
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
         spool = Spool.open(host.spool, run=run, node=self._name)
-        keeps = experiment.training.objective.remembers
+        keeps = experiment.devices_remember
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         once = partial(self._take_part_once, _Part(found, experiment, spool, states))
@@ -175,11 +175,14 @@ class DeviceAgent:
         check_alike(experiment.data, self._name, partition=prepared.partition, clouds=announcement.partition)
         theirs = ModelLayout.from_json(announcement.layout)
         if prepared.layout.digest != theirs.digest:
+            alike = replace(prepared.layout, frozen=theirs.frozen).digest == theirs.digest
+            what = "other frozen arrays" if alike else "another model"
             raise InvalidExperiment(
                 "model.name",
                 experiment.model.name,
-                f"this host builds another model than the cloud ({prepared.layout.digest}, {theirs.digest})",
-                "Use one release of fedstrata, and of the model's package, everywhere.",
+                f"this host builds {what} than the cloud ({prepared.layout.digest}, {theirs.digest})",
+                "Use one release of fedstrata, and of the model's package, everywhere."
+                + " Read pre-trained arrays from a file that is the same everywhere." * alike,
             )
         layouts = link_layouts(experiment.tier_above(self._name).aggregation, prepared.layout)
         memory = DeviceMemory(
@@ -202,10 +205,10 @@ class DeviceAgent:
             row, since = await model.whole(), up.now()
             if not task.epochs and not scores(task):
                 return WorkResult(row, joined.prepared.samples, 0.0, 0, 0, 0.0, 0.0)
-            if not task.epochs:
-                return await self._train(task, row, memory, scores=True, report=report)
             if keeps:
                 row = await offload(partial(memory.begin, task, row))
+            if not task.epochs:
+                return await self._train(task, row, memory, scores=True, report=report)
             result = await self._train(task, row, memory, scores=scores(task), report=report)
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)

@@ -213,7 +213,7 @@ def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
 
     This host's environment variable decides, then the experiment, then the kind of accelerator.
     """
-    if training.deterministic or training.compile:
+    if training.deterministic or training.compile or training.own_augmentation is not None:
         return VmappedMode.NEVER
     default = VmappedMode.NEVER if accelerator == "cpu" else VmappedMode.AUTO
     given = os.environ.get(VARIABLE, training.vmapped or default)

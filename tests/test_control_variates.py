@@ -28,6 +28,7 @@ from common.methods.aggregator import build
 from common.methods.rule import Rule, Uploads, link_layouts
 from common.model.codecs import CODECS
 from common.model.layout import LinkLayouts, ModelLayout, Section
+from common.model.parts import ModelParts
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Task
 from common.storage.spool import Spool
@@ -259,7 +260,7 @@ def finished(
     experiment: Experiment, start: Doubles, end: Doubles, vectors: dict[str, Doubles], *, steps: int
 ) -> dict[str, Floats]:
     """Return what a device keeps and returns of a training from `start` to `end`."""
-    task = vectors_of(experiment, "device-0", LAYOUT)
+    task = vectors_of(experiment, "device-0", ModelParts(LAYOUT, LAYOUT))
     row, out = task.received.empty(), task.returned.empty()
     for each, columns in ((row, start), (out, end)):
         each[:] = 0

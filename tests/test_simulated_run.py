@@ -88,8 +88,12 @@ def table(root: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
         TWO_LAYERS,
         {"evaluation": {"at": "both", "data": "test"}},
         {**TWO_LAYERS, "training": {"objective": {"name": "scaffold"}}, "cloud": {"aggregation": {"name": "scaffold"}}},
+        {
+            "model": {"name": "mlp_digits", "frozen": ["fc1.bias"], "personal": ["fc2.*"]},
+            "evaluation": {"at": "devices"},
+        },
     ],
-    ids=["three layers, fedcross", "two layers", "scored by devices", "two layers, scaffold"],
+    ids=["three layers, fedcross", "two layers", "scored by devices", "two layers, scaffold", "personal parts"],
 )
 def test_the_model_is_that_of_a_direct_run(changes: dict[str, Any], tmp_path: Path) -> None:
     tree = merged(LAB, changes)

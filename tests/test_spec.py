@@ -821,6 +821,7 @@ NAMES: dict[str, str] = {  # by key of a table that its name stands for
     "score": "accuracy",
     "model": "mlp_digits",
     "training.objective": "fedprox",
+    "training.augmentation": "images",
     "training.schedule": "cosine",
     "cloud.aggregation": "fedcross",
     "cloud.selection": "round_robin",

@@ -104,6 +104,8 @@ MODELS: Final = MappingProxyType(
 
 
 OWN_FORM: Final = "package.module:function"
+PARTS: Final = ("frozen", "personal")  # of a model, the others are exchanged
+Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 PUBLISHED: Final = "published"
 OWN: Final = "own"
 NONE: Final = "none"
@@ -258,7 +260,12 @@ _USES: Final = {
 
 
 class Model(SettingsTable):
-    """The model that devices train."""
+    """The model that devices train.
+
+    `frozen` and `personal` are patterns of the names in its `state_dict`, for instance `["conv1.*"]` (`*`, `?` and
+    `[...]` as in a shell). All other arrays are exchanged, except parameters with `requires_grad = False`, which are
+    frozen.
+    """
 
     name: str = "cnn_digits"  # one of fedstrata's models, or `package.module:function`
     # Features of a projection head before the classifier, as MOON's authors use it; 0 = none.
@@ -266,6 +273,14 @@ class Model(SettingsTable):
     # The first model: that of a run, by its folder, or of a file in safetensors' format, from the folder in which the
     # cloud was started. Not set: one drawn from the seed.
     initial: str | None = None
+    # Arrays that are the same everywhere: no device trains them, and they are never sent.
+    frozen: list[Pattern] = Field(default_factory=list)
+    # Arrays that each device trains and keeps for itself, from its first task to its last. The cloud has none of them.
+    personal: list[Pattern] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value or key not in PARTS}
 
 
 def found_in(root: Path) -> list[str]:

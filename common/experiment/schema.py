@@ -168,6 +168,7 @@ class Experiment(ExperimentSettings):
         if rule.buffers and self.cloud.epoch_control.name != "fixed":
             problem = f"it compares the uploads of a global round, and {rule.name} has uploads of several"
             raise InvalidExperiment("cloud.epoch_control.name", "tempo", problem, "Use another rule at the cloud.")
+        self._check_personal()
         for child in self.links.of:
             self._check_node("links.of", child)
         for device in self.hardware.of:
@@ -240,10 +241,15 @@ class Experiment(ExperimentSettings):
         """Return whether a parent below the cloud has state between its tasks. Raises KeyError.
 
         Its rule or its selection may have some. So may a node below it: then it must know what that node's next task
-        follows. Devices have some if the objective keeps vectors.
+        follows.
         """
         below = self.tiers[self.tree.depth(parent) :]
-        return self.training.objective.remembers or any(tier.remembers for tier in below)
+        return self.devices_remember or any(tier.remembers for tier in below)
+
+    @property
+    def devices_remember(self) -> bool:
+        """Whether a device has state that persists between its tasks: its objective's, or personal arrays."""
+        return self.training.objective.remembers or bool(self.model.personal)
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
@@ -302,7 +308,10 @@ class Experiment(ExperimentSettings):
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
             return names | (self._learned if tier.aggregation.reads_samples else {})
         training = self.training
-        return self._learned | {"training.loss": training.loss, "training.objective.name": training.objective.name}
+        names = {"training.loss": training.loss, "training.objective.name": training.objective.name}
+        if training.own_augmentation is not None:
+            names |= {"training.augmentation.name": training.augmentation.name}
+        return self._learned | names
 
     @property
     def _learned(self) -> dict[str, str]:
@@ -344,6 +353,22 @@ class Experiment(ExperimentSettings):
         if objective.rule not in (None, rule.name):
             problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
             raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
+
+    def _check_personal(self) -> None:
+        """Check that nothing needs the arrays that devices keep for themselves."""
+        objective, patterns = self.training.objective, ", ".join(self.model.personal)
+        if not patterns:
+            return
+        if self.evaluation.on_cloud:
+            problem = f"the cloud has no whole model to score, as {patterns} of it is personal"
+            raise InvalidExperiment("evaluation.at", self.evaluation.at, problem, 'Use "devices".')
+        if not objective.parts:
+            problem = f"the objective {objective.name!r} needs the whole model"
+            raise InvalidExperiment("model.personal", patterns, problem, "Use another objective.")
+        for tier in self.tiers:
+            if tier.aggregation.reads_samples:
+                problem = f"{self.key(tier)}.aggregation.name = {tier.aggregation.name!r} needs the whole model"
+                raise InvalidExperiment("model.personal", patterns, problem, "Use another rule.")
 
     def _check_traces(self) -> None:
         tiers = {self.key(tier, "link"): tier.link for tier in self.tiers}

@@ -27,7 +27,9 @@ ALIKE: Final = 0.8  # from which it surely is
 
 FORMS: Final[dict[str, str]] = {}  # of texts: by pattern, what to write
 # Tables of an experiment for which their `name` stands: `objective = "fedprox"`.
-NAMED: Final = ("score", "model", "aggregation", "selection", "objective", "schedule", "epoch_control")
+NAMED: Final = (
+    "score", "model", "aggregation", "selection", "objective", "augmentation", "schedule", "epoch_control"
+)  # fmt: skip
 
 
 def form(pattern: str, instead: str) -> Any:

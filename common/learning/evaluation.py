@@ -146,9 +146,10 @@ class ModelTester:
         self._experiment = experiment
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
-        self.layout = models.layout_of(self._module)
-        self.notes = self._data.notes
-        self.first, self.initial = models.first_of(experiment, self._module, self.layout)
+        self.parts = models.parts_of(self._module, experiment.model)
+        self.layout = self.parts.exchanged
+        self.first, self.initial, notes = models.first_of(experiment, self._module, self.parts)
+        self.notes = [*self._data.notes, *notes]
 
     @calls_own_code
     def evaluate(self, row: Row) -> Evaluation:

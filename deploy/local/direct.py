@@ -139,7 +139,9 @@ async def _run(
     try:
         run = GlobalRounds(
             folder,
-            Beginning(layout, tester.first, partition, notes=tester.notes, initial=tester.initial),
+            Beginning(
+                layout, tester.first, partition, notes=tester.notes, initial=tester.initial, frozen=tester.parts.frozen
+            ),
             spool=spool,
             down=down,
             evaluate=evaluate,
@@ -159,7 +161,7 @@ async def _run(
         with suppress(StorageFailed):  # it would hide the first error
             folder.finish(down.ledger)
         raise
-    keeping = [name for name, trainer in trainers.items() if trainer.vectors.kept]
+    keeping = [name for name, trainer in trainers.items() if trainer.vectors.kept_bytes]
     for name in (*tree.aggregators, *keeping, CLOUD):
         _spool(folder, name).close()
     return model
@@ -193,7 +195,7 @@ def _device(folder: RunFolder, name: str, trainer: Trainer) -> Work:
         kept_bytes=trainer.vectors.kept_bytes,
         rounds=experiment.device_rounds,
         rounds_back=experiment.cloud.rounds_back,
-        spool=_spool(folder, name) if trainer.vectors.kept else Spool(None),
+        spool=_spool(folder, name) if trainer.vectors.kept_bytes else Spool(None),
     )
     local = LocalWork(trainer, memory, scored_by(experiment, name))
     never = threading.Event()

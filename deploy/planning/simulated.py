@@ -173,6 +173,10 @@ class NoiseWorkload:
         self._moved()
         return self._work.samples_of(node)
 
+    def kept_bytes(self, experiment: Experiment) -> int:
+        """Return those of the objective's vectors; no link carries personal arrays."""
+        return 4 * self.layout.parameters * len(experiment.training.objective.keeps)
+
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Change the flat model `row` into `out`; return a loss and the number of steps."""
         self._moved()

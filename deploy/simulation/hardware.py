@@ -46,6 +46,9 @@ class Workload(Protocol):
     def samples(self, node: str) -> int:
         """Return the number of a device's training samples."""
 
+    def kept_bytes(self, experiment: Experiment) -> int:
+        """Return the bytes behind a device's models that it keeps from task to task."""
+
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Train the flat model `row` into `out`; return the loss and the number of steps."""
 
@@ -69,6 +72,10 @@ class NullWorkload:
     def samples(self, node: str) -> int:
         """Return 50 to 149 samples, depending on the name."""
         return 50 + zlib.crc32(node.encode()) % 100
+
+    def kept_bytes(self, experiment: Experiment) -> int:
+        """Return those of the objective's vectors, and of one more for personal arrays."""
+        return 4 * self.layout.parameters * (len(experiment.training.objective.keeps) + bool(experiment.model.personal))
 
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Add noise, float32 [D]. The vectors behind the model change it, and each other, so that none may be lost."""
@@ -209,7 +216,7 @@ class SimulatedMember:
         self._samples = samples - evaluation.taken_of(samples)
         self._reads_losses = experiment.tier_above(self._node).aggregation.reads_losses
         self._tests = evaluation.taken_of(samples) or max(1, round(TESTS * samples))
-        kept_bytes = 4 * workload.layout.parameters * len(experiment.training.objective.keeps)
+        kept_bytes = workload.kept_bytes(experiment)
         return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
 
     async def train(

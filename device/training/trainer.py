@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -103,7 +103,7 @@ class Trainer:
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
         known = self._sources.get(local.inputs)
         source = known or source_of(experiment, local.inputs, accelerator=accelerator)
-        vectors = vectors_of(experiment, self._node, source.layout)
+        vectors = vectors_of(experiment, self._node, source.parts)
         made = _Prepared(source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
         if known is None and source.shared is None:
             source = self._formed(made)
@@ -121,7 +121,7 @@ class Trainer:
     @property
     def layout(self) -> ModelLayout:
         """The model's layout, once prepared."""
-        return self._prepared.source.layout
+        return self._prepared.source.parts.exchanged
 
     @property
     def vectors(self) -> TaskVectors:
@@ -234,7 +234,8 @@ class Trainer:
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
         try:
             with seeded(own_seed, self._accelerator) if self._own else nullcontext():
-                models.read_row(network.module, made.source.layout, row)
+                models.read_row(network.module, made.source.parts.whole, made.vectors.begin(row))
+                models.read_frozen(network.module, made.source.parts)
                 self._move(network, self._accelerator)
                 for samples, labels in parts:
                     result = evaluate(
@@ -278,15 +279,18 @@ class Trainer:
         watch: Callable[[int], None],
     ) -> tuple[float, int]:
         """Train on some batches, from `row` into `out`; return the sum of the last epoch's losses, and the steps."""
-        experiment, module, layout = self._experiment, network.module, made.source.layout
+        experiment, module, parts, vectors = self._experiment, network.module, made.source.parts, made.vectors
+        inner = vectors.begin(row)
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round)
         with seeded(own_seed, self._accelerator) if self._own else nullcontext(), self._deterministic():
-            models.read_row(module, layout, row)
+            models.read_row(module, parts.whole, inner)
+            models.read_frozen(module, parts)
             self._move(network, self._accelerator)
             reseed(module, dropout_seed(experiment, node=self._node, local_round=local_round), self._accelerator)
+            weights = models.weights_of(module.train(), parts.whole)
             losses, steps = run_sgd(
                 network.forward,
-                list(module.train().parameters()),
+                list(weights.values()),
                 some,
                 training=experiment.training,
                 learning_rate=experiment.learning_rate_in(local_round),
@@ -294,7 +298,8 @@ class Trainer:
                 watch=watch,
                 buffers=list(module.buffers()),
                 vectors={
-                    name: self._tensors(made, network, name, vector) for name, vector in made.vectors.read(row).items()
+                    name: self._tensors(vectors.inner, weights, name, vector)
+                    for name, vector in vectors.inner.read(inner).items()
                 },
                 features=network.features,
                 captured=network.captured,
@@ -302,19 +307,25 @@ class Trainer:
                     experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
                 ),
                 head=network.head,
+                personal=[place for place, name in enumerate(weights) if name in vectors.personal],
             )
             self._move(network, "cpu")
-            models.write_row(module, layout, out)
-            finish(experiment, made.vectors, made.local, row, out, steps=steps, local_round=local_round)
+            models.check_constant(module, parts)
+            if vectors.personal:
+                models.write_row(module, parts.whole, trained := parts.whole.empty())
+                vectors.end(trained, out)
+            else:
+                models.write_row(module, parts.whole, out)
+            finish(experiment, vectors, made.local, row, out, steps=steps, local_round=local_round)
         return float(losses), steps
 
-    def _tensors(self, made: _Prepared, network: Network, name: str, vector: Floats) -> list[Tensor]:
+    def _tensors(self, vectors: TaskVectors, weights: Mapping[str, Tensor], name: str, vector: Floats) -> list[Tensor]:
         """Return a vector as tensors: one of length D like the parameters, in their order, another one as it is."""
-        parts = made.vectors.split(name, vector)
+        parts = vectors.split(name, vector)
         if name in parts:
             return [torch.from_numpy(vector.copy()).to(self._accelerator)]
         found = []
-        for parameter, weight in network.module.named_parameters():
+        for parameter, weight in weights.items():
             part = torch.from_numpy(parts[parameter].copy())
             found.append(torch.empty_like(weight, requires_grad=False).copy_(part))
         return found
@@ -357,7 +368,7 @@ class Trainer:
 
     def _near(self, made: _Prepared, once: Row, other: Row) -> bool:
         """Return whether two steps from the first model differ by no more than rounding."""
-        start_D, once_D, other_D = map(made.source.layout.floats, (self._first(made), once, other))
+        start_D, once_D, other_D = map(made.source.parts.exchanged.floats, (self._first(made), once, other))
         return bool(np.linalg.norm(other_D - once_D) <= ROUNDING_MOST * np.linalg.norm(once_D - start_D))
 
     def _tried(self, made: _Prepared, samples: int) -> Row:
@@ -371,7 +382,8 @@ class Trainer:
         if inputs.numbers:
             labels = torch.randn(samples, inputs.classes, generator=draw)
         given, labels = given.to(self._accelerator), labels.to(self._accelerator)
-        row, out, network = self._first(made), made.vectors.returned.empty(), made.source.network()
+        row, network = self._first(made), made.source.network()
+        out = np.zeros(made.vectors.links.up.row_bytes + made.vectors.kept_bytes, np.uint8)
         local = LocalDataset(inputs, given, labels, torch.arange(samples), lambda images: images, "")
         problem = f"fails in training on {samples} samples with {{}}"
         try:
@@ -405,9 +417,8 @@ class Trainer:
 
     def _first(self, made: _Prepared) -> Row:
         """Return the first model of a run, with zeros behind it."""
-        row = made.vectors.received.empty()
-        row[:] = 0
-        models.write_row(made.source.network().module, made.source.layout, row)
+        row = np.zeros(made.vectors.links.down.row_bytes + made.vectors.kept_bytes, np.uint8)
+        models.write_row(made.source.network().module, made.source.parts.exchanged, row)
         return row
 
     def _exhausted(self) -> RunFailed:

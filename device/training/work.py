@@ -45,12 +45,13 @@ class LocalWork:
 
     def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> WorkResult:
         """Train the model in `row`, uint8 [row_bytes], as the task requires. Raises what `Trainer.train` raises."""
-        memory, trainer, scores = self._memory, self._trainer, self._scores(task)
-        received = trainer.examine(row, scores=scores, trains=task.epochs > 0, progress=progress, cancelled=cancelled)
+        memory, trainer, scores, trains = self._memory, self._trainer, self._scores(task), task.epochs > 0
+        begun = memory.begin(task, row)
+        received = trainer.examine(begun, scores=scores, trains=trains, progress=progress, cancelled=cancelled)
         if not task.epochs:
             return result_of(task, row, LocalResult(trainer.samples, 0.0, 0, 0.0, 0.0, tests=received.tests))
         result = trainer.train(
-            memory.begin(task, row),
+            begun,
             memory.out,
             epochs=task.epochs,
             local_round=memory.number(task),

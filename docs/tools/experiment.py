@@ -17,7 +17,14 @@ from pydantic.fields import FieldInfo
 from common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
 from common.experiment.short_form import ShortForm
 from common.experiment.tiers import Tier
-from common.experiment.training import OBJECTIVES, ObjectiveTable, OwnObjective
+from common.experiment.training import (
+    AUGMENTATIONS,
+    OBJECTIVES,
+    AugmentationTable,
+    ObjectiveTable,
+    OwnAugmentation,
+    OwnObjective,
+)
 from common.methods.selection import OwnSelection
 from common.methods.single_model import OwnRule
 
@@ -55,6 +62,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "score": "[Your model, your data](own.md#the-score) has the functions of one's own.",
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
+    "training.augmentation": "Flips and crops of images, or [one's own](extend.md#an-augmentation).",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
     "cloud.epoch_control": "The [page of Tempo](algorithms/tempo.md) has the equations.",
     "profiles.NAME": "[Links](links.md) lists the profiles that ship.",
@@ -68,6 +76,7 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     RuleSettings: {**RULES, "package.module:Name": OwnRule},
     SelectionSettings: {**SELECTORS, "package.module:Name": OwnSelection},
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
+    AugmentationTable: {**AUGMENTATIONS, "package.module:Name": OwnAugmentation},
 }
 ORDER: Final = (
     "", "score", "evaluation", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers",
