@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from cloud.results import RunFolder
 
 CPU_S: Final = "cpu_s"  # in manifest.json
+COMMIT: Final = "commit"  # in manifest.json
+SOURCE: Final = Path(__file__).parents[2]
 
 
 @contextmanager
-def cpu_counted(folder: RunFolder, used_s: Callable[[], float] = lambda: sum(os.times()[:4])) -> Iterator[None]:
-    """Add the CPU seconds of the `with` block to those in a run's manifest, over restarts.
+def cost_noted(folder: RunFolder, used_s: Callable[[], float] = lambda: sum(os.times()[:4])) -> Iterator[None]:
+    """Note the CPU seconds of the `with` block in a run's manifest, over restarts, and the commit of the source.
 
-    They are those of this process and of its children that ended; what a killed process used is missing.
+    The seconds are those of this process and of its children that ended; what a killed process used is missing.
     """
     begin = used_s()
     try:
@@ -32,4 +36,16 @@ def cpu_counted(folder: RunFolder, used_s: Callable[[], float] = lambda: sum(os.
     finally:
         if folder.path.exists():
             earlier = json.loads((folder.path / "manifest.json").read_text(encoding="utf-8")).get(CPU_S, 0.0)
-            folder.note(**{CPU_S: round(earlier + used_s() - begin, 2)})
+            folder.note(**{CPU_S: round(earlier + used_s() - begin, 2), COMMIT: source_commit()})
+
+
+def source_commit(source: Path = SOURCE) -> str | None:
+    """Return the git commit of the source that runs, with `-dirty` if it was changed; None for an installed release."""
+    if not (source / ".git").exists():
+        return None
+    words = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return None
+    return found.stdout.strip() or None

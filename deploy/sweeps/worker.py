@@ -31,7 +31,7 @@ def main() -> None:
         from cloud.results import RunFolder
         from common.experiment.reading import parse
         from deploy.local.direct import run_in_process  # imports torch: seconds
-        from deploy.results.kept import cpu_counted
+        from deploy.results.kept import cost_noted
 
     def run(request: Record) -> None:
         if "resume" in request:
@@ -44,7 +44,7 @@ def main() -> None:
                 channel.send(event=event, global_round=facts.get("global_round", 0), folder=str(folder.path))
 
         try:
-            with cpu_counted(folder):
+            with cost_noted(folder):
                 run_in_process(folder, resume="resume" in request, accelerator=request["accelerator"], observe=observe)
         finally:
             folder.release()
