@@ -35,6 +35,7 @@ STARTED: Final = "%Y%m%dT%H%M%SZ"
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
 PREDICTION: Final = "prediction.json"  # in a run's folder, if a prediction was made
 SWEEP: Final = "sweep.json"  # in a sweep's folder, beside its runs: the names of its cells
+CELL: Final = "cell"  # in the manifest of a kept run: the name of its cell
 
 _R = TypeVar("_R", bound=Record)
 
@@ -210,6 +211,8 @@ class Run:
     @property
     def cell(self) -> str:
         """The sweep's name of the run's cell, such as `IID, FedAvg`; empty outside of a sweep's folder."""
+        if CELL in self.manifest:
+            return str(self.manifest[CELL])
         file = f"../{SWEEP}"
         names = self._json(file).get("cells") if (self.path / file).exists() else {}
         if not isinstance(names, Mapping):

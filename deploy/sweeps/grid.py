@@ -50,6 +50,13 @@ class Grid:
     cells: Sequence[SweepCell]
     measures: Sequence[Measure]
     figures: Figures  # the paper's; in the small form, which is another experiment, for their order alone
+    changes: Sequence[str] = ()  # `key=value` of every cell, on top of the file
+
+    @property
+    def title(self) -> str:
+        """The file's title, with what makes the cells others than the file's."""
+        others = [*(["small form"] if self.small else []), *(["changed by --set"] if self.changes else [])]
+        return f"{self.file.title} ({', '.join(others)})" if others else self.file.title
 
     @property
     def seeds(self) -> list[int]:
@@ -142,7 +149,7 @@ def expand(
     measures = list(_measures(file, cells))
     labels = [measure.label for measure in measures]
     figures = expand(tree, path, seeds=1).figures if small else figures_of(file, labels)
-    return Grid(file, path.stem, small, axes, cells, measures, figures)
+    return Grid(file, path.stem, small, axes, cells, measures, figures, tuple(overrides))
 
 
 def _small(file: SweepFile) -> SweepFile:

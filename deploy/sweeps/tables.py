@@ -34,7 +34,7 @@ def by_table(results: SweepResults) -> list[tuple[Table, Sequence[SweepCell]]]:
         cells = [cell for cell in grid.cells if all(cell.values[axis] == value for axis, value in chosen.items())]
         if cells:
             name = f"table-{len(found) + 1}"
-            title = grid.file.title if not values else f"{grid.file.title}: {label_of(values)}"
+            title = grid.title if not values else f"{grid.title}: {label_of(values)}"
             found.append((_table(name, title, cells, results), cells))
     return found
 
@@ -47,6 +47,7 @@ def long_table(results: SweepResults) -> Table:
         columns.append(_number(measure))
         if measure in results.compared:
             columns += [Column(f"{measure.label} {end}", digits=4) for end in ("paper", "paper_sd", DIFFERENCE)]
+    columns += [Column("changed", text=True)] if grid.changes else []
     rows = []
     for cell in grid.cells:
         row: list[Cell] = [*cell.values.values(), len(results.runs_of(cell)), len(cell.experiments)]
@@ -56,8 +57,8 @@ def long_table(results: SweepResults) -> Table:
                 figure = results.figure(cell, measure)
                 row += [figure.mean, figure.deviation] if figure is not None else [None, None]
                 row.append(difference(results, cell, measure))
-        rows.append(row)
-    return Table("cells", grid.file.title, columns, rows)
+        rows.append([*row, *([" ".join(grid.changes)] if grid.changes else [])])
+    return Table("cells", grid.title, columns, rows)
 
 
 def difference(results: SweepResults, cell: SweepCell, measure: Measure) -> float | None:
