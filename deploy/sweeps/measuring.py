@@ -31,7 +31,9 @@ def value_of(rows: Sequence[GlobalRoundRecord], measure: Measure, *, target: flo
     done = rows[: last + 1]
     cost = {
         "rounds": lambda: float(done[-1].global_round),
-        "seconds": lambda: done[-1].elapsed_s,
+        "seconds": lambda: (
+            sum(row.phases[phase] for row in done for phase in measure.phases) if measure.phases else done[-1].elapsed_s
+        ),
         "bytes": lambda: float(sum(_bytes(row, measure) for row in done)),
         "steps": lambda: float(sum(row.sgd_steps for row in done)),
         "path_steps": lambda: float(sum(row.path_steps for row in done)),

@@ -40,7 +40,7 @@ def changed(results: SweepResults) -> Iterator[str]:
     grid = results.grid
     if grid.changes:
         paper = grid.file.paper
-        those = f": these are not the paper's settings" if paper.figures else ""
+        those = ": these are not the paper's settings" if paper.figures else ""
         yield f"changed by --set: {', '.join(grid.changes)}{those}"
 
 
@@ -76,7 +76,7 @@ def to_json(results: SweepResults) -> dict[str, Any]:
         "changed": list(grid.changes),
         "runs": len(grid.experiments),
         "finished": len(results.runs),
-        "cells": [_cell(results, cell) for cell in grid.cells],
+        "cells": [_cell(results, cell) for cell in grid.rows],
         "rankings": verdicts.to_json(),
         "contradictions": list(verdicts.contradictions()),
         "paper": grid.file.paper.model_dump(include={"cite", "table", "label", "notes"}),

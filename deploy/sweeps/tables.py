@@ -31,7 +31,7 @@ def by_table(results: SweepResults) -> list[tuple[Table, Sequence[SweepCell]]]:
     found: list[tuple[Table, Sequence[SweepCell]]] = []
     for values in product(*(grid.axes[axis] for axis in names)):
         chosen = dict(zip(names, values, strict=True))
-        cells = [cell for cell in grid.cells if all(cell.values[axis] == value for axis, value in chosen.items())]
+        cells = [cell for cell in grid.rows if all(cell.values[axis] == value for axis, value in chosen.items())]
         if cells:
             name = f"table-{len(found) + 1}"
             title = grid.title if not values else f"{grid.title}: {label_of(values)}"
@@ -49,7 +49,7 @@ def long_table(results: SweepResults) -> Table:
             columns += [Column(f"{measure.label} {end}", digits=4) for end in ("paper", "paper_sd", DIFFERENCE)]
     columns += [Column("changed", text=True)] if grid.changes else []
     rows = []
-    for cell in grid.cells:
+    for cell in grid.rows:
         row: list[Cell] = [*cell.values.values(), len(results.runs_of(cell)), len(cell.experiments)]
         for measure in grid.measures:
             row.append(results.spread(cell, measure))
