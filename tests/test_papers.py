@@ -22,7 +22,7 @@ from tests.helpers.commands import EXPERIMENTS, invoke, table
 PAGE: Final = Path(__file__).parents[1] / "docs" / "reproduction.md"
 # By file: cells and seeds, those of the small form, and how many figures the paper prints.
 SIZES: Final = {
-    "fedcda-figure2a": (12, 2, 12, 5, 0),
+    "fedcda-figure2a": (15, 2, 15, 5, 0),
     "fedcda-figure2b": (4, 2, 4, 5, 0),
     "fedcda-figure2cd": (6, 2, 6, 5, 0),
     "fedcda-figure3": (7, 2, 7, 5, 0),

@@ -94,6 +94,11 @@ class RuleSettings(SettingsTable):
         return False
 
     @property
+    def named_children(self) -> Mapping[str, Iterable[str]]:
+        """The children that keys name, by key: they must be there."""
+        return {}
+
+    @property
     def selects(self) -> bool:
         """Whether the rule selects the children itself."""
         return False
