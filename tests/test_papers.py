@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -32,6 +33,7 @@ SIZES: Final = {
     "fedcross-figure6": (30, 3, 30, 3, 0),
     "fedcross-figure7": (30, 3, 18, 3, 0),
     "fedcross-figure9": (20, 3, 10, 5, 0),
+    "fedcross-table1": (6, 1, 6, 1, 5),
     "fedcross-table2": (174, 3, 24, 5, 174),
     "fedcross-table3": (18, 3, 18, 5, 18),
     "fedmr-figure4": (3, 3, 3, 5, 0),
@@ -43,6 +45,7 @@ SIZES: Final = {
 # The papers' words. devices, how many of them train in a round of their parent, epochs, batch, learning rate, momentum,
 # weight decay, global rounds; None: depends on the cell, or the paper does not state it.
 TRAINING: Final = {
+    "fedcross-table1": (100, 10, 5, 50, 0.01, 0.5, 0.0, None),
     "fedcross-table2": (None, None, 5, 50, 0.01, 0.5, 0.0, None),
     "fedcross-table3": (100, 10, 5, 50, 0.01, 0.5, 0.0, 2000),
     "fedcross-figure6": (100, None, 5, 50, 0.01, 0.5, 0.0, 2000),
@@ -253,3 +256,26 @@ def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> Non
     folder = RunFolder.create(tmp_path, parse(tree), direct=True)
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     assert len(table(folder.path / "rounds.csv")) == 2
+
+
+def test_the_bytes_of_fedcross_table_1_are_those_of_its_text(tmp_path: Path) -> None:
+    """ "FedCross needs a communication of 2K models, which is the same as FedAvg"; SCAFFOLD "2K models plus 2K global
+    control variables"; FedGen "2K models plus K generators"; FedProx and CluSamp as FedAvg.
+    """
+    grid, rounds, models = grid_of("fedcross-table1", small=True), 2, 2 * 6 * 2  # 10 % of 60 devices
+    found = {}
+    for cell in grid.cells:
+        tree = cell.experiments[1].model_dump(mode="json")
+        for change in (f"rounds={rounds}", "training.epochs=1"):
+            override(tree, change)
+        folder = RunFolder.create(tmp_path, parse(tree), direct=True)
+        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+        manifest = json.loads((folder.path / "manifest.json").read_text())
+        rows = table(folder.path / "rounds.csv")
+        up, down = (sum(int(row[f"wan_{way}_bytes"]) for row in rows) for way in ("up", "down"))
+        found[cell.values["method"]] = up / manifest["model_bytes"], down / manifest["model_bytes"]
+    generators = found.pop("FedGen")
+    assert found.pop("SCAFFOLD") == (pytest.approx(models, rel=0.01), pytest.approx(models, rel=0.01))
+    for up, down in found.values():
+        assert (up, down) == (pytest.approx(models / 2, rel=0.01), pytest.approx(models / 2, rel=0.01))
+    assert generators[0] == pytest.approx(models / 2, rel=0.1) and generators[1] > models / 2
