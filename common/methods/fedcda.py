@@ -29,7 +29,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import Rounds, RuleSettings, RuleUse, Weights
+from common.experiment.methods import CombiningSettings, Rounds, RuleUse, Weights
 from common.experiment.tables import Count, Name
 from common.host.files import PARTIAL, writing
 from common.lazy import np
@@ -44,7 +44,7 @@ from common.randomness import Purpose, generator
 TIE: Final = 1e-12  # of the terms' scale
 
 
-class FedCDA(RuleSettings):
+class FedCDA(CombiningSettings):
     """One model: the mean of one cached upload of each child, chosen to lie close together at a low loss."""
 
     name: Literal["fedcda"] = "fedcda"  # the rule
@@ -65,13 +65,14 @@ class FedCDA(RuleSettings):
 
     @property
     def remembers(self) -> bool:
-        """Whether the cached uploads persist."""
-        return self.history == "keep"
+        """Whether the cached uploads persist, or the moments of a step."""
+        return self.history == "keep" or super().remembers
 
     def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
         """Return the bytes of the cached uploads, and of one or two sums in float64."""
         sums = 4 if self.smoothness_of else 2
-        return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + sums * row_bytes
+        step = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
+        return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + sums * row_bytes + step
 
     @property
     def named_children(self) -> Mapping[str, Iterable[str]]:
@@ -80,6 +81,7 @@ class FedCDA(RuleSettings):
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check the number of combinations of a group. Raises InvalidExperiment."""
+        super().check(key, children, uploads)
         group = ceil(children / self.groups)
         if self.choice == "close" and self.depth**group > self.combinations:
             raise InvalidExperiment(

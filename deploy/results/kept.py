@@ -99,7 +99,7 @@ def keep(run: Run, root: Path, *, cell: str) -> Path:
 def brief(experiment: Experiment) -> dict[str, Any]:
     """Return an experiment's tree without the keys that have their defaults; its nodes and tiers are whole."""
     tree = as_written(experiment)
-    nodes = {key: tree[key] for key in ("topology", "tiers") if key in tree}
+    nodes: dict[str, Any] = {key: tree[key] for key in ("topology", "tiers") if key in tree}
     found = nodes | _changed(tree, as_written(parse(nodes)))
     return found if parse(found).digest == experiment.digest else tree
 

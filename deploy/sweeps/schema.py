@@ -207,12 +207,12 @@ class SweepFile(SettingsTable):
         self._check_values("small.only", self.small.only)
         if self.paper.order:
             self.check_axis("paper.order", self.paper.order)
-        for name, values in self.paper.best.items():
-            for value in values:
+        for name, members in self.paper.best.items():
+            for value in members:
                 self.check_value(f"paper.best.{name}", self.ranked, value)
-            if not values or name in self.axes[self.ranked]:
-                problem = "a value of the axis" if values else "the best of nothing"
-                remedy = "Use another name." if values else "Name some values."
+            if not members or name in self.axes[self.ranked]:
+                problem = "a value of the axis" if members else "the best of nothing"
+                remedy = "Use another name." if members else "Name some values."
                 raise InvalidExperiment("paper.best", name, problem, remedy)
         if self.paper.baseline and self.paper.baseline not in self.paper.best:
             self.check_value("paper.baseline", self.ranked, self.paper.baseline)
