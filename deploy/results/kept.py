@@ -35,7 +35,7 @@ SOURCE: Final = Path(__file__).parents[2]
 MODEL: Final = "model.safetensors"
 # Of the manifest: nothing of single nodes, which the experiment has, and no name of a host.
 KEPT: Final = (
-    "format", "run", "started", "experiment_digest", "platform", "cpus", "python", "packages", "evaluated_on",
+    "format", "run", "started", "experiment_digest", "cpus", "python", "packages", "evaluated_on",
     "model_bytes", "partition", CPU_S, COMMIT, DIRECT, SIMULATED,
 )  # fmt: skip
 

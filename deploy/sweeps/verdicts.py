@@ -183,9 +183,7 @@ def conditions(results: SweepResults) -> list[str]:
     runs = list(results.runs.values())
     if not runs:
         return []
-    hosts = _distinct(
-        f"{run.manifest.get('host', run.manifest.get('platform'))}, {run.manifest.get('cpus')} cores" for run in runs
-    )
+    hosts = _distinct(f"{run.manifest.get('host', 'a host')}, {run.manifest.get('cpus')} cores" for run in runs)
     torch = _distinct(f"torch {(run.manifest.get('packages') or {}).get('torch')}" for run in runs)
     lines = [f"hardware: {'; '.join(hosts)}; {', '.join(torch)}"]
     profiles = _distinct(
