@@ -9,6 +9,7 @@ FedstrataError                 base of all errors; has the exit code of the comm
 ├── StorageFailed         (6)  a file or folder of this machine cannot be used: disk full, read-only, another user's
 ├── RunFailed             (1)  the run cannot continue
 │   ├── NoProgress        (5)  no progress for `idle_s`
+│   │   └── OutOfReach    (5)  the parent, or a broker, was away so long
 │   ├── AcceleratorLost   (1)  each call of an accelerator fails from now on, in this process
 │   ├── StateLost         (1)  this process does not have what an earlier task of its node left
 │   └── InvalidBelow      (4)  a node below cannot take part in the experiment
@@ -97,6 +98,10 @@ class NoProgress(RunFailed):
     """Neither a byte nor a training step made progress for `idle_s` seconds."""
 
     exit_code = 5
+
+
+class OutOfReach(NoProgress):
+    """The parent, or a broker, was away for `idle_s` seconds; a node that stays returns to the run when it is back."""
 
 
 class AcceleratorLost(RunFailed):

@@ -231,6 +231,21 @@ def test_a_quorum_does_not_wait_for_the_straggler() -> None:
     assert [each.missing for each in run(quorum).rounds] == [("device-3",)] * 3
 
 
+@pytest.mark.parametrize("rounds", [None, 2])
+def test_what_changes_late_in_a_run_is_predicted(rounds: int | None) -> None:
+    """Global rounds take some 4 s, so an outage from second 20 on is in the fifth or sixth of them."""
+    outage = {"seconds": [0, 20, 50], "up_mbit": [4, 0, 4], "down_mbit": [6, 0, 6]}
+    slow = replace(FREE, training_s=1.0)
+    lab = {**TWO_LAYERS, "rounds": 8, "links": {"wan": {"trace": outage}}}
+    found = run(planned(lab, slow), slow, rounds=rounds)
+    seconds = [each.seconds for each in found.rounds]
+    if rounds is None:
+        assert len(seconds) == 8 and max(seconds) > 30 and sum(each > 10 for each in seconds) == 1
+        assert found.total_s(8) == pytest.approx(sum(seconds))
+    else:
+        assert len(seconds) == 2 and max(seconds) < 10
+
+
 def test_selection_is_that_of_the_run() -> None:
     work = planned({"topology": {"institutions": 0, "devices": 8}, "cloud": {"participation": 0.25}})
     found = run(work, rounds=3)

@@ -23,7 +23,7 @@ import psutil
 import pytest
 from xxhash import xxh3_64_digest
 
-from common.errors import DuplicateName, InvalidExperiment, LabInUse, LeftOut, NoProgress
+from common.errors import DuplicateName, InvalidExperiment, LabInUse, LeftOut, NoProgress, OutOfReach
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
@@ -83,7 +83,7 @@ def announcing(site: SimulatedSite, run: str) -> ParentEndpoint:
     "how",
     [
         None,
-        NoProgress("the cloud was not there"),
+        NoProgress("the refiner made no progress"),
         InvalidExperiment("a", 1, "no", "Yes."),
         LeftOut("--parent", PARENT, "no device of this experiment", "It has others."),
     ],
@@ -132,6 +132,19 @@ async def test_a_node_returns_to_a_run_whose_parent_has_restarted(site: Simulate
     living(site, again)
     await until(lambda: node.runs == ["run-1", "run-1"])
     assert again.now() - begun < 3, "a parent that joins is asked at once"
+    await node.cancel()
+
+
+@virtual
+async def test_a_node_returns_to_a_run_whose_parent_was_out_of_reach(site: SimulatedSite) -> None:
+    node = Staying(site)
+    living(site, announcing(site, "run-1"))
+    await until(lambda: node.runs == ["run-1"])
+    node.ends.put_nowait(OutOfReach("the cloud was not there"))
+    await until(lambda: node.runs == ["run-1", "run-1"])
+    node.ends.put_nowait(None)
+    await asyncio.sleep(100)
+    assert node.runs == ["run-1", "run-1"], "it has finished the run"
     await node.cancel()
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
-from common.errors import NoProgress, RefusedModel, RunFailed
+from common.errors import OutOfReach, RefusedModel, RunFailed
 from common.experiment.links import PLAIN, Codecs, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.host.offload import offload
@@ -202,7 +202,7 @@ class ChildEndpoint(Endpoint):
         elif isinstance(event, ParentMoved):
             raise Moved(Found(event.run, event.session, event.announcement))
         elif isinstance(event, ParentGone):
-            raise NoProgress(f"{self.session.parent} was not there for {self._idle_s:g} s")
+            raise OutOfReach(f"{self.session.parent} was not there for {self._idle_s:g} s")
         elif isinstance(event, ProbeReceived):
             self.probes.receive(event.peer, event.message)
         elif isinstance(event, NoiseFetched):

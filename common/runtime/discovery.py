@@ -10,7 +10,7 @@ import gc
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
@@ -21,6 +21,7 @@ from common.errors import (
     InvalidExperiment,
     LeftOut,
     OtherRelease,
+    OutOfReach,
     as_known,
 )
 from common.net.address import BrokerAddress
@@ -69,7 +70,7 @@ async def discover(host: Host, name: str, parent: str, *, left: Found | None = N
 
     If the parent does not reply soon, a warning names the other nodes, because the parent's name may be mistyped. The
     warning is repeated at increasing intervals. `left`: the run that this node has left, in which it does not take part
-    again before its parent restarts; after a run nobody is warned. Raises ConnectionFailed, and DuplicateName if
+    again with that session of its parent; after a run nobody is warned. Raises ConnectionFailed, and DuplicateName if
     another process of this name looks for a run on this broker.
     """
     return await _Seeker(host, name, parent, left=left).seek(connect_timeout_s=host.connect_timeout_s)
@@ -122,7 +123,8 @@ async def _play(
 ) -> Found:
     """Take part in a run, and in those to which the parent goes on meanwhile; return the last one.
 
-    Raises what `take_part` raises, unless a node with an entry, which stays, may wait for the next run.
+    It has no session of a parent that was only out of reach: then this node returns once the parent answers. Raises
+    what `take_part` raises, unless a node with an entry, which stays, may wait for the next run.
     """
     while True:
         activity.info("%s: run %s: preparing", name, found.run)
@@ -144,6 +146,8 @@ async def _play(
                 log.error("%s leaves run %s: %s", name, found.run, known)
                 for frame in known.frames if isinstance(known, InvalidExperiment) else ():
                     log.info("  %s", frame)
+            if isinstance(known, OutOfReach):
+                found = replace(found, parent_session="")
         else:
             activity.info("%s: run %s finished", name, found.run)
         if entry is not None:

@@ -15,7 +15,7 @@ from math import inf
 from typing import Final
 
 from common.accounting.counters import packet_bytes
-from common.errors import ConnectionFailed, DuplicateName, NoProgress
+from common.errors import ConnectionFailed, DuplicateName, OutOfReach
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.net.bulk import Body, Place
@@ -104,7 +104,7 @@ class Endpoint(ABC):
     async def run(self, *, connect_timeout_s: float) -> None:
         """Serve until cancelled.
 
-        Raises ConnectionFailed, DuplicateName, and NoProgress if the broker, or a child's parent, stays away.
+        Raises ConnectionFailed, DuplicateName, and OutOfReach if the broker, or a child's parent, stays away.
         """
         async with asyncio.TaskGroup() as group:
             connecting = self.connection.run(connect_timeout_s=connect_timeout_s)
@@ -249,7 +249,7 @@ class Endpoint(ABC):
             )
         if isinstance(event, BrokerAway):
             reasons = self.connection.attempts.reasons()
-            raise NoProgress(f"broker {self.connection.address} was away for {self._idle_s:g} s ({reasons})")
+            raise OutOfReach(f"broker {self.connection.address} was away for {self._idle_s:g} s ({reasons})")
         if isinstance(event, BrokerDrops):
             log.warning(
                 "%s: broker %s drops messages: %d of %d chunks were lost and are asked for again. Raise its limits "

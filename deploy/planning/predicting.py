@@ -16,7 +16,7 @@ from deploy.planning import constants, workload
 from deploy.planning.calibration import MachineSpeeds, measure
 from deploy.planning.constants import FittedCosts
 from deploy.planning.footprint import direct_bytes, memory_of
-from deploy.planning.simulated import SimulatedRun, Site, simulate
+from deploy.planning.simulated import SimulatedRun, Site, changes, simulate
 from deploy.planning.workload import OF_THE_SPLIT, PlannedWorkload
 
 INTERFACE_MBIT: Final = 1000.0
@@ -119,6 +119,9 @@ class Predictor:
         found = []
         if run.sample.loads:
             found.append(f"a sample of {run.sample.nodes:,} of the {nodes:,} nodes is simulated, and multiplied")
+        simulated, rounds = len(run.rounds), run.sample.experiment.rounds
+        if simulated < rounds and changes(run.sample.experiment, self.site):
+            found.append(f"links and absences change as in the first {simulated:,} of {rounds:,} global rounds")
         if self.site is Site.HOSTS:
             found.append(f"each host has a {self.interface_mbit:g} Mbit/s interface")
         if self.site is not Site.DIRECT:

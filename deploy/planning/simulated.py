@@ -38,7 +38,7 @@ from deploy.simulation.lab import BROKER, SimulatedLab
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.machines import MessageCosts, Placement, cpu_seconds
 
-ROUNDS: Final = 3  # global rounds to simulate at most, if not given
+ROUNDS: Final = 3  # global rounds to simulate at most, if not given and nothing changes meanwhile
 LIMIT_S: Final = 1e8
 NETWORK_DELAY_S: Final = 1e-4  # one way, of a link that has no delay
 LOOPBACK_S: Final = 2e-5
@@ -195,12 +195,12 @@ def simulate(
 ) -> SimulatedRun:
     """Run the lab of an experiment in virtual time. Raises InvalidExperiment, and RunFailed with the run's own reason.
 
-    rounds: global rounds to simulate, by default at most `ROUNDS`
+    rounds: global rounds to simulate at most, by default those of `_rounds`
     nodes: of a larger lab, a sample of as many, by default `NODES`
     reach: called with the share of the simulation that is done
     """
     sample = sample_of(work, speeds, nodes=nodes or NODES)
-    experiment = _simulated(sample.experiment, rounds or ROUNDS, site)
+    experiment = _simulated(sample.experiment, rounds or _rounds(sample.experiment, site), site)
     evaluate_s = speeds.evaluation_s
     if site is not Site.DIRECT:  # it runs beside the writes of the results, which leave the cores to it
         evaluate_s = max(0.0, evaluate_s - speeds.record_s / work.experiment.cloud.checkpoint_every)
@@ -248,6 +248,18 @@ def simulate(
     if not outcome.ended.get(CLOUD) == "" or not found or not found[0].rounds:
         raise RunFailed(f"the simulated run failed: {outcome.ended.get(CLOUD) or outcome.result}")
     return found[0]
+
+
+def changes(experiment: Experiment, site: Site) -> bool:
+    """Return whether links or absences change with the time, and with them the seconds of a global round."""
+    links = [*(tier.link for tier in experiment.tiers), *experiment.links.of.values()]
+    traced = experiment.availability.trace is not None or any(link.trace is not None for link in links)
+    return traced and site is not Site.DIRECT
+
+
+def _rounds(experiment: Experiment, site: Site) -> int:
+    """Return how many global rounds to simulate: `ROUNDS`, and more of a small lab in which something changes."""
+    return ROUNDS * (max(1, NODES // len(experiment.tree.nodes)) if changes(experiment, site) else 1)
 
 
 @contextmanager

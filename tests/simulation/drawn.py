@@ -439,10 +439,7 @@ def _with_more(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
     if rng.random() >= SEVERAL or drawn.experiment.rounds * drawn.experiment.device_rounds > ROUNDS_MOST:
         return drawn
     runs = rng.choice([2, 2, 3])
-    most_s = drawn.experiment.transfer.idle_s / 2  # a node that stays gives a run up for good, and others wait for it
-    faults = tuple(
-        replace(fault, at_s=round(runs * fault.at_s, 3), for_s=min(fault.for_s, most_s)) for fault in drawn.faults
-    )
+    faults = tuple(replace(fault, at_s=round(runs * fault.at_s, 3)) for fault in drawn.faults)
     return replace(drawn, runs=runs, expected_s=runs * drawn.expected_s, faults=faults)
 
 
