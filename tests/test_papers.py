@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -14,7 +16,10 @@ from common.experiment.lint import warnings
 from common.experiment.reading import load as load_experiment
 from common.experiment.reading import override, parse
 from common.experiment.schema import Experiment
+from deploy.console.shipped import shipped_sweeps
 from deploy.local.direct import run_in_process
+from deploy.results.kept import brief
+from deploy.results.run import Run, State, folders
 from deploy.sweeps.figures import figures_of
 from deploy.sweeps.grid import Grid, SweepCell, load
 from docs.tools import reproduction
@@ -279,3 +284,15 @@ def test_the_bytes_of_fedcross_table_1_are_those_of_its_text(tmp_path: Path) -> 
     for up, down in found.values():
         assert (up, down) == (pytest.approx(models / 2, rel=0.01), pytest.approx(models / 2, rel=0.01))
     assert generators[0] == pytest.approx(models / 2, rel=0.1) and generators[1] > models / 2
+
+
+def test_each_kept_cell_is_read_by_this_release() -> None:
+    kept = folders(PAGE.with_name("results"))
+    assert kept
+    stems = {name.rpartition("/")[2] for name in shipped_sweeps()}
+    for run in map(Run, kept):
+        assert run.path.parent.name in stems and run.state is State.FINISHED, run.path
+        assert run.rounds[-1].global_round <= run.experiment.rounds and run.cell, run.path
+        assert brief(run.experiment) == tomllib.loads((run.path / "experiment.toml").read_text()), run.path
+        assert re.fullmatch("[0-9a-f]{16}", run.manifest["model"]) and run.manifest["cpu_s"] > 0, run.path
+        assert "-dirty" not in run.manifest["commit"], f"{run.path}: of a commit that nobody has"
