@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common.errors import InvalidExperiment, RefusedModel
-from common.host.files import replacing
+from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.host.files import replacing, writing
 from common.methods.rule import Rule
 from common.model import tensors
 from common.model.layout import ModelLayout, Row
@@ -23,6 +23,7 @@ from common.storage import rule_states
 
 KEPT: Final = 2
 FACTS: Final = "fedstrata"  # in a file's metadata
+LAYOUT: Final = "layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,27 @@ def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: 
 def save_model(path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, Any]) -> None:
     """Write a model under its state_dict's names, atomically, with facts as JSON metadata. Raises StorageFailed."""
     with replacing(path) as file:
-        tensors.write(file, dict(layout.views(row)), {FACTS: json.dumps(facts)})
+        tensors.write(file, dict(layout.views(row)), {FACTS: json.dumps(facts), LAYOUT: layout.to_json()})
+
+
+def load_initial(initial: str) -> tuple[ModelLayout, Row, str]:
+    """Return the model of a file that a run wrote, or of a run's folder, and the digest of its content.
+
+    Raises InvalidExperiment.
+    """
+    path = Path(initial) / tensors.FINAL if Path(initial).is_dir() else Path(initial)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            layout = ModelLayout.from_json(file.metadata()[LAYOUT])
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        row = layout.empty()
+        layout.flatten(found, row)
+        layout.check_finite(row)
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, WireError, RefusedModel) as error:
+        problem = f"{path} has no model that a run of fedstrata wrote: {error}"
+        remedy = "Name a finished run's folder, or evaluate at the cloud, which then reads any file."
+        raise InvalidExperiment("model.initial", initial, problem, remedy) from None
+    return layout, row, tensors.content(found, {})
 
 
 def save_best(folder: Path, global_round: int, *, layout: ModelLayout, row: Row, run: str, rounds_back: int) -> None:
@@ -62,6 +83,8 @@ def save_best(folder: Path, global_round: int, *, layout: ModelLayout, row: Row,
 
     `rounds_back`: global rounds that a resumed run may repeat: the best model before them stays, too.
     """
+    with writing(folder):  # it may be the first file there
+        folder.mkdir(exist_ok=True)
     save_model(best_of(folder, global_round), layout=layout, row=row, facts={"run": run, "global_round": global_round})
     older = sorted(folder.glob("best-*.safetensors"))
     for old in [path for path in older if path < best_of(folder, max(0, global_round - rounds_back))][:-1]:

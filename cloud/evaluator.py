@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from cloud import checkpoint
 from common.experiment.schema import Experiment
 from common.host.offload import offload
 from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
@@ -40,6 +41,35 @@ class Beginning:
     accelerator: str = "cpu"
     notes: Sequence[str] = ()
     initial: str = ""
+
+
+def needs_process(experiment: Experiment) -> bool:
+    """Return whether the cloud needs PyTorch and the data set, and so an evaluator process: to evaluate or to begin."""
+    begins = experiment.model.initial is None or experiment.tiers[0].aggregation.refines
+    return begins or experiment.evaluation.on_cloud
+
+
+class InitialModel:
+    """The model of `model.initial`, for a cloud that needs neither PyTorch nor the data set.
+
+    The digests of the devices' splits are not compared with any.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+
+    async def start(self) -> Beginning:
+        """Return the initial model. Raises InvalidExperiment."""
+        load = partial(checkpoint.load_initial, str(self._experiment.model.initial))
+        layout, row, digest = await offload(load)
+        return Beginning(layout, row, "", "", initial=digest)
+
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
+        """Raise RuntimeError: devices score models."""
+        raise RuntimeError("the cloud does not evaluate")
+
+    def close(self) -> None:
+        """Do nothing: there are no resources to release."""
 
 
 class Evaluator:

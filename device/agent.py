@@ -39,10 +39,10 @@ from common.runtime.world import Host
 from common.storage.spool import Spool
 from device.jobs import Prepared, TrainingPool
 from device.memory import DeviceMemory
-from device.training.work import result_of
+from device.training.work import result_of, scored_by
 
 FAREWELL_S = 3.0
-PHASES = ("train", "wait", "pause", "vmapped")
+PHASES = ("evaluate", "train", "wait", "pause", "vmapped")
 WAITING_S = 2.0  # as often as a node reports
 REPORT_S: Final = 1.0  # while a slower machine is emulated
 
@@ -91,6 +91,7 @@ class DeviceAgent:
         self._metrics = host.metrics
         self._states = states
         self._labels = NodeLabels("device", name, parent=parent)
+        self._score = ""  # the name of the run's
 
     async def run(self) -> None:
         """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
@@ -195,12 +196,17 @@ class DeviceAgent:
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, joined: _Joined) -> None:
         up.set_state(NodeState.READY, samples=joined.prepared.samples)
         machine, memory, keeps = experiment.machine(self._name), joined.memory, joined.prepared.kept_bytes > 0
+        scores, self._score = scored_by(experiment, self._name), experiment.score.name
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since = await model.whole(), up.now()
+            if not task.epochs and not scores(task):
+                return WorkResult(row, joined.prepared.samples, 0.0, 0, 0, 0.0, 0.0)
+            if not task.epochs:
+                return await self._train(task, row, memory, scores=True, report=report)
             if keeps:
                 row = await offload(partial(memory.begin, task, row))
-            result = await self._train(task, row, memory, report=report)
+            result = await self._train(task, row, memory, scores=scores(task), report=report)
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
             if keeps:
@@ -224,7 +230,7 @@ class DeviceAgent:
         finally:
             reporting.cancel()
 
-    async def _train(self, task: Task, row: Row, memory: DeviceMemory, *, report: Report) -> WorkResult:
+    async def _train(self, task: Task, row: Row, memory: DeviceMemory, *, scores: bool, report: Report) -> WorkResult:
         def report_training(done: int, total: int) -> None:
             waiting.cancel()
             report(Phase.TRAINING, done, total)
@@ -237,11 +243,15 @@ class DeviceAgent:
         waiting = asyncio.create_task(report_waiting(), name=f"{self._name} waits")
         try:
             trained = await self._training.train(
-                row, memory.out, epochs=task.epochs, local_round=memory.number(task), progress=report_training
-            )
+                row, memory.out, epochs=task.epochs, local_round=memory.number(task), progress=report_training,
+                scores=scores,
+            )  # fmt: skip
         finally:
             waiting.cancel()
         result = result_of(task, memory.result, trained)
+        self._observe_tests(result)
+        if not task.epochs:
+            return result
         self._metrics.closed(self._labels)
         self._metrics.steps.labels(*self._labels).inc(result.steps)
         self._metrics.train_loss.labels(*self._labels).set(result.loss)
@@ -251,6 +261,14 @@ class DeviceAgent:
         self._metrics.phase_seconds.labels(*self._labels, "vmapped").inc(trained.wall_s)
         return result
 
+    def _observe_tests(self, result: WorkResult) -> None:
+        """Export the score of the model received, if this device has one."""
+        if (tests := result.tests) is None:
+            return
+        metrics, labels = self._metrics, self._labels
+        metrics.scored(labels, self._score, score=tests.score_by(self._score), loss=tests.mean_loss)
+        metrics.phase_seconds.labels(*labels, "evaluate").inc(tests.seconds)
+
 
 async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Report) -> WorkResult:
     """Return the result after the delay that emulates slower hardware; the model arrived at `since`, loop seconds.
@@ -259,7 +277,8 @@ async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Repor
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
-    due = since + pace.emulated_s(result.train_s, steps=result.steps)
+    scored_s = 0.0 if result.tests is None else result.tests.seconds
+    due = since + pace.emulated_s(result.train_s, steps=result.steps) + pace.slowdown * scored_s
     if due <= begun:
         return result
     for reported in count(1):

@@ -90,6 +90,7 @@ class Report:
     samples: int
     loss: float
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 def aggregator(

@@ -258,6 +258,7 @@ class Report:
     samples: int
     loss: float
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 @dataclass

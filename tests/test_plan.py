@@ -182,7 +182,9 @@ class FakeMember:
     async def prepare(self, experiment: Experiment) -> Prepared:
         return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 1, "")
 
-    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
+    async def train(
+        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, scores: bool = False
+    ) -> LocalResult:
         self.pool.running.add(self.node)
         await asyncio.sleep(0)
         assert len(self.pool.running) == (self.pool.slots if epochs else 1)

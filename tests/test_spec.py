@@ -196,7 +196,7 @@ CHANGES: list[dict[str, Any]] = [
         for more in ({}, {"within": "shards"}, *({"within": "dirichlet", "within_concentration": a} for a in (1, 2)))
     ),
     {"training": {"epochs": 2}}, {"training": {"batch_size": 11}}, {"training": {"learning_rate": 0.02}},
-    {"training": {"momentum": 0}}, {"training": {"weight_decay": 1e-9}}, {"cloud": {"evaluate_every": 2}},
+    {"training": {"momentum": 0}}, {"training": {"weight_decay": 1e-9}}, {"evaluation": {"every": 2}},
     {"cloud": {"checkpoint_every": 2}}, {"cloud": {"aggregation": {"weights": "uniform"}}},
     {"cloud": {"epoch_control": {"name": "tempo"}}}, {"cloud": {"closing": {"deadline_s": 1}}},
     {"institution": {"rounds": 2}}, {"institution": {"participation": 0.5}},

@@ -23,7 +23,7 @@ import psutil
 import pytest
 from xxhash import xxh3_64_digest
 
-from common.errors import DuplicateName, InvalidExperiment, LabInUse, LeftOut, NoProgress, OutOfReach
+from common.errors import DuplicateName, InvalidExperiment, LabInUse, LeftOut, NoProgress, OutOfReach, RunFailed
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
@@ -125,7 +125,7 @@ async def test_a_node_returns_to_a_run_whose_parent_has_restarted(site: Simulate
     living(site, first)
     await until(lambda: node.runs == ["run-1"])
     site.kill(first)
-    node.ends.put_nowait(NoProgress("the cloud was not there"))
+    node.ends.put_nowait(RunFailed("its state was lost"))
     await asyncio.sleep(20)
     again = announcing(site, "run-1")
     begun = again.now()

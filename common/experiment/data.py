@@ -469,8 +469,8 @@ def root_below(data: Data, node: str, *, allowed: Path) -> str:
 
 
 def check_alike(data: Data, node: str, *, partition: str, clouds: str) -> None:
-    """Compare the digests of the node's and the cloud's split, "" where nothing is split. Raises InvalidExperiment."""
-    if partition != clouds:
+    """Compare the digests of two splits, the cloud's "" where it has none. Raises InvalidExperiment."""
+    if clouds and partition != clouds:
         raise InvalidExperiment(
             "data.root",
             data.root,

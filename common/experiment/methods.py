@@ -57,11 +57,13 @@ class RuleUse:
 class RuleSettings(SettingsTable):
     """The settings of a rule, what they build, and the answers of a rule that has nothing special.
 
-    `objective`: that of the devices below, which it needs. `step_models`: models that its state and its step take in
+    `objective`: that of the devices below, which it needs. `reads_losses`: whether it needs the training loss of the
+    model that a device received, which devices then compute. `step_models`: models that its state and its step take in
     memory.
     """
 
     objective: ClassVar[str | None] = None
+    reads_losses: ClassVar[bool] = False
     step_models: ClassVar[float] = 0.0
 
     name: str  # the rule
@@ -98,6 +100,11 @@ class RuleSettings(SettingsTable):
     def named_children(self) -> Mapping[str, Iterable[str]]:
         """The children that keys name, by key: they must be there."""
         return {}
+
+    @property
+    def several(self) -> bool:
+        """Whether the children that take part get different models."""
+        return False
 
     @property
     def selects(self) -> bool:

@@ -27,6 +27,7 @@ from common.experiment.devices import (
     check_availability,
     with_machines,
 )
+from common.experiment.evaluation import EvaluationSettings, check_evaluation
 from common.experiment.links import (
     DOWN,
     UP,
@@ -40,7 +41,6 @@ from common.experiment.links import (
 from common.experiment.methods import RuleSettings
 from common.experiment.stopping import Stop, check_stop
 from common.experiment.tables import (
-    AcceleratorName,
     Count,
     Name,
     Positive,
@@ -58,6 +58,7 @@ from common.experiment.training import (
     learning_rate,
     with_loss_and_score,
 )
+from common.randomness import Purpose, generator
 
 
 class EpochControl(SettingsTable):
@@ -72,13 +73,9 @@ class EpochControl(SettingsTable):
 
 
 class CloudSettings(SettingsTable):
-    """What the cloud does besides its rounds: Tempo's epoch control, evaluation, checkpoints."""
+    """What the cloud does besides its rounds: Tempo's epoch control, checkpoints."""
 
     epoch_control: EpochControl = EpochControl()
-    evaluate_every: Count = 1  # evaluate after every so many global rounds, and after the last one
-    # Where the cloud evaluates: `cpu`, `cuda`, `cuda:1` (a GPU's number), or `auto`, a GPU if its machine has one. It
-    # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
-    evaluate_on: AcceleratorName = "cpu"
     checkpoint_every: Count = 1  # save a checkpoint after every so many global rounds, and after the last one
 
     @property
@@ -116,6 +113,7 @@ class ExperimentSettings(SettingsTable):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of the split, the first model, client selection, batches, mixing
     rounds: Count = 10  # global rounds
     score: Score = Score()
+    evaluation: EvaluationSettings = EvaluationSettings()
     stop: Stop = Stop()
     data: Data = Data()
     model: Model = Model()
@@ -152,6 +150,7 @@ class Experiment(ExperimentSettings):
         check_data(self.data, self.model)
         check_training(self.training, self.data)
         check_score(self.data.targets, self.training.loss, self.score)
+        check_evaluation(self.evaluation, self.data, self.score)
         check_stop(self.stop, self.score)
         for tier, sizes in zip(self.tiers, self.sizes(), strict=True):
             key = self.key(tier)
@@ -163,6 +162,12 @@ class Experiment(ExperimentSettings):
                 self._check_children(f"{key}.aggregation.{table}", tier, children)
         self._check_objective()
         rule = self.tiers[0].aggregation
+        buffering = next((tier for tier in self.tiers if tier.aggregation.buffers), None)
+        if buffering is not None and self.evaluation.on_devices:
+            problem = (
+                f"{self.key(buffering)}.aggregation.name = {buffering.aggregation.name!r} has tasks of several rounds"
+            )
+            raise InvalidExperiment("evaluation.at", self.evaluation.at, problem, 'Use "cloud".')
         if rule.buffers and self.cloud.epoch_control.name != "fixed":
             problem = f"it compares the uploads of a global round, and {rule.name} has uploads of several"
             raise InvalidExperiment("cloud.epoch_control.name", "tempo", problem, "Use another rule at the cloud.")
@@ -270,6 +275,28 @@ class Experiment(ExperimentSettings):
         global_round = local_round // self.device_rounds
         return learning_rate(self.training, global_round=global_round, global_rounds=self.rounds)
 
+    def scores(self, node: str, *, global_round: int, local_round: int, last: bool) -> bool:
+        """Return whether a device scores the model that it receives with a task, both rounds from 0.
+
+        `last`: the task is to score the run's last model. The first model of a run has no row, and is not scored.
+        """
+        evaluation = self.evaluation
+        if not evaluation.on_devices or local_round or not global_round:
+            return False
+        if not last and global_round % evaluation.every:
+            return False
+        devices = self.tree.devices
+        if (count := evaluation.scoring(len(devices))) == len(devices):
+            return True
+        drawn = generator(self.seed, Purpose.SCORING, CLOUD, global_round).permutation(len(devices))[:count]
+        return devices.index(node) in drawn
+
+    @property
+    def several_models(self) -> bool:
+        """Whether devices begin a global round with one of several models, and not with the global one."""
+        first, *below = (tier.aggregation for tier in self.tiers)
+        return first.several or any(rule.several and rule.remembers for rule in below)
+
     def code_at(self, node: str) -> dict[str, str]:
         """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`."""
         if self.tree.depth(node) < len(self.tiers):
@@ -317,7 +344,8 @@ class Experiment(ExperimentSettings):
         *above, last = self.tiers
         last_key = self.key(last)
         for tier in above:
-            if tier.aggregation.objective or tier.aggregation.sends or tier.aggregation.returns:
+            rule = tier.aggregation
+            if rule.objective or rule.sends or rule.returns or rule.reads_losses:
                 at, remedy = f"{self.key(tier)}.aggregation.name", f"Use it in {last_key}.aggregation."
                 raise InvalidExperiment(at, tier.aggregation.name, "its children must be devices", remedy)
         rule = last.aggregation

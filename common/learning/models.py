@@ -43,7 +43,6 @@ from common.randomness import Purpose, torch_seed
 
 KEY: Final = "model.name"
 INITIAL: Final = "model.initial"
-FINAL: Final = "model.safetensors"  # in a run's folder
 Tensors = dict[str, Tensor]
 
 
@@ -201,7 +200,7 @@ def first_of(experiment: Experiment, module: nn.Module, layout: ModelLayout) -> 
     write_row(module, layout, row)
     if initial is None:
         return row, ""
-    path = Path(initial) / FINAL if Path(initial).is_dir() else Path(initial)
+    path = Path(initial) / tensors.FINAL if Path(initial).is_dir() else Path(initial)
     try:
         with safe_open(path, framework="numpy") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.experiment.data import Data
+from common.experiment.evaluation import EvaluationSettings
 from common.experiment.topology import CLOUD, Tree
 from common.host.files import replacing, writing
 from common.learning import datasets
@@ -227,6 +228,20 @@ def hold_out(count: int, *, data: Data, seed: int) -> Indices:
         problem = f"the data set has {count} training samples"
         raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Leave some to the devices.")
     return np.sort(generator(seed, Purpose.HELD_OUT).choice(count, data.node_samples, replace=False))
+
+
+def taken_of(samples: Indices, *, evaluation: EvaluationSettings, seed: int, node: str) -> Indices:
+    """Return which of a device's samples, ascending int64, it holds out to score models on: from (seed, TESTS)."""
+    count = evaluation.taken_of(len(samples))
+    return np.sort(generator(seed, Purpose.TESTS, node).choice(samples, count, replace=False))
+
+
+def tests_of(count: int, *, devices: int, place: int, seed: int) -> Indices:
+    """Return the device's part of `count` test samples, ascending int64; sizes differ by at most 1, from (seed, TESTS).
+
+    With more devices than samples some have none.
+    """
+    return np.sort(np.array_split(generator(seed, Purpose.TESTS).permutation(count), devices)[place])
 
 
 def digest_of(parts: Sequence[Indices], *, labels: Indices) -> str:

@@ -39,21 +39,30 @@ class Trained(Protocol):
     def path_steps(self) -> int:
         """The SGD steps, of an institution those on its critical path."""
 
+    @property
+    def start_loss(self) -> float | None:
+        """The training loss of the model received, if it was asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of K uploads in row order: samples, mean training loss of the last epoch, SGD steps."""
+    """Statistics of K uploads in row order: samples, mean training loss of the last epoch, SGD steps.
+
+    `start_losses_K`: of the model received, NaN where it was not asked for.
+    """
 
     samples_K: npt.NDArray[np.int64]
     losses_K: Doubles
     steps_K: Doubles
+    start_losses_K: Doubles
 
     @classmethod
     def of(cls, results: Sequence[Trained]) -> Statistics:
         """Collect the statistics from the children's results."""
         samples = np.array([result.samples for result in results], np.int64)
         losses, steps = ([result.loss for result in results], [result.path_steps for result in results])
-        return cls(samples, np.array(losses, np.float64), np.array(steps, np.float64))
+        started = [np.nan if result.start_loss is None else result.start_loss for result in results]
+        return cls(samples, *(np.array(each, np.float64) for each in (losses, steps, started)))
 
     @property
     def shares_K(self) -> Doubles:

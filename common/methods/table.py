@@ -21,6 +21,7 @@ RULES: Final[Mapping[str, str]] = {
     "fedyogi": "common.methods.optimisers:FedAdam",
     "fedexp": "common.methods.optimisers:FedExP",
     "fednova": "common.methods.fednova:FedNova",
+    "qfedavg": "common.methods.qfedavg:QFedAvg",
     "scaffold": "common.methods.scaffold:Scaffold",
     "feddyn": "common.methods.feddyn:FedDyn",
     "clusamp": "common.methods.clusamp:CluSamp",

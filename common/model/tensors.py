@@ -16,6 +16,7 @@ from xxhash import xxh3_64
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
+FINAL: Final = "model.safetensors"  # in a run's folder
 CONTENT: Final = "content"  # in the metadata: the digest
 _NAMES: Final = {"float32": "F32", "int64": "I64", "uint8": "U8"}
 

@@ -43,7 +43,7 @@ from deploy.local.decisions import Decisions
 from device.memory import DeviceMemory
 from device.training.network import NetworkSource
 from device.training.trainer import Trainer
-from device.training.work import LocalWork
+from device.training.work import LocalWork, scored_by
 from institution.rounds import LocalRounds
 
 
@@ -195,7 +195,7 @@ def _device(folder: RunFolder, name: str, trainer: Trainer) -> Work:
         rounds_back=experiment.cloud.rounds_back,
         spool=_spool(folder, name) if trainer.vectors.kept else Spool(None),
     )
-    local = LocalWork(trainer, memory)
+    local = LocalWork(trainer, memory, scored_by(experiment, name))
     never = threading.Event()
 
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:

@@ -37,6 +37,7 @@ class Report(NamedTuple):
     samples: int
     loss: float
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Finding]]:

@@ -91,7 +91,8 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Mapping[str, Any] = self._json("manifest.json")
-        check_format(self.manifest, path, key="RUN")
+        if CELL not in self.manifest:  # kept runs are brought along by whoever changes the format
+            check_format(self.manifest, path, key="RUN")
         self.id = str(self.manifest.get("run", path.name))
         self.started = str(self.manifest.get("started", ""))
         self.direct = DIRECT in self.manifest
@@ -269,6 +270,10 @@ class Run:
     def score(self) -> float | None:
         """The last known score, or None."""
         return next((row.score for row in reversed(self.rounds) if row.score is not None), None)
+
+    def of_devices(self, statistic: str) -> float | None:
+        """Return the last known one of the devices' STATISTICS, or None."""
+        return next((value for row in reversed(self.rounds) if (value := row.of_devices(statistic)) is not None), None)
 
     @property
     def scored_by(self) -> Score:

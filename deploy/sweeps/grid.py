@@ -293,6 +293,9 @@ def _label(measure: Measure, *, several: bool) -> str:
         text = f"{measure.label} round {measure.round}".strip()
     elif not measure.label:
         text = f"round {measure.round}" if measure.round else f"best {text}" if measure.best else text
+        text += {"samples": "", "devices": ", mean of devices", "worst": ", worst devices", "spread": ", spread"}[
+            measure.of
+        ]
         text += f" to {100 * measure.target:g} %" if measure.target is not None else ""
         text += f", {' + '.join(measure.phases)}" if measure.phases else ""
         text += f", {measure.tier}" if measure.tier else ""

@@ -9,10 +9,11 @@ from typing import Final
 from common.experiment.training import Score
 from deploy.console.tabular import Cell, Column, Table
 from deploy.results.charts import Curve, curves
+from deploy.results.device_scores import GLOBAL_ROUND, score_axis
 from deploy.results.figures import DASHES, SERIES, Point
 from deploy.results.page import Page
 from deploy.results.run import Run, seconds_of
-from deploy.results.sections import GLOBAL_ROUND, mean_curve, score_axis
+from deploy.results.sections import mean_curve
 from deploy.sweeps.grid import Grid, SweepCell
 from deploy.sweeps.output import notes
 from deploy.sweeps.results import SweepResults

@@ -285,7 +285,9 @@ class Member:
         prepared: Prepared = await self._pool.submit(PoolRequest(device=self._device, place=self._place))
         return prepared
 
-    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
+    async def train(
+        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, scores: bool = False
+    ) -> LocalResult:
         """Train the model in `row` for `epochs` and write it into `out`, as in Order.
 
         `row` is read-only. `progress(steps_done, steps_total)` is called on the event loop, every half second and at
@@ -299,6 +301,7 @@ class Member:
             progress(done, of)
 
         asked = time.monotonic()
-        order = Order(row, out, epochs, local_round, report, threading.Event())
+        order = Order(row, out, epochs, local_round, report, threading.Event(), scores)
         result: LocalResult = await self._pool.submit(Job(device=self._device, place=self._place, order=order))
-        return replace(result, wait_s=time.monotonic() - asked - result.train_s)
+        scored_s = 0.0 if result.tests is None else result.tests.seconds
+        return replace(result, wait_s=max(0.0, time.monotonic() - asked - result.train_s - scored_s))

@@ -66,11 +66,20 @@ BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: th
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ScoredSamples:
+    """`samples` int64 [m], at least one, are a device's test samples: indices in `images` and `labels`, on the CPU."""
+
+    images: Tensor
+    labels: Tensor
+    samples: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LocalDataset:
     """`samples` int64 [n] are the indices of this device's samples in `images` and `labels`, on the accelerator.
 
     `partition` is the digest of the whole split, empty if nothing is split. `joins`: the model cannot train on one
-    sample, which therefore joins the batch before.
+    sample, which therefore joins the batch before. `tests`: the samples on which the device scores models, if it does.
     """
 
     inputs: Inputs
@@ -80,6 +89,7 @@ class LocalDataset:
     normalise: datasets.Normalise
     partition: str
     joins: bool = False
+    tests: ScoredSamples | None = None
 
     def sizes(self, batch_size: int) -> list[int]:
         """Return the sizes of an epoch's batches, whose last one may be partial."""
@@ -113,10 +123,30 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
         place = experiment.tree.devices.index(node)
         samples, partition = torch.from_numpy(split.partitions[place]), split.digest
     images, labels = dataset.train_images, dataset.train_labels
+    samples, tests = _without_tests(samples, dataset, experiment, node)
     if accelerator.type != "cpu":
         images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
         samples = torch.arange(len(samples), device=accelerator)
-    return LocalDataset(dataset.inputs, images, labels, samples, dataset.normaliser(accelerator), partition)
+    normalise = dataset.normaliser(accelerator)
+    return LocalDataset(dataset.inputs, images, labels, samples, normalise, partition, tests=tests)
+
+
+def _without_tests(
+    samples: Tensor, dataset: datasets.Dataset, experiment: schema.Experiment, node: str
+) -> tuple[Tensor, ScoredSamples | None]:
+    """Return those of a device's samples on which it trains, and its test samples, None if it has none."""
+    evaluation, devices = experiment.evaluation, experiment.tree.devices
+    if evaluation.takes_samples:
+        taken = splits.taken_of(samples.numpy(), evaluation=evaluation, seed=experiment.seed, node=node)
+        left = torch.from_numpy(np.setdiff1d(samples.numpy(), taken, assume_unique=True))
+        tests = ScoredSamples(dataset.train_images, dataset.train_labels, torch.from_numpy(taken))
+        return left, tests if len(taken) else None
+    if not evaluation.on_devices:
+        return samples, None
+    place, count = devices.index(node), len(dataset.test_labels)
+    part = splits.tests_of(count, devices=len(devices), place=place, seed=experiment.seed)
+    tests = ScoredSamples(dataset.test_images, dataset.test_labels, torch.from_numpy(part))
+    return samples, tests if len(part) else None
 
 
 def batches(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Final
 
 import numpy as np
@@ -23,14 +25,24 @@ from common.experiment import own, schema
 from common.experiment.own import is_own
 from common.host.accelerators import is_lost, out_of_memory
 from common.learning import models
-from common.learning.computing import calls_own_code, first_line, own_code, resolve_accelerator, seeded, set_up
+from common.learning.computing import (
+    calls_own_code,
+    first_line,
+    own_code,
+    resolve_accelerator,
+    seeded,
+    set_up,
+    set_up_evaluation,
+)
+from common.learning.evaluation import BATCH, CPU_BATCH, evaluate
 from common.learning.inputs import Inputs
 from common.learning.models import KEY, random_samples
 from common.learning.nets import reseed
 from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row
+from common.model.scores import CLASSES_MOST, R2, ScoreSums
 from common.randomness import Purpose, torch_seed
-from device.jobs import Cancelled, LocalResult, Progress
+from device.jobs import Cancelled, Examined, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, dropout_seed, load_local_dataset, uniform_numbers
 from device.training.network import Network, NetworkSource, source_of
 from device.training.objectives.table import objective_of
@@ -39,6 +51,7 @@ from device.training.vectors import TaskVectors, finish, vectors_of
 
 PROGRESS_S = 0.5
 TRIED_SAMPLES: Final = 8
+EXAMINED_SAMPLES: Final = 10_000  # gathered at once
 ROUNDING_MOST: Final = 0.1  # of a step; 0.02 was seen (batch norm)
 
 Batches = Iterable[tuple[int, Tensor, Tensor]]
@@ -94,6 +107,7 @@ class Trainer:
         made = _Prepared(source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
         if known is None and source.shared is None:
             source = self._formed(made)
+        self._check_scored(local.inputs)
         self._sources[local.inputs] = source
         self._made = made = replace(made, source=source, local=replace(local, joins=source.joins))
         if source.joins and len(local.samples) == 1:
@@ -118,6 +132,12 @@ class Trainer:
     def samples(self) -> int:
         """The number of this device's training samples, once prepared."""
         return len(self._prepared.local.samples)
+
+    @property
+    def tests(self) -> int:
+        """The number of this device's test samples, once prepared."""
+        tests = self._prepared.local.tests
+        return 0 if tests is None else len(tests.samples)
 
     @property
     def partition(self) -> str:
@@ -169,6 +189,69 @@ class Trainer:
         if exhausted:
             raise self._exhausted()
         return LocalResult(self.samples, losses / self.samples, steps, train_s, wait_s=0.0, cpu_s=cpu_s)
+
+    @calls_own_code
+    def examine(
+        self, row: Row, *, scores: bool, trains: bool, progress: Progress, cancelled: threading.Event
+    ) -> Examined:
+        """Return the sums of the model in `row`, uint8, over this device's test samples, if it `scores` and has some.
+
+        If it `trains` and its parent's rule reads that, also those over its training samples. In fp32, with the module
+        in eval mode, as the cloud evaluates. `progress(batches_done, batches)` is called from this thread every half
+        second. Raises Cancelled, and what `train` raises.
+        """
+        local, rule = self._prepared.local, self._experiment.tier_above(self._node).aggregation
+        tests = start = None
+        if scores and local.tests is not None:
+            parts = [(local.tests.images[local.tests.samples], local.tests.labels[local.tests.samples])]
+            tests = self._sums(row, parts, progress=progress, cancelled=cancelled)
+        if trains and rule.reads_losses:
+            parts = [(local.images[some], local.labels[some]) for some in torch.split(local.samples, EXAMINED_SAMPLES)]
+            start = self._sums(row, parts, progress=progress, cancelled=cancelled)
+        return Examined(tests, start)
+
+    def _sums(
+        self, row: Row, parts: Sequence[tuple[Tensor, Tensor]], *, progress: Progress, cancelled: threading.Event
+    ) -> ScoreSums:
+        """Return the sums of a model over some samples and labels, and their seconds."""
+        made, experiment, begun = self._prepared, self._experiment, time.monotonic()
+        set_up(self._accelerator, experiment.training)
+        set_up_evaluation(self._accelerator)
+        network, batch = made.source.network(), CPU_BATCH if self._accelerator.type == "cpu" else BATCH
+        batches_done, reported = 0, begun
+        total = sum(-(-len(labels) // batch) for _, labels in parts)
+        found: list[ScoreSums] = []
+
+        def watch() -> None:
+            nonlocal batches_done, reported
+            batches_done += 1
+            if (now := time.monotonic()) - reported >= PROGRESS_S:
+                progress(batches_done, total)
+                reported = now
+            if cancelled.is_set():
+                raise Cancelled
+
+        own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
+        try:
+            with seeded(own_seed, self._accelerator) if self._own else nullcontext():
+                models.read_row(network.module, made.source.layout, row)
+                self._move(network, self._accelerator)
+                for samples, labels in parts:
+                    result = evaluate(
+                        network.module,
+                        samples,
+                        labels=labels,
+                        normalise=made.local.normalise,
+                        batch_size=batch,
+                        loss=experiment.training.loss,
+                        score=experiment.score.name,
+                        classes=made.local.inputs.classes if experiment.evaluation.per_class else 0,
+                        watch=watch,
+                    )
+                    found.append(result.sums)
+        finally:
+            self._release(network)
+        return replace(reduce(add, found), seconds=time.monotonic() - begun)
 
     @property
     def joins(self) -> bool:
@@ -261,6 +344,16 @@ class Trainer:
                 if self._near(made, once, self._tried(replace(made, source=fast), few)):
                     source = fast
         return source
+
+    def _check_scored(self, inputs: Inputs) -> None:
+        """Check that this device's sums have one size. Raises InvalidExperiment."""
+        experiment, evaluation = self._experiment, self._experiment.evaluation
+        if evaluation.on_devices and experiment.score.name == R2 and inputs.classes > 1:
+            problem = f"{inputs.classes} numbers to predict, and devices send the sums of one"
+            raise InvalidExperiment("score.name", R2, problem, 'Use "mean_squared_error".')
+        if evaluation.per_class and inputs.classes > CLASSES_MOST:
+            problem = f"the data set has {inputs.classes} classes, and devices count {CLASSES_MOST} at most"
+            raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
 
     def _near(self, made: _Prepared, once: Row, other: Row) -> bool:
         """Return whether two steps from the first model differ by no more than rounding."""

@@ -51,6 +51,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     " each.\nRounds are the node's own count: the cloud's global rounds, an institution's local rounds.",
     "cloud.selection": "One of the selectors below, selected by `name`. [Client selection](algorithms/selection.md)"
     " has the formulas.",
+    "evaluation": "[Evaluation](evaluation.md) explains what devices score, and what comes back.",
     "score": "[Your model, your data](own.md#the-score) has the functions of one's own.",
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
@@ -69,8 +70,8 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
 }
 ORDER: Final = (
-    "", "score", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers", "profiles", "links",
-    "transfer", "hardware", "availability",
+    "", "score", "evaluation", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers",
+    "profiles", "links", "transfer", "hardware", "availability",
 )  # fmt: skip
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables
 COMMENT: Final = re.compile(r"^(?P<code>.*?)(?:^| ) *# (?P<text>.*)$")

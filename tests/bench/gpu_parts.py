@@ -294,8 +294,8 @@ topology = {{ institutions = 2, devices = {devices} }}
 data = {{ dataset = "synthetic", classes = 10, image_shape = [1, 28, 28], samples = {samples}, test_samples = 1000 }}
 model = {{ name = "lenet5" }}
 links = {{ check = "off" }}
-[cloud]
-evaluate_on = "auto"
+[evaluation]
+accelerator = "auto"
 """
     with tempfile.TemporaryDirectory(prefix="fedstrata-bench-") as home:
         file = Path(home) / "lab.toml"
