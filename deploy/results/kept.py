@@ -2,9 +2,9 @@
 
 A kept run is a run's folder with less in it: `experiment.toml` has only the keys that differ from the defaults,
 `rounds.csv` the global rounds, `events.jsonl` the run's begin and end, `manifest.json` what was run where, with the
-digest of the model. So `sweep`, `report` and `compare` read it as any other run. It outlives the format of run
-folders: the digest of its experiment is computed anew when it is read, and whoever renames a key or a column, or changes
-a default, does so in the kept files, too.
+digest of the model. So `sweep`, `report` and `compare` read it as any other run. It outlives the format of run folders:
+the digest of its experiment is computed anew when it is read, and whoever renames a key or a column, or changes a
+default, does so in the kept files, too.
 """
 
 from __future__ import annotations
