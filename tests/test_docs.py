@@ -83,7 +83,8 @@ def defined(name: str) -> list[Row]:
     table = TABLES[name]
     schema = table.model_json_schema()["properties"]
     fields = {key: field for key, field in table.model_fields.items() if key != "name" or name not in SELECTED}
-    defaults = {key: f"`{json.dumps(f.default)}`" if f.default is not None else "not set" for key, f in fields.items()}
+    given = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
+    defaults = {key: "not set" if value is None else f"`{json.dumps(value)}`" for key, value in given.items()}
     return [(f"`{key}`", defaults[key], experiment.values(schema[key])) for key in fields]
 
 

@@ -324,7 +324,7 @@ def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
             {"cloud": {"aggregation": {"name": "fedadp", "xyzzy": 1}}},
             "cloud.aggregation.xyzzy",
             "1",
-            "Known keys: name, a.",
+            "Known keys: name, step, a.",
         ),
         (
             {"cloud": {"aggregation": {"alpha": 0.9}}},

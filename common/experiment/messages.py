@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import RULES, SELECTORS
+from common.experiment.methods import RULES, SELECTORS, STEPS
 from common.experiment.tables import FORMS, proposal, stands_for
 from common.experiment.training import AUGMENTATIONS, OBJECTIVES
 
@@ -20,6 +20,7 @@ SELECTED: Final = {
     "augmentation": ("augmentation", AUGMENTATIONS),
     "objective": ("objective", OBJECTIVES),
     "selection": ("selector", SELECTORS),
+    "step": ("step of a server", STEPS),
 }
 NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")
 # By pydantic's type of error. {gt} and the like are the bound; `string_pattern_mismatch` and `literal_error` are below.

@@ -9,6 +9,7 @@ The comment above a key, or behind it, is its meaning in docs/experiment.md (`do
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -157,6 +158,8 @@ class Experiment(ExperimentSettings):
             tier.aggregation.check_training(f"{key}.aggregation", self.model, self.training)
             if tier.aggregation.refines:
                 self._check_refined(f"{key}.aggregation.name", tier.aggregation)
+            for table, children in tier.aggregation.named_children.items():
+                self._check_children(f"{key}.aggregation.{table}", tier, children)
         self._check_objective()
         rule = self.tiers[0].aggregation
         buffering = next((tier for tier in self.tiers if tier.aggregation.buffers), None)
@@ -325,6 +328,14 @@ class Experiment(ExperimentSettings):
     def digest(self) -> str:
         """16 hexadecimal digits that identify the effective experiment."""
         return blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+
+    def _check_children(self, key: str, tier: Tier, names: Iterable[str]) -> None:
+        """Check that nodes are children of this tier. Raises InvalidExperiment."""
+        for name in names:
+            self._check_node(key, name)
+            if self.tier_above(name) is not tier:
+                problem = f"no {tier.children}: the rule's children are those of tier {tier.name}"
+                raise InvalidExperiment(f"{key}.{name}", name, problem, "Name one of them.")
 
     def _check_refined(self, key: str, rule: RuleSettings) -> None:
         """Check that the data are those that a rule with a refiner's process needs."""

@@ -76,6 +76,9 @@ class NamedTables(Mapping[str, type[Table]]):
     def __contains__(self, name: object) -> bool:
         return name in self._places
 
+    def __hash__(self) -> int:  # of an annotation beside another type
+        return hash(frozenset(self._places.items()))
+
 
 def named_in_module(place: str) -> Any:
     """Return what a `module:Name` names, importing the module. Raises ImportError, AttributeError."""

@@ -36,6 +36,7 @@ RULES: Final[Mapping[str, str]] = {
     "trimmed_mean": "common.methods.robust:TrimmedMean",
     "krum": "common.methods.robust:Krum",
 }
+STEPS: Final = ("fedavgm", "fedadagrad", "fedadam", "fedyogi")  # whose step may follow another rule of one model
 OWN_RULE: Final = "common.methods.single_model:OwnRule"
 SELECTORS: Final[Mapping[str, str]] = {
     "fraction": "common.methods.selectors:FractionSelection",

@@ -32,7 +32,7 @@ def value_of(rows: Sequence[GlobalRoundRecord], measure: Measure, *, target: flo
     done = rows[: last + 1]
     cost = {
         "rounds": lambda: float(done[-1].global_round),
-        "seconds": lambda: done[-1].elapsed_s,
+        "seconds": lambda: _seconds(done, measure),
         "bytes": lambda: float(sum(_bytes(row, measure) for row in done)),
         "steps": lambda: float(sum(row.sgd_steps for row in done)),
         "path_steps": lambda: float(sum(row.path_steps for row in done)),
@@ -84,6 +84,13 @@ def _accuracy(rows: Sequence[GlobalRoundRecord], measure: Measure, rounds: int) 
 def _of(row: GlobalRoundRecord, measure: Measure) -> float | None:
     """Return a row's accuracy over samples, or a statistic of the devices' accuracies."""
     return row.accuracy if measure.of == "samples" else row.of_devices(OF_DEVICES.get(measure.of, measure.of))
+
+
+def _seconds(done: Sequence[GlobalRoundRecord], measure: Measure) -> float:
+    """Return the seconds of some global rounds, or of their phases that the measure names."""
+    if not measure.phases:
+        return done[-1].elapsed_s
+    return sum(row.phases[phase] for row in done for phase in measure.phases)
 
 
 def _bytes(row: GlobalRoundRecord, measure: Measure) -> int:

@@ -25,7 +25,7 @@ LINES_MOST: Final = 12  # of a chart
 def page_of(results: SweepResults) -> Page:
     """Return the page."""
     page, grid = Page(), results.grid
-    page.add_heading(1, f"{grid.file.title} (small form)" if grid.small else grid.file.title)
+    page.add_heading(1, grid.title)
     for table, cells in by_table(results):
         page.add_table(table)
         means = {cell.label: mean_curve([*map(_points, results.runs_of(cell).values())]) for cell in cells}

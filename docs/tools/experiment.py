@@ -120,7 +120,7 @@ def values(schema: Mapping[str, Any]) -> str:
         "boolean": "true, false",
         "string": "a name" if "pattern" in schema else "text",
         "array": f"{schema['minItems']} numbers" if "minItems" in schema else f"a list of {of}",
-        "object": f"a table of lists of {of}",
+        "object": f"a table of lists of {of}" if items else "a table of numbers" if each is not schema else "a table",
     }
     return kinds.get(schema["type"]) or _range(schema)
 
