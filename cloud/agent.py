@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from cloud.evaluator import Beginning, EvaluationResult, Evaluator
+from cloud.evaluator import Beginning, EvaluationResult, Evaluator, InitialModel, needs_process
 from cloud.global_rounds import LABELS, GlobalRounds
 from cloud.results import RunFolder
 from common.errors import FedstrataError, StorageFailed
@@ -59,11 +59,17 @@ class ModelEvaluator(Protocol):
         """Release the resources that `start` acquired."""
 
 
+def evaluator_of(experiment: Experiment, folder: Path) -> ModelEvaluator:
+    """Return the evaluator of a lab of processes."""
+    return Evaluator(experiment, folder) if needs_process(experiment) else InitialModel(experiment)
+
+
 class CloudAgent:
     """One run's cloud, in a lab of its broker.
 
     `observe` is called with every event as it happens: a name and facts that JSON can hold. `evaluator` builds the
-    model evaluator from the experiment and the run's folder. `energy`: of this host, None: it is not recorded.
+    model evaluator from the experiment and the run's folder, None: a process, if one is needed. `energy`: of this host,
+    None: it is not recorded.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class CloudAgent:
         *,
         resume: bool,
         observe: Observe,
-        evaluator: Callable[[Experiment, Path], ModelEvaluator] = Evaluator,
+        evaluator: Callable[[Experiment, Path], ModelEvaluator] | None = None,
         energy: EnergyMeter | None = None,
     ) -> None:
         self._folder = folder
@@ -82,7 +88,7 @@ class CloudAgent:
         self._resume = resume
         self._metrics = host.metrics
         self._show = observe
-        self._new_evaluator = evaluator
+        self._new_evaluator = evaluator or evaluator_of
         self._changes = Budget(CHANGES_MOST, CHANGE_S)
         self._progress = RunProgress()
 
@@ -168,7 +174,10 @@ class CloudAgent:
     async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment
         beginning = await evaluator.start()
-        self._folder.note(evaluated_on=beginning.accelerator)
+        if not experiment.evaluation.on_cloud:
+            evaluator.close()  # it has given the first model
+        if experiment.evaluation.on_cloud:
+            self._folder.note(evaluated_on=beginning.accelerator)
         down.set_layouts(link_layouts(experiment.tier_below(CLOUD).aggregation, beginning.layout))
         refiner = None
         if experiment.tier_below(CLOUD).aggregation.refines:
@@ -215,7 +224,7 @@ class CloudAgent:
         experiment = self._folder.experiment
         if self._resume:  # what is away by its trace returns by the time zero of this session
             self._begin(down, run)
-        if not run.complete:  # else the children may have left
+        if run.needs_children:  # else the children may have left
             await down.gather(experiment.tier_below(CLOUD).closing)
             await down.measure(experiment.links)
         self._begin(down, run)

@@ -9,20 +9,24 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common.errors import InvalidExperiment, RefusedModel
-from common.host.files import replacing
+from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.host.files import replacing, writing
 from common.methods.rule import Rule
 from common.model import tensors
 from common.model.layout import ModelLayout, Row
+from common.model.tensors import Tensors
 from common.storage import rule_states
 
 KEPT: Final = 2
+NO_ARRAYS: Final[Tensors] = MappingProxyType({})
 FACTS: Final = "fedstrata"  # in a file's metadata
+LAYOUT: Final = "layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +41,75 @@ class RunState:
     selection: dict[str, Any] = field(default_factory=dict)  # the state of client selection
 
 
-def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Rule) -> Path:
+def save(
+    folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Rule, frozen: Tensors = NO_ARRAYS
+) -> Path:
     """Write a checkpoint and remove all but the last two. The model's file is written last: it marks completeness.
 
     Each step is on the disk before the next. Raises StorageFailed.
     """
     path = folder / f"round-{state.global_round:06d}.safetensors"
     rule_states.write(folder, path.stem, rule.save)
-    save_model(path, layout=layout, row=row, facts={key: getattr(state, key) for key in RunState.__slots__})
+    facts = {key: getattr(state, key) for key in RunState.__slots__}
+    save_model(path, layout=layout, row=row, facts=facts, frozen=frozen)
     for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
         old.unlink(missing_ok=True)
     rule_states.prune(folder, keep=KEPT)
     return path
 
 
-def save_model(path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, Any]) -> None:
-    """Write a model under its state_dict's names, atomically, with facts as JSON metadata. Raises StorageFailed."""
+def save_model(
+    path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, Any], frozen: Tensors = NO_ARRAYS
+) -> None:
+    """Write a model under its state_dict's names, atomically, with facts as JSON metadata. Raises StorageFailed.
+
+    `frozen`: its frozen arrays. Personal ones are in no file of the cloud.
+    """
     with replacing(path) as file:
-        tensors.write(file, dict(layout.views(row)), {FACTS: json.dumps(facts)})
+        tensors.write(file, {**layout.views(row), **frozen}, {FACTS: json.dumps(facts), LAYOUT: layout.to_json()})
 
 
-def save_best(folder: Path, global_round: int, *, layout: ModelLayout, row: Row, run: str, rounds_back: int) -> None:
+def load_initial(initial: str) -> tuple[ModelLayout, Row, str, Tensors]:
+    """Return the model of a file that a run wrote, or of a run's folder, the digest of its content, and frozen arrays.
+
+    Raises InvalidExperiment.
+    """
+    path = Path(initial) / tensors.FINAL if Path(initial).is_dir() else Path(initial)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            layout = ModelLayout.from_json(file.metadata()[LAYOUT])
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        row = layout.empty()
+        layout.flatten(found, row)
+        layout.check_finite(row)
+        frozen = {name: array for name, array in found.items() if name not in layout.views(row)}
+        if frozen and tensors.content(frozen, {}) != layout.frozen:
+            raise ValueError("its frozen arrays are damaged")
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, WireError, RefusedModel) as error:
+        problem = f"{path} has no model that a run of fedstrata wrote: {error}"
+        remedy = "Name a finished run's folder, or evaluate at the cloud, which then reads any file."
+        raise InvalidExperiment("model.initial", initial, problem, remedy) from None
+    return layout, row, tensors.content(found, {}), frozen
+
+
+def save_best(
+    folder: Path,
+    global_round: int,
+    *,
+    layout: ModelLayout,
+    row: Row,
+    run: str,
+    rounds_back: int,
+    frozen: Tensors = NO_ARRAYS,
+) -> None:
     """Write the best model so far, and remove those that no resumed run returns to. Raises StorageFailed.
 
     `rounds_back`: global rounds that a resumed run may repeat: the best model before them stays, too.
     """
-    save_model(best_of(folder, global_round), layout=layout, row=row, facts={"run": run, "global_round": global_round})
+    with writing(folder):  # it may be the first file there
+        folder.mkdir(exist_ok=True)
+    facts = {"run": run, "global_round": global_round}
+    save_model(best_of(folder, global_round), layout=layout, row=row, facts=facts, frozen=frozen)
     older = sorted(folder.glob("best-*.safetensors"))
     for old in [path for path in older if path < best_of(folder, max(0, global_round - rounds_back))][:-1]:
         old.unlink(missing_ok=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load
 
+from cloud import checkpoint
 from common.experiment.schema import Experiment
 from common.host.offload import offload
 from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
@@ -33,6 +36,7 @@ class Beginning:
 
     `notes`: what the user should know of the data, a line each. `initial`: the digest of the file of `model.initial`.
     `evaluates`: models can be evaluated at the cloud; a trainer of the user's own may not be able to.
+    `frozen`: the model's frozen arrays, by name.
     """
 
     layout: ModelLayout
@@ -42,6 +46,36 @@ class Beginning:
     notes: Sequence[str] = ()
     initial: str = ""
     evaluates: bool = True
+    frozen: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+
+def needs_process(experiment: Experiment) -> bool:
+    """Return whether the cloud needs PyTorch and the data set, and so an evaluator process: to evaluate or to begin."""
+    begins = experiment.model.initial is None or experiment.tiers[0].aggregation.refines
+    return begins or experiment.evaluation.on_cloud
+
+
+class InitialModel:
+    """The model of `model.initial`, for a cloud that needs neither PyTorch nor the data set.
+
+    The digests of the devices' splits are not compared with any.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+
+    async def start(self) -> Beginning:
+        """Return the initial model. Raises InvalidExperiment."""
+        load = partial(checkpoint.load_initial, str(self._experiment.model.initial))
+        layout, row, digest, frozen = await offload(load)
+        return Beginning(layout, row, "", "", initial=digest, frozen=frozen)
+
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
+        """Raise RuntimeError: devices score models."""
+        raise RuntimeError("the cloud does not evaluate")
+
+    def close(self) -> None:
+        """Do nothing: there are no resources to release."""
 
 
 class Evaluator:
@@ -66,10 +100,11 @@ class Evaluator:
 
         async def first(channel: SubprocessChannel) -> Beginning:
             begun = dict(self._begun)
-            layout = ModelLayout.from_json(begun.pop("layout"))
-            (shared,) = channel.memory.rows(1, layout.row_bytes)
-            row = await offload(shared.copy)
-            return Beginning(layout, row, **begun)
+            layout, frozen_bytes = ModelLayout.from_json(begun.pop("layout")), begun.pop("frozen_bytes")
+            (shared,) = channel.memory.rows(1, layout.row_bytes + frozen_bytes)
+            row = await offload(shared[: layout.row_bytes].copy)
+            frozen = load(shared[layout.row_bytes :].tobytes()) if frozen_bytes else {}
+            return Beginning(layout, row, **begun, frozen=frozen)
 
         return await self._process.do(first)
 

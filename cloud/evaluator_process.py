@@ -4,7 +4,8 @@ With a trainer of the user's own this process does not import it either.
 
 The requests on the channel, and the row in shared memory that has the model:
 
-    {"experiment": TEXT, "folder"}         -> {"layout", and the rest of `Beginning`}, and the model
+    {"experiment": TEXT, "folder"}         -> {"layout", "frozen_bytes", and the rest of `Beginning`}, the model, and
+                                              behind it so many bytes of frozen arrays (safetensors)
     {}, and a model                        -> {"score", "loss"}
 
 The data split is written into the folder. Each batch is progress; with a trainer of the user's own, the use of a core
@@ -14,12 +15,16 @@ is. Instead of a reply there may be an error.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from common.experiment.reading import parse
 from common.host.memory import frozen_imports
 from common.host.subprocess_channel import AgentChannel, error_record
+from common.model import tensors
 from common.model.trainer import TrainerTester
 
 if TYPE_CHECKING:
@@ -50,9 +55,15 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the cloud reports it
         channel.send(**error_record(error))
         return
-    (row,) = channel.memory.rows(1, tester.layout.row_bytes)
-    row[:] = tester.first
-    channel.send(layout=tester.layout.to_json(), notes=tester.notes, initial=tester.initial, **facts)
+    behind = b""
+    if tester.frozen:
+        tensors.write(frozen := BytesIO(), tester.frozen, {})
+        behind = frozen.getvalue()
+    (shared,) = channel.memory.rows(1, tester.layout.row_bytes + len(behind))
+    row = shared[: tester.layout.row_bytes]
+    row[:], shared[row.size :] = tester.first, np.frombuffer(behind, np.uint8)
+    facts |= {"frozen_bytes": len(behind), "notes": tester.notes, "initial": tester.initial}
+    channel.send(layout=tester.layout.to_json(), **facts)
     while True:
         channel.receive()
         try:

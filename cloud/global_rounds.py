@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Final
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import Beginning, EvaluationResult
-from cloud.records import GlobalRoundRecord, tier_bytes
+from cloud.records import DEVICES_COLUMNS, DISPATCHED_COLUMNS, GlobalRoundRecord, tier_bytes
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import lint
@@ -33,7 +33,9 @@ from common.methods.statistics import tensor_distances
 from common.metrics import Metrics, NodeLabels
 from common.model.layout import Row
 from common.model.refinement import Refiner
+from common.model.scores import ScoreSums, distribution, summed, unpacked
 from common.protocol.limits import plans_of
+from common.protocol.messages import Result
 from common.randomness import Purpose, generator
 from common.runtime.refining import run_refining
 from common.runtime.round import NUMBERS, Children, ClosedRound, Dispatch, Observe, unreported
@@ -45,6 +47,19 @@ LINKS_SHARE: Final = 0.02  # of the time, if it takes long: of thousands of devi
 SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
 
 Evaluate = Callable[[int, Row], Awaitable[EvaluationResult]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """A row of rounds.csv whose scores are awaited: of the cloud, by `evaluating`, and of the devices.
+
+    `row`: its model, uint8 [row_bytes], if it may have to be kept.
+    """
+
+    record: GlobalRoundRecord
+    row: Row | None
+    evaluating: asyncio.Task[list[EvaluationResult]] | None
+    by_devices: bool
 
 
 class GlobalRounds:
@@ -101,7 +116,7 @@ class GlobalRounds:
         self._observe = observe
         start_epochs = dict.fromkeys(down.peers, experiment.training.epochs)
         self._state = RunState(folder.run, experiment.digest, 0, 0.0, start_epochs)
-        self._evaluating: tuple[GlobalRoundRecord, asyncio.Task[list[EvaluationResult]]] | None = None
+        self._pending: _Pending | None = None
         self._course = Course(experiment.stop, experiment.score)
         self._ended: StopReason | None = None
         self._mark = 0.0
@@ -123,12 +138,22 @@ class GlobalRounds:
         written = self._folder.forget_after(state.global_round)
         self._folder.restore(self._down.ledger)
         self._bytes = self._tier_bytes()
-        for row in written:
+        evaluation, due = self._experiment.evaluation, self._evaluates(state.global_round)
+        last = written[-1] if written else None
+        self._take(written[:-1])
+        # A round that is repeated brings the scores of the devices again.
+        by_devices = due and evaluation.on_devices and not (self.complete and last and last.scored is not None)
+        if last is not None and not (by_devices and not evaluation.on_cloud):
+            self._take([last])
+        if last is not None and due and (by_devices or last.score is None):
+            self._evaluate(last, self._rule.mixed, by_cloud=evaluation.on_cloud and last.score is None)
+
+    def _take(self, rows: Sequence[GlobalRoundRecord]) -> None:
+        """Take note of earlier evaluations."""
+        for row in rows:
             if row.score is not None and row.loss is not None:
                 self._course.take(row.global_round, score=row.score, loss=row.loss)
         self._ended = self._course.ended
-        if written and written[-1].score is None and self._evaluates(state.global_round):
-            self._evaluate(written[-1], self._rule.mixed)  # the run ended before this evaluation
 
     def introduce(self, *, metrics_address: str = "") -> None:
         """Record the run's facts, and report them and the warnings about its experiment and data."""
@@ -165,6 +190,11 @@ class GlobalRounds:
         """Whether no global round remains."""
         return self._state.global_round >= self._experiment.rounds or self._ended is not None
 
+    @property
+    def needs_children(self) -> bool:
+        """Whether a global round remains, or devices have the last model to score."""
+        return not self.complete or (self._pending is not None and self._pending.by_devices)
+
     async def run(self) -> Path:
         """Run the remaining global rounds, or until `[stop]` ends them; return the final model's path."""
         folder, experiment = self._folder, self._experiment
@@ -172,10 +202,12 @@ class GlobalRounds:
         self._mark = self._down.now()
         while not self.complete:
             await self._run_round()
-        await self._finish_evaluation()
+        await self._finish_evaluation(await self._score_last())
         path = folder.path / "model.safetensors"
         facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
-        save = partial(checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts)
+        save = partial(
+            checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts, frozen=self._beginning.frozen
+        )
         await self._written(lambda: offload(save))
         await self._keep_best()
         self._observe(
@@ -228,7 +260,7 @@ class GlobalRounds:
         epochs = state.epochs | self._next_epochs(omegas)
         closed = closed_round.timeline.closed or started
         aggregated = self._down.now()
-        await self._finish_evaluation()
+        await self._finish_evaluation(closed_round.results)
         ended = self._down.now()
         # "record": the writes of the last global round.
         phases = {"record": started - self._mark} | closed_round.timeline.phases()
@@ -240,8 +272,30 @@ class GlobalRounds:
         self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
         record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
-            self._evaluate(record, await offload(lambda: self._rule.mixed))
+            by_cloud = self._experiment.evaluation.on_cloud
+            self._evaluate(record, await offload(lambda: self._rule.mixed) if by_cloud else None, by_cloud=by_cloud)
         await self._written(self._write)
+
+    async def _score_last(self) -> Mapping[str, Result]:
+        """Let devices score the run's last model, those that a further global round would select; return their results.
+
+        Its bytes are in links.csv, and in no row of rounds.csv. Its seconds are off the clock, as the cloud's are.
+        """
+        if self._pending is None or not self._pending.by_devices:
+            return {}
+        state, tier = self._state, self._experiment.tier_below(CLOUD)
+        r = state.global_round
+        selected = self._selection.select(self._down.peers, r, samples=self._down.samples)
+        models = self._rule.dispatch(r, selected)
+        epochs, follows = dict.fromkeys(self._down.peers, 0), self._selection.follows(selected, r)
+        closing = tier.closing_of(len(selected))
+        closed_round = await self._down.round(Dispatch(r, 0, models, epochs, closing, follows, last=True))
+        plans = {CLOUD: [self._selection.facts(selected) | closed_round.decided(r, unreported=unreported(self._down))]}
+        for name, result in closed_round.results.items():
+            plans |= {node: found for node, found in plans_of(result).items() if node in self._aggregators[name]}
+        for node, (plan, *_) in plans.items():
+            self._folder.event("scoring", {"global_round": r, "node": node, "local_round": 0, **plan})
+        return closed_round.results
 
     async def _written(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write to the run's folder; wait while the disk is full or read-only. Raises StorageFailed after `idle_s`."""
@@ -269,7 +323,10 @@ class GlobalRounds:
         """Write a checkpoint, after the rows of its global rounds."""
         self._folder.sync()
         state = replace(self._state, selection=self._selection.save())
-        checkpoint.save(self._folder.checkpoints, state, layout=self._layout, row=self._row, rule=self._rule)
+        checkpoint.save(
+            self._folder.checkpoints, state, layout=self._layout, row=self._row, rule=self._rule,
+            frozen=self._beginning.frozen,
+        )  # fmt: skip
 
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
         """Return the distances of the children's models to the new mean, as the epoch control measures them."""
@@ -326,6 +383,7 @@ class GlobalRounds:
             omega={name: omegas.get(name) for name in names},
             spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},
             other_scores={} if self._experiment.score.name == ACCURACY else {"score": None, "mixed_score": None},
+            by_devices=dict.fromkeys(self._columns) if self._experiment.evaluation.on_devices else {},
         )
         self._folder.add_round(record)
         self._observe("global_round", record.values())
@@ -373,55 +431,117 @@ class GlobalRounds:
         return spreads
 
     def _evaluates(self, global_round: int) -> bool:
-        due = global_round == self._experiment.rounds or global_round % self._experiment.cloud.evaluate_every == 0
+        due = global_round == self._experiment.rounds or global_round % self._experiment.evaluation.every == 0
         return due and self._beginning.evaluates
 
-    def _evaluate(self, record: GlobalRoundRecord, mixed: Row | None) -> None:
-        """Start evaluating the model of a global round, and the mean after mixing if it differs."""
-        rows = [self._row.copy()] if mixed is None else [self._row.copy(), mixed]
+    def _evaluate(self, record: GlobalRoundRecord, mixed: Row | None, *, by_cloud: bool) -> None:
+        """Expect the scores of a global round's model: of the devices with the next results, and those of the cloud.
+
+        The cloud starts here. It evaluates the mean after mixing, too, if it differs.
+        """
+        evaluation, best = self._experiment.evaluation, self._experiment.stop.best
+        rows = [self._row.copy()] if by_cloud or best else []
+        rows += [] if mixed is None or not by_cloud else [mixed]
 
         async def evaluate() -> list[EvaluationResult]:
             found = [await self._test(record.global_round, row) for row in rows]
-            if self._course.take(record.global_round, score=found[0].score, loss=found[0].loss):
-                await self._save_best(record.global_round, rows[0])
+            await self._improved(found[0], rows[0])
             return found
 
-        self._evaluating = record, asyncio.create_task(evaluate(), name="evaluate")
+        evaluating = asyncio.create_task(evaluate(), name="evaluate") if by_cloud else None
+        self._pending = _Pending(record, rows[0] if rows else None, evaluating, evaluation.on_devices)
 
-    async def _finish_evaluation(self) -> None:
-        """Wait for the running evaluation and add it to its row."""
-        if self._evaluating is None:
+    async def _improved(self, found: EvaluationResult, row: Row | None) -> None:
+        """Take note of an evaluation; keep the model of an improvement, if it is wanted."""
+        if self._course.take(found.global_round, score=found.score, loss=found.loss) and row is not None:
+            await self._save_best(found.global_round, row)
+
+    async def _finish_evaluation(self, results: Mapping[str, Result]) -> None:
+        """Wait for the running evaluation, and add it and the devices' scores, of these results, to their row."""
+        if (pending := self._pending) is None:
             return
-        record, evaluating = self._evaluating
-        before = self._last
-        self._last, *mixed = await evaluating
-        self._evaluating = None
+        name, record, before = self._experiment.score.name, pending.record, self._last
+        mixed: Sequence[EvaluationResult] = ()
+        found: EvaluationResult | None = None
+        if pending.evaluating is not None:
+            found, *mixed = await pending.evaluating
+        self._pending = None
+        if pending.by_devices:
+            by_devices, total = self._scores_of(record.global_round, results)
+            record = replace(record, by_devices=by_devices)
+            if total is not None and not self._experiment.evaluation.on_cloud:
+                found = EvaluationResult(record.global_round, total.score_by(name), total.mean_loss)
+                await self._improved(found, pending.row)
         self._ended = self._course.ended
-        name = self._experiment.score.name
-        if name == ACCURACY:
-            self._metrics.accuracy.labels(*LABELS).set(self._last.score)
-        self._metrics.score.labels(*LABELS, name).set(self._last.score)
-        self._metrics.test_loss.labels(*LABELS).set(self._last.loss)
-        facts: dict[str, Any] = {**_evaluated(name, self._last)}
+        facts: dict[str, Any] = {}
+        if found is not None:
+            self._last = found
+            if name == ACCURACY:
+                self._metrics.accuracy.labels(*LABELS).set(found.score)
+            self._metrics.score.labels(*LABELS, name).set(found.score)
+            self._metrics.test_loss.labels(*LABELS).set(found.loss)
+            facts |= _evaluated(name, found)
         for other in mixed:
             facts |= {f"mixed_{key}": value for key, value in _evaluated(name, other).items()}
-        scores = {key: facts.get(key) for key in record.other_scores}
-        found = {key: value for key, value in facts.items() if not key.endswith("score")}
-        self._folder.complete_round(replace(record, **found, other_scores=scores))
-        self._observe("evaluated", {"global_round": record.global_round, **facts})
-        again = before is not None and not math.isfinite(before.loss)
-        if not math.isfinite(self._last.loss) and (not again or record.global_round == self._experiment.rounds):
-            reason = (
-                f"the test loss after global round {record.global_round} is {self._last.loss}: training has diverged"
+        scores = {key: facts.get(key, value) for key, value in record.other_scores.items()}
+        of_row = {key: value for key, value in facts.items() if not key.endswith("score")}
+        record = replace(record, **of_row, other_scores=scores)
+        self._folder.complete_round(record)
+        if record.score is not None:
+            shown = (
+                _evaluated(name, None) | {"score": record.score, "loss": record.loss} | facts | dict(record.by_devices)
             )
+            self._observe("evaluated", {"global_round": record.global_round, **shown})
+        if found is None:
+            return
+        again = before is not None and not math.isfinite(before.loss)
+        if not math.isfinite(found.loss) and (not again or record.global_round == self._experiment.rounds):
+            reason = f"the test loss after global round {record.global_round} is {found.loss}: training has diverged"
             self._observe("warning", {"global_round": record.global_round, "reason": reason})
+
+    def _scores_of(
+        self, global_round: int, results: Mapping[str, Result]
+    ) -> tuple[dict[str, float | None], ScoreSums | None]:
+        """Record the devices' scores of a global round's model; return the columns of its row, and the sums over all.
+
+        Results report on the model with which their global round began, the one of the round before.
+        """
+        score = self._experiment.score
+        reports = {
+            report.name: report
+            for child, result in results.items()
+            for report in (result.work_of(child), *result.children)
+            if report.name in self._devices[child] and report.tests is not None
+        }
+        self._folder.score_devices(global_round, [*reports.values()])
+        total = summed(result.tests for result in results.values())
+        found = [each.tests.score_by(score.name) for each in reports.values() if each.tests is not None]
+        over = distribution(found, higher=score.higher)
+        pooled: Sequence[float | None] = (None, None, None)
+        spread: Sequence[float | None] = (None, None, None)
+        if total is not None:
+            pooled = total.samples, total.mean_loss, total.score_by(score.name)
+        if over is not None:
+            spread = found_over = over.mean, over.worst, over.spread
+            for statistic, value in zip(("mean", "worst", "spread"), found_over, strict=True):
+                self._metrics.devices_score.labels(*LABELS, score.name, statistic).set(value)
+        if total is not None and total.classes:
+            counts = unpacked(total.classes)
+            by_class = {"samples": counts[::2], "right": counts[1::2]}
+            self._observe("classes", {"global_round": global_round, **by_class})
+        return dict(zip(self._columns, (len(reports), *pooled, *spread), strict=True)), total
+
+    @property
+    def _columns(self) -> Sequence[str]:
+        """The columns of rounds.csv with the devices' scores, whose names say which models these are."""
+        return DISPATCHED_COLUMNS if self._experiment.several_models else DEVICES_COLUMNS
 
     async def _save_best(self, global_round: int, row: Row) -> None:
         """Keep the model of an improvement beside the next global round."""
         if self._experiment.stop.best:
             save = partial(
                 checkpoint.save_best, self._folder.checkpoints, global_round, layout=self._layout, row=row,
-                run=self._folder.run, rounds_back=self._experiment.cloud.rounds_back,
+                run=self._folder.run, rounds_back=self._experiment.cloud.rounds_back, frozen=self._beginning.frozen,
             )  # fmt: skip
             await self._written(lambda: offload(save))
 

@@ -40,6 +40,13 @@ from common.protocol.round_state import GLOBAL_PHASES
 BYTES: Final = rf"(?!(epochs|omega|spread)_){TIER_NAME}_(up|down)_bytes"  # the other names begin columns of nodes
 BROKER: Final = "broker"  # kind of the rows in links.csv that count a parent's whole connection
 
+# Of the devices that scored a model: their number, their samples, loss and score over all of these; then over devices
+# the mean score, that of the worst tenth, and the standard deviation.
+STATISTICS: Final = ("scored", "samples", "loss", "score", "mean", "worst", "spread")
+DEVICES_COLUMNS: Final = tuple(f"devices_{name}" for name in STATISTICS)
+DISPATCHED_COLUMNS: Final = tuple(f"dispatched_{name}" for name in STATISTICS)  # each scored one of several models
+OF_DEVICES: Final = rf"(devices|dispatched)_({'|'.join(STATISTICS)})"
+
 Cell: TypeAlias = int | float | str
 
 
@@ -176,6 +183,9 @@ class GlobalRoundRecord(Record):
 
     `other_scores`: columns `score` and `mixed_score` of an experiment whose score is not accuracy, which then is None.
 
+    `by_devices`: DEVICES_COLUMNS or DISPATCHED_COLUMNS where devices score. If they alone do, accuracy, or score, and
+    loss are those over all their samples.
+
     `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by `TIER_up_bytes`, `TIER_down_bytes`; `missing`,
     `refused`: children of the cloud without an upload. `epochs`, `omega`: by child, None without a result; `spread`: by
     node, None for a rule of one model.
@@ -188,6 +198,9 @@ class GlobalRoundRecord(Record):
     mixed_accuracy: _Short = None
     mixed_loss: _Short = None
     other_scores: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=r"(mixed_)?score")] = (
+        dataclasses.field(default_factory=dict)
+    )
+    by_devices: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_DEVICES)] = (
         dataclasses.field(default_factory=dict)
     )
     train_loss: _Short
@@ -205,6 +218,15 @@ class GlobalRoundRecord(Record):
     def score(self) -> float | None:
         """The score of the model, which the run's manifest names; accuracy by default."""
         return self.other_scores["score"] if self.other_scores else self.accuracy
+
+    @property
+    def scored(self) -> float | None:
+        """How many devices have scored the model, None if none does or may yet."""
+        return self.of_devices("scored")
+
+    def of_devices(self, statistic: str) -> float | None:
+        """Return one of STATISTICS, None if devices have not scored the model."""
+        return next((value for key, value in self.by_devices.items() if key.endswith(f"_{statistic}")), None)
 
     @property
     def seconds(self) -> float:
@@ -240,7 +262,12 @@ class LinkRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecord(Record):
-    """A row of devices.csv: one device in one global round. `node`: its path, `cloud/institution-0/device-3`."""
+    """A row of devices.csv: one device in one global round. `node`: its path, `cloud/institution-0/device-3`.
+
+    `test_samples`, `test_loss`, `test_score`: of the model of this global round, None if the device did not score it;
+    `evaluate_s`: the seconds of that, spent at the begin of the next round. A device that scored and did not take part
+    has no local rounds.
+    """
 
     global_round: _Int
     node: _Text
@@ -253,6 +280,10 @@ class DeviceRecord(Record):
     wait_s: _Seconds
     pause_s: _Seconds
     path: _Path
+    test_samples: _Count = None
+    test_loss: _Short = None
+    test_score: _Short = None
+    evaluate_s: _Short = None
 
     @property
     def device(self) -> str:

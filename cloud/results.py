@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from cloud.records import DeviceRecord, GlobalRoundRecord, Record, link_records, rows_of, to_csv, wire_status
-from common.accounting.child_report import ChildReport
+from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.ledger import Ledger
 from common.errors import InvalidExperiment, StorageFailed
 from common.experiment.reading import load, to_toml
@@ -36,7 +37,7 @@ from common.text import json_text
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 LEDGER: Final = "ledger.json"
-FORMAT: Final = 3  # of a run's folder
+FORMAT: Final = 4  # of a run's folder
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
 WITHOUT_A_NETWORK: Final = {
@@ -73,6 +74,7 @@ class RunFolder:
         self._measured = ""
         self._pending: deque[Callable[[], None]] = deque()
         self._release: Callable[[], object] = lambda: None
+        self._devices: list[DeviceRecord] = []  # of the last global round in devices.csv
 
     @classmethod
     def create(
@@ -192,11 +194,13 @@ class RunFolder:
 
     def complete_round(self, record: GlobalRoundRecord) -> None:
         """Replace the last row of rounds.csv by that of the same global round with its evaluation."""
-        self._later(partial(self._replace_row, to_csv([record], header=False)))
+        self._later(partial(self._replace_rows, "rounds.csv", to_csv([record], header=False), 1))
 
     def add_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
         """Append devices to devices.csv."""
         tree = self.experiment.tree
+        if self._devices and self._devices[0].global_round != global_round:
+            self._devices = []
         records = [
             DeviceRecord(
                 global_round=global_round, node=tree.path(r.name), samples=r.samples, local_rounds=r.rounds,
@@ -205,7 +209,29 @@ class RunFolder:
             )
             for r in reports
         ]  # fmt: skip
+        self._devices += records
         self._add_rows("devices.csv", records)
+
+    def score_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
+        """Add the devices' scores of a global round's model to its rows, the last ones of devices.csv."""
+        tree, score = self.experiment.tree, self.experiment.score.name
+        rows = {record.node: record for record in self._devices if record.global_round == global_round}
+        count = len(rows)
+        for report in reports:
+            if (tests := report.tests) is not None:
+                node = tree.path(report.name)
+                row = rows.get(node) or DeviceRecord(
+                    global_round=global_round, node=node, samples=report.samples, local_rounds=0, epochs=0,
+                    sgd_steps=0, loss=None, train_s=0.0, wait_s=0.0, pause_s=0.0, path=TrainingPath.NONE,
+                )  # fmt: skip
+                rows[node] = replace(
+                    row, test_samples=tests.samples, test_loss=tests.mean_loss, test_score=tests.score_by(score),
+                    evaluate_s=tests.seconds,
+                )  # fmt: skip
+        self._devices = [*rows.values()]
+        if rows:
+            new = not count and not (self.path / "devices.csv").exists()
+            self._later(partial(self._replace_rows, "devices.csv", to_csv(self._devices, header=new), count))
 
     def catch_up(self) -> None:
         """Write the rows and events that could not be written before. Raises StorageFailed."""
@@ -224,7 +250,8 @@ class RunFolder:
 
     def forget_after(self, global_rounds: int) -> list[GlobalRoundRecord]:
         """Drop the rows of global rounds that a resumed run repeats, and return the remaining rows of rounds.csv."""
-        self._forget("devices.csv", DeviceRecord, after=global_rounds)
+        devices = self._forget("devices.csv", DeviceRecord, after=global_rounds)
+        self._devices = [row for row in devices if row.global_round == global_rounds]
         return self._forget("rounds.csv", GlobalRoundRecord, after=global_rounds)
 
     def write_of_ledger(self, ledger: Ledger) -> Callable[[], None]:
@@ -288,17 +315,29 @@ class RunFolder:
 
         self._later(write)
 
-    def _replace_row(self, text: str) -> None:
-        """Replace the last row of rounds.csv. It only grows, so one write in place overwrites all of the old row."""
-        path = self.path / "rounds.csv"
+    def _replace_rows(self, name: str, text: str, count: int) -> None:
+        """Replace the last rows of a table, `count` of them.
+
+        They mostly grow, so one write in place overwrites all of the old ones. Shorter ones are written with the table.
+        """
+        path, data = self.path / name, text.encode()
+        if not count:
+            _append(path, data)
+            return
         with writing(path), path.open("r+b") as file:
-            begin, row = file.seek(0, os.SEEK_END), -1
-            while begin and row < 0:  # from the end: the rounds before are many
-                begin = max(0, begin - len(text))
+            begin = end = file.seek(0, os.SEEK_END)
+            tail = b""
+            while begin and tail.count(b"\n") <= count:  # from the end: the rounds before are many
+                size = min(begin, len(data))
+                begin = file.seek(begin - size)
+                tail = file.read(size) + tail
+            rows = tail.splitlines(keepends=True)[-count:]
+            begin = end - sum(map(len, rows))
+            if end - begin <= len(data):
                 file.seek(begin)
-                row = file.read().rfind(b"\n", 0, -1)
-            file.seek(begin + row + 1)
-            file.write(text.encode())
+                file.write(data)
+                return
+        _replace(path, path.read_bytes()[:begin].decode() + text)
 
     def _forget(self, name: str, kind: type[_R], *, after: int) -> list[_R]:
         """Cut a table after its rows of the global rounds up to `after`, and return these."""

@@ -63,6 +63,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "round_timestamp_seconds": Family("gauge", (), "When the last round closed, by this host's clock, for annotations"),
     "accuracy_ratio": Family("gauge", (), "Test accuracy of the global model"),
     "score": Family("gauge", ("score",), "The score of the global model on the test set, by its name"),
+    "devices_score": Family(
+        "gauge", ("score", "statistic"), "Over the devices that scored the global model: mean, worst tenth, spread"
+    ),
     "test_loss": Family("gauge", (), "Test loss of the global model"),
     "train_loss": Family("gauge", (), "Mean training loss of the last epoch"),
     "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each child"),
@@ -180,12 +183,14 @@ class Metrics:
         registry.register(self._watched)
         self._targets: Callable[[str], Sequence[Mapping[str, object]]] = lambda asked: ()
         self._scrapes, self._discoveries = Scrapes(), Scrapes()
+        self._scored: dict[NodeLabels, str] = {}  # the scores that a run's end removes
         self.run: Final = Info("fedstrata_run", FAMILIES["run"].text, NODE, registry=registry)
         self.run_state: Final = self._gauge("run_state")
         self.round: Final = self._gauge("round")
         self.round_timestamp_seconds: Final = self._gauge("round_timestamp_seconds")
         self.accuracy: Final = self._gauge("accuracy_ratio")
         self.score: Final = self._gauge("score")
+        self.devices_score: Final = self._gauge("devices_score")
         self.test_loss: Final = self._gauge("test_loss")
         self.train_loss: Final = self._gauge("train_loss")
         self.epochs: Final = self._gauge("epochs")
@@ -219,6 +224,15 @@ class Metrics:
             for metric in (self.run, self.round, self.round_timestamp_seconds, self.train_loss, self.epochs):
                 with suppress(KeyError):  # it was never set
                     metric.remove(*node)
+            if (name := self._scored.pop(node, None)) is not None:
+                self.score.remove(*node, name)
+                self.test_loss.remove(*node)
+
+    def scored(self, node: NodeLabels, name: str, *, score: float, loss: float) -> None:
+        """Set the score and the loss of a model that a node has scored, until the end of its run."""
+        self._scored[node] = name
+        self.score.labels(*node, name).set(score)
+        self.test_loss.labels(*node).set(loss)
 
     def closed(self, node: NodeLabels, *, rounds: int | None = None) -> None:
         """Count a round that a node closed; `rounds` sets the total if it is known."""

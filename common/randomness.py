@@ -35,6 +35,8 @@ class Purpose(IntEnum):
     UNIFORM = 18
     GENERATOR = 19
     OWN_CODE = 20
+    TESTS = 21
+    SCORING = 22
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

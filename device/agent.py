@@ -39,10 +39,10 @@ from common.runtime.world import Host
 from common.storage.spool import Spool
 from device.jobs import Prepared, TrainingPool
 from device.memory import DeviceMemory
-from device.training.work import result_of
+from device.training.work import result_of, scored_by
 
 FAREWELL_S = 3.0
-PHASES = ("train", "wait", "pause", "vmapped")
+PHASES = ("evaluate", "train", "wait", "pause", "vmapped")
 WAITING_S = 2.0  # as often as a node reports
 REPORT_S: Final = 1.0  # while a slower machine is emulated
 
@@ -72,7 +72,7 @@ class _Part:
 class DeviceAgent:
     """One device, which initially knows only its host's broker, its name and its parent.
 
-    `states`: the folder of what its objective or its trainer keeps from task to task, None: a temporary one.
+    `states`: the folder of what it keeps from task to task, None: a temporary one.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class DeviceAgent:
         self._metrics = host.metrics
         self._states = states
         self._labels = NodeLabels("device", name, parent=parent)
+        self._score = ""  # the name of the run's
 
     async def run(self) -> None:
         """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
@@ -124,7 +125,7 @@ class DeviceAgent:
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
         spool = Spool.open(host.spool, run=run, node=self._name)
-        keeps = experiment.training.remembers
+        keeps = experiment.devices_remember
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         once = partial(self._take_part_once, _Part(found, experiment, spool, states))
@@ -174,11 +175,14 @@ class DeviceAgent:
         check_alike(experiment.data, self._name, partition=prepared.partition, clouds=announcement.partition)
         theirs = ModelLayout.from_json(announcement.layout)
         if prepared.layout.digest != theirs.digest:
+            alike = replace(prepared.layout, frozen=theirs.frozen).digest == theirs.digest
+            what = "other frozen arrays" if alike else "another model"
             raise InvalidExperiment(
                 "model.name",
                 experiment.model.name,
-                f"this host builds another model than the cloud ({prepared.layout.digest}, {theirs.digest})",
-                "Use one release of fedstrata, and of the model's package, everywhere.",
+                f"this host builds {what} than the cloud ({prepared.layout.digest}, {theirs.digest})",
+                "Use one release of fedstrata, and of the model's package, everywhere."
+                + " Read pre-trained arrays from a file that is the same everywhere." * alike,
             )
         layouts = link_layouts(experiment.tier_above(self._name).aggregation, prepared.layout)
         memory = DeviceMemory(
@@ -196,12 +200,17 @@ class DeviceAgent:
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, joined: _Joined) -> None:
         up.set_state(NodeState.READY, samples=joined.prepared.samples)
         machine, memory, keeps = experiment.machine(self._name), joined.memory, joined.prepared.keeps
+        scores, self._score = scored_by(experiment, self._name), experiment.score.name
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since = await model.whole(), up.now()
+            if not task.epochs and not scores(task):
+                return WorkResult(row, joined.prepared.samples, 0.0, 0, 0, 0.0, 0.0)
             if keeps:
                 row = await offload(partial(memory.begin, task, row))
-            result = await self._train(task, row, memory, report=report)
+            if not task.epochs:
+                return await self._train(task, row, memory, scores=True, report=report)
+            result = await self._train(task, row, memory, scores=scores(task), report=report)
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
             if keeps:
@@ -225,7 +234,7 @@ class DeviceAgent:
         finally:
             reporting.cancel()
 
-    async def _train(self, task: Task, row: Row, memory: DeviceMemory, *, report: Report) -> WorkResult:
+    async def _train(self, task: Task, row: Row, memory: DeviceMemory, *, scores: bool, report: Report) -> WorkResult:
         def report_training(done: int, total: int) -> None:
             waiting.cancel()
             report(Phase.TRAINING, done, total)
@@ -243,11 +252,15 @@ class DeviceAgent:
                 epochs=task.epochs,
                 local_round=memory.number(task),
                 progress=report_training,
+                scores=scores,
                 folder=memory.folder,
             )
         finally:
             waiting.cancel()
         result = result_of(self._name, task, memory.result, trained)
+        self._observe_tests(result)
+        if not task.epochs:
+            return result
         self._metrics.closed(self._labels)
         self._metrics.steps.labels(*self._labels).inc(result.steps)
         self._metrics.train_loss.labels(*self._labels).set(result.loss)
@@ -257,6 +270,14 @@ class DeviceAgent:
         self._metrics.phase_seconds.labels(*self._labels, "vmapped").inc(trained.wall_s)
         return result
 
+    def _observe_tests(self, result: WorkResult) -> None:
+        """Export the score of the model received, if this device has one."""
+        if (tests := result.tests) is None:
+            return
+        metrics, labels = self._metrics, self._labels
+        metrics.scored(labels, self._score, score=tests.score_by(self._score), loss=tests.mean_loss)
+        metrics.phase_seconds.labels(*labels, "evaluate").inc(tests.seconds)
+
 
 async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Report) -> WorkResult:
     """Return the result after the delay that emulates slower hardware; the model arrived at `since`, loop seconds.
@@ -265,7 +286,8 @@ async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Repor
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
-    due = since + pace.emulated_s(result.train_s, steps=result.steps)
+    scored_s = 0.0 if result.tests is None else result.tests.seconds
+    due = since + pace.emulated_s(result.train_s, steps=result.steps) + pace.slowdown * scored_s
     if due <= begun:
         return result
     for reported in count(1):

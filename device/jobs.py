@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -20,6 +20,7 @@ from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout, Row
+from common.model.scores import ScoreSums
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -35,6 +36,8 @@ class LocalResult:
     `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
     In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
     `cpu_s` are the CPU seconds of the training's thread, 0 if it was vmapped. `numbers`: of the trainer's choice.
+    `tests`: of the model received, where the order asks for them; their seconds are in none of the others.
+    `start_loss`: the training loss of that model, where the parent's rule reads it; its seconds belong to the training.
     """
 
     samples: int
@@ -46,6 +49,23 @@ class LocalResult:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     numbers: Mapping[str, float] = field(default_factory=dict)
+    tests: ScoreSums | None = None
+    start_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """Sums of the model that a device received, over its test and its training samples, where asked for."""
+
+    tests: ScoreSums | None = None
+    start: ScoreSums | None = None
+
+    def of(self, result: LocalResult) -> LocalResult:
+        """Return the result of the training that followed, with these; the loss at its start is a part of it."""
+        if self.start is None:
+            return replace(result, tests=self.tests)
+        train_s = result.train_s + self.start.seconds
+        return replace(result, tests=self.tests, start_loss=self.start.mean_loss, train_s=train_s)
 
 
 Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
@@ -55,13 +75,15 @@ Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
 class Prepared:
     """A device's model layout, the number of its training samples, and the digest of the split of its files.
 
-    `kept_bytes`: of the vectors that its objective keeps from task to task. `folder`: its trainer keeps a folder, too.
+    `kept_bytes`: of the vectors that its objective keeps from task to task. `tests`: its test samples. `folder`: its
+    trainer keeps a folder, too.
     """
 
     layout: ModelLayout
     samples: int
     partition: str
     kept_bytes: int = 0
+    tests: int = 0
     folder: bool = False
 
     @property
@@ -74,6 +96,7 @@ class Prepared:
 class Order:
     """Train the model in `row` for `epochs` and write it into `out`, uint8; `device.training.vectors` has their form.
 
+    `scores`: score it before, on the device's test samples; without epochs it is not trained.
     `progress(steps_done, steps_total)` is called in the thread of the training. `folder`: the state of a trainer that
     keeps one, which the training changes.
     """
@@ -84,6 +107,7 @@ class Order:
     local_round: int
     progress: Progress
     cancelled: threading.Event
+    scores: bool = False
     folder: Path | None = None
 
 
@@ -137,7 +161,9 @@ class Job(PoolRequest):
 
     def alike(self, other: PoolRequest) -> bool:
         """Return whether the other is a training of the same model, so that one vmapped group can have both."""
-        return isinstance(other, Job) and self.device.digest == other.device.digest
+        if not isinstance(other, Job) or self.device.digest != other.device.digest:
+            return False
+        return bool(self.order.epochs) == bool(other.order.epochs)
 
     def cancel(self) -> None:
         """Cancel the training: it ends between two steps, with an outcome."""
@@ -187,7 +213,15 @@ class PoolMember(Protocol):
         """Join an experiment. Raises InvalidExperiment, RunFailed."""
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, folder: Path | None = None
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train the model in `row` and write it into `out`, as in Order. Raises RunFailed."""
 
@@ -219,7 +253,8 @@ def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
 
     This host's environment variable decides, then the experiment, then the kind of accelerator.
     """
-    if training.deterministic or training.compile or not training.trainer.learns_module:
+    without = training.deterministic or training.compile or training.own_augmentation is not None
+    if without or not training.trainer.learns_module:
         return VmappedMode.NEVER
     default = VmappedMode.NEVER if accelerator == "cpu" else VmappedMode.AUTO
     given = os.environ.get(VARIABLE, training.vmapped or default)

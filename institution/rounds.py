@@ -7,6 +7,7 @@ uploaded. The first round starts from the parent's model (Tempo, eqs. 4, 5 and 7
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +22,7 @@ from common.metrics import Metrics, NodeLabels
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout
 from common.model.refinement import Refiner
+from common.model.scores import ScoreSums, summed
 from common.protocol.limits import plans_of
 from common.protocol.messages import Phase, Task
 from common.runtime.models import Arriving
@@ -52,6 +54,7 @@ class LocalRounds:
         tree = experiment.tree
         self._tasks = experiment.rounds_of(tree.depth(name) - 1)  # in each global round: the parent's rounds
         self._below = {child: frozenset(below) for child, below in tree.below_each(name).items()}
+        self._devices = {name for name in tree.below(name) if name not in tree.children}
         self._down = down
         self._metrics = metrics
         self._refiner = refiner
@@ -88,7 +91,8 @@ class LocalRounds:
         """Run the local rounds of one task from the parent's model; return the last mean.
 
         If the rule only passes the model on, the first round begins at once: the children get its chunks as they arrive
-        from the parent. Raises RunFailed if the state of an earlier task is needed and lost.
+        from the parent. A task without epochs is a single round that scores the model, and changes no state. Raises
+        RunFailed if the state of an earlier task is needed and lost.
         """
         settings, down = self._tier, self._down
         self._did = {}
@@ -124,6 +128,12 @@ class LocalRounds:
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])
             closed_round = await down.round(dispatch, on_progress=progressed)
             await model.whole()  # the children may have finished before it is decoded here
+            decided = selection.facts(selected) | closed_round.decided(r, unreported=unreported(down))
+            for result in closed_round.results.values():
+                for name, found in plans_of(result).items():
+                    plans.setdefault(name, []).extend(found)
+            if not task.epochs:
+                return self._scored(model, closed_round, {**plans, self._name: [decided]})
             aggregate = partial(rule.aggregate, r, closed_round.uploads)
             outcome = await run_refining(aggregate, self._refiner, report=progressed)
             facts = closed_round.facts
@@ -135,11 +145,7 @@ class LocalRounds:
             pause_s += max(result.pause_s for result in closed_round.results.values())
             path_steps += max(result.path_steps for result in closed_round.results.values())
             self._count(closed_round, outcome, epochs=task.epochs)
-            decided = selection.facts(selected) | closed_round.decided(r, unreported=unreported(down))
             plans[self._name].append(outcome.plan | decided)
-            for result in closed_round.results.values():
-                for name, found in plans_of(result).items():
-                    plans.setdefault(name, []).extend(found)
         await until_written(
             lambda: offload(partial(self._memory.after, number + 1, global_round=task.key.global_round)),
             patience_s=self._experiment.transfer.idle_s,
@@ -149,8 +155,22 @@ class LocalRounds:
         steps = sum(self._did[name].steps for name in down.peers if name in self._did)
         return WorkResult(
             rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
-            path_steps=path_steps, children=self.reports(), plans=plans,
+            path_steps=path_steps, children=self.reports(), plans=plans, tests=self._tests(),
         )  # fmt: skip
+
+    def _scored(
+        self, model: Arriving, closed_round: ClosedRound, plans: Mapping[str, Sequence[Mapping[str, object]]]
+    ) -> WorkResult:
+        """Return the result of a task without epochs."""
+        self._gather(closed_round)
+        return WorkResult(
+            model.row, sum(self._down.samples.values()), 0.0, 0, 0, 0.0, 0.0,
+            children=self.reports(), plans=plans, tests=self._tests(),
+        )  # fmt: skip
+
+    def _tests(self) -> ScoreSums | None:
+        """Return the sums over the test samples of the devices below."""
+        return summed(report.tests for name, report in self._did.items() if name in self._devices)
 
     def reports(self) -> tuple[ChildReport, ...]:
         """Return the work of each node below in the last task, with its link's bytes in the whole run."""
@@ -167,11 +187,7 @@ class LocalRounds:
 
     def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> None:
         """Count a round's work."""
-        for name, result in closed_round.results.items():
-            self._down.samples[name] = result.samples
-            below = (report for report in result.children if report.name in self._below[name])
-            for report in (result.work_of(name), *below):
-                self._did[report.name] = report.with_work_of(self._did.get(report.name, ChildReport(report.name)))
+        self._gather(closed_round)
         metrics, labels = self._metrics, self._labels
         metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)
@@ -179,3 +195,11 @@ class LocalRounds:
         metrics.steps.labels(*labels).inc(sum(result.steps for result in closed_round.results.values()))
         for phase, seconds in closed_round.timeline.phases().items():
             metrics.phase_seconds.labels(*labels, phase).inc(seconds)
+
+    def _gather(self, closed_round: ClosedRound) -> None:
+        """Add the reports of a round to those of the task."""
+        for name, result in closed_round.results.items():
+            self._down.samples[name] = result.samples
+            below = (report for report in result.children if report.name in self._below[name])
+            for report in (result.work_of(name), *below):
+                self._did[report.name] = report.with_work_of(self._did.get(report.name, ChildReport(report.name)))

@@ -20,7 +20,7 @@ from common.methods.fedadp import gompertz
 from common.methods.fedcross import FedCross
 from common.methods.fedmr import FedMR
 from common.methods.rule import Aggregated, Dispatched, Rule, Uploads
-from common.methods.statistics import gram, gram_by_entry
+from common.methods.statistics import gram
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
 
@@ -67,6 +67,8 @@ SEVERAL: list[dict[str, Any]] = [
     {"name": "fedcross"},
     {"name": "fedcross", "strategy": "highest", "similarity": "sum_norm", "alpha": 0.6},
     {"name": "fedcross", "similarity": "pairwise", "propeller_rounds": 2, "dynamic_alpha_rounds": 3},
+    {"name": "fedcross", "similarity": "euclidean", "strategy": "highest"},
+    {"name": "fedcross", "similarity": "manhattan"},
     {"name": "fedcross", "weights": "data", "first_stage_rounds": 2},
     {"name": "fedmr"},
     {"name": "fedmr", "granularity": "key", "first_stage_rounds": 3},
@@ -88,6 +90,7 @@ class Report:
     samples: int
     loss: float
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 def aggregator(
@@ -441,10 +444,8 @@ def next_models(tree: dict[str, Any], r: int, rows_K: Rows) -> list[Row]:
         partners = [fedcross.in_order(r, count, place) for place in range(stage.partners)]
         if stage.similar:
             trainable = list(LAYOUT.floats(rows_K)[:, : LAYOUT.parameters])
-            products = [gram(trainable, np.zeros_like(trainable[0]))]
-            if settings.similarity == "pairwise":
-                products = gram_by_entry(rows_K, LAYOUT)
-            similarity_KK = fedcross.similarity(settings, products)
+            products = gram(trainable, np.zeros_like(trainable[0]))
+            similarity_KK = fedcross.similarity(settings, rows_K, products, layout=LAYOUT)
             partners = [fedcross.by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
         for j, row in enumerate(mixed):
             others = [LAYOUT.floats(rows_K[own[j]]).astype(np.float64) for own in partners]
@@ -501,6 +502,8 @@ def test_only_plans_that_move_the_mean_have_a_mean_after_mixing() -> None:
         "fedcross",
         "fedcross-highest-sum_norm-0.6",
         "fedcross-pairwise-2-3",
+        "fedcross-euclidean-highest",
+        "fedcross-manhattan",
         "fedcross-data-2",
         "fedmr-model-data",
     ]

@@ -110,7 +110,9 @@ def test_a_target_in_percent_is_refused(target: str, tmp_path: Path) -> None:
 # Files
 
 
-@pytest.mark.parametrize("name", ["mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140"])
+@pytest.mark.parametrize(
+    "name", ["mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140", "motions"]
+)
 def test_missing_files_have_the_readers_own_error(name: str, tmp_path: Path) -> None:
     readers = {
         "cifar10": builtin.read_cifar10,

@@ -28,6 +28,7 @@ from common.methods.aggregator import build
 from common.methods.rule import Rule, Uploads, link_layouts
 from common.model.codecs import CODECS
 from common.model.layout import LinkLayouts, ModelLayout, Section
+from common.model.parts import ModelParts
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Task
 from common.storage.spool import Spool
@@ -183,7 +184,7 @@ def test_steps_are_those_of_a_plain_loop(name: str, momentum: float) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", WITH_OBJECTIVE)
+@pytest.mark.parametrize("name", [name for name in WITH_OBJECTIVE if RULES[name].objective])
 def test_a_model_is_compiled_before_there_are_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     training_ = {"compile": True, "batch_size": 100, "objective": {"name": WITH_OBJECTIVE[name]}}
@@ -259,7 +260,7 @@ def finished(
     experiment: Experiment, start: Doubles, end: Doubles, vectors: dict[str, Doubles], *, steps: int
 ) -> dict[str, Floats]:
     """Return what a device keeps and returns of a training from `start` to `end`."""
-    task = vectors_of(experiment, "device-0", LAYOUT)
+    task = vectors_of(experiment, "device-0", ModelParts(LAYOUT, LAYOUT))
     row, out = task.received.empty(), task.returned.empty()
     for each, columns in ((row, start), (out, end)):
         each[:] = 0

@@ -94,6 +94,11 @@ def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None
         device = facts["devices"][name]
         assert device["samples"] == len(part) and device["by_class"] == np.bincount(labels[part], minlength=10).tolist()
     assert [device["parent"] for device in facts["devices"].values()] == ["institution-0"] * 3 + ["institution-1"] * 3
+    every = np.bincount(labels[np.concatenate(parts)], minlength=10)
+    homes = {"device": parts, "institution": [np.concatenate(parts[:3]), np.concatenate(parts[3:])]}
+    for kind, nodes in homes.items():  # Zhao et al. 2018: sum over classes |p_k(y) - p(y)|
+        apart = [abs(np.bincount(labels[own], minlength=10) / len(own) - every / every.sum()).sum() for own in nodes]
+        assert facts["label_distance"][kind] == pytest.approx(np.average(apart, weights=[*map(len, nodes)]), abs=1e-6)
     table = invoke("data", "partition", file, "--out", out).stdout.splitlines()
     assert len(table) == 7 and table[1].startswith("device-0\tinstitution-0\t")
 

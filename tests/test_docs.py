@@ -13,7 +13,7 @@ from typing import Any, Final, get_type_hints
 import pytest
 from pydantic import BaseModel
 
-from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord
+from cloud.records import DEVICES_COLUMNS, DeviceRecord, GlobalRoundRecord, LinkRecord
 from common.experiment.data import TEXTS
 from common.experiment.methods import RULES, SELECTORS
 from common.experiment.reading import parse
@@ -83,7 +83,8 @@ def defined(name: str) -> list[Row]:
     table = TABLES[name]
     schema = table.model_json_schema()["properties"]
     fields = {key: field for key, field in table.model_fields.items() if key != "name" or name not in SELECTED}
-    defaults = {key: f"`{json.dumps(f.default)}`" if f.default is not None else "not set" for key, f in fields.items()}
+    given = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
+    defaults = {key: "not set" if value is None else f"`{json.dumps(value)}`" for key, value in given.items()}
     return [(f"`{key}`", defaults[key], experiment.values(schema[key])) for key in fields]
 
 
@@ -160,11 +161,11 @@ def test_each_column_of_a_runs_tables_is_described() -> None:
     page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     kinds, groups = (
         (GlobalRoundRecord, LinkRecord, DeviceRecord),
-        ("phases", "bytes_", "epochs", "omega", "spread", "other_scores"),
+        ("phases", "bytes_", "epochs", "omega", "spread", "other_scores", "by_devices"),
     )
     fields_ = {field.name for kind in kinds for field in dataclasses.fields(kind)} - set(groups)
     columns = {field.removesuffix("_") for field in fields_} | {f"{phase}_s" for phase in GLOBAL_PHASES}
-    columns |= {"TIER_up_bytes", "TIER_down_bytes", "score", "mixed_score"}
+    columns |= {"TIER_up_bytes", "TIER_down_bytes", "score", "mixed_score", *DEVICES_COLUMNS}
     assert [column for column in columns if f"`{column}`" not in page] == []
 
 

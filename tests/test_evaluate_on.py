@@ -36,14 +36,15 @@ def test_models_are_evaluated_beside_their_training_if_the_key_allows_it(
     name: str, there: list[str], beside: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "accelerators", lambda: there)
-    lab = parse({"cloud": {"evaluate_on": name}})
+    lab = parse({"evaluation": {"accelerator": name}})
     assert accelerator_of(lab, beside=torch.device(beside)) == torch.device(chosen)
 
 
 def test_a_missing_gpu_is_named_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "accelerators", lambda: GPUS)
-    with pytest.raises(InvalidExperiment, match=r"^cloud\.evaluate_on = 'cuda:2': this machine has no .* or use auto"):
-        accelerator_of(parse({"cloud": {"evaluate_on": "cuda:2"}}))
+    named = r"^evaluation\.accelerator = 'cuda:2': this machine has no .* or use auto"
+    with pytest.raises(InvalidExperiment, match=named):
+        accelerator_of(parse({"evaluation": {"accelerator": "cuda:2"}}))
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fails: Exception) -> tuple[ModelTester, list[str]]:
@@ -93,10 +94,10 @@ def test_another_failure_of_the_gpu_is_an_error(
 def test_a_run_records_where_it_was_evaluated(tmp_path: Path) -> None:
     few = ["--set", "rounds=1", "--set", "topology.institutions=1", "--set", "topology.devices=1"]
     command = ["run", "demo", "--direct", *few, "--runs", str(tmp_path), "--set"]
-    refused = invoke(*command, "cloud.evaluate_on=cuda")
+    refused = invoke(*command, "evaluation.accelerator=cuda")
     assert refused.exit_code == 4
-    assert "cloud.evaluate_on = 'cuda': this machine has no such accelerator. It has cpu" in refused.stderr
-    assert invoke(*command, "cloud.evaluate_on=auto").exit_code == 0
+    assert "evaluation.accelerator = 'cuda': this machine has no such accelerator. It has cpu" in refused.stderr
+    assert invoke(*command, "evaluation.accelerator=auto").exit_code == 0
     (manifest,) = tmp_path.glob("*/manifest.json")
     assert json.loads(manifest.read_text())["evaluated_on"] == "cpu"
 

@@ -54,7 +54,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
     monkeypatch.delitem(sys.modules, "net", raising=False)
-    return parse({"model": {"name": "net:build"}, "cloud": {"evaluate_on": "auto"}})
+    return parse({"model": {"name": "net:build"}, "evaluation": {"accelerator": "auto"}})
 
 
 def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports_its_end(

@@ -38,7 +38,10 @@ rounds = 3
 topology = { institutions = 2, devices = 4 }
 data = { dataset = "rings:load" }
 model = { name = "nets:build" }
-training = { epochs = 1, objective = { name = "focal:Focal", gamma = 1.5 } }
+[training]
+epochs = 1
+objective = { name = "focal:Focal", gamma = 1.5 }
+augmentation = { name = "jitter:Jitter", deviation = 0.2 }
 [cloud]
 aggregation = { name = "mine:ServerMomentum", beta = 0.5 }
 epoch_control = { name = "tempo" }
@@ -118,7 +121,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_example_is_short() -> None:
-    assert EXAMPLES.keys() == {"mine", "clipping", "fair", "focal", "control", "corrected", "rings", "nets", "softmax"}
+    names = {"mine", "clipping", "fair", "focal", "jitter", "control", "corrected", "rings", "nets", "softmax"}
+    assert EXAMPLES.keys() == names
     assert all(len(text.splitlines()) + 1 <= LINES_MOST for text in EXAMPLES.values())
 
 

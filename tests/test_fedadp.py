@@ -28,6 +28,7 @@ class Report:
     samples: int
     loss: float = 0.0
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 def statistics_of(samples: list[int]) -> Statistics:
@@ -39,7 +40,7 @@ def weigh(rule: AngleMean, samples: list[int], products: Gram, children: str) ->
     found = statistics_of(samples)
     facts = RoundFacts(
         children, found.samples_K, found.losses_K, found.steps_K, found.weights_K("data"), products, len(NAMES),
-        TrainingSettings(), 0.1, 1,
+        TrainingSettings(), 0.1, 1, found.start_losses_K,
     )  # fmt: skip
     published = rule.begin(facts)
     return rule.weights(facts), published

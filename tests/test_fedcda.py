@@ -28,11 +28,12 @@ from tests.helpers.examples import examples
 Doubles = npt.NDArray[np.float64]
 
 
-def equation_5(rows: Sequence[Doubles], losses: Sequence[float], smoothness: float) -> float:
+def equation_5(rows: Sequence[Doubles], losses: Sequence[float], smoothness: float | Sequence[float]) -> float:
     n = len(rows)
     mean = sum(rows) / n
-    apart = sum(float(((row - mean) ** 2).sum()) for row in rows)
-    return sum(losses) / n + smoothness / (2 * n) * apart
+    of = [smoothness] * n if isinstance(smoothness, (int, float)) else smoothness
+    apart = sum(each * float(((row - mean) ** 2).sum()) for each, row in zip(of, rows, strict=True))
+    return sum(losses) / n + apart / (2 * n)
 
 
 def equation_6(rows: Sequence[Doubles], losses: Sequence[float], smoothness: float) -> float:
@@ -51,14 +52,22 @@ class Problem:
     fixed: Doubles  # [n, D]
     reference: npt.NDArray[np.float32]
 
-    def candidates(self) -> Candidates:
+    def candidates(
+        self, smoothness: float = 1.0, *, fixed: Doubles | None = None, own: Doubles | None = None
+    ) -> Candidates:
+        """Return them; `fixed`, `own`: the smoothness of each fixed model and of each participant, if they differ."""
         rows = [row.astype(np.float32) for own in self.models for row in own]
         z = self.reference.astype(np.float64)
         total = self.fixed.sum(axis=0) - len(self.fixed) * z
         products = gram(rows, self.reference, along=lambda columns: total[columns])
         places = iter(range(len(rows)))
         of = [[next(places) for _ in own] for own in self.models]
-        return Candidates(products, np.array([loss for own in self.losses for loss in own]), of, len(self.fixed))
+        fixed_N = np.full(len(self.fixed), smoothness) if fixed is None else fixed
+        smooth_C = np.repeat(np.full(len(of), smoothness) if own is None else own, [len(each) for each in of])
+        weighted = fixed_N @ (self.fixed - z) if len(self.fixed) else np.zeros_like(z)
+        weighted_C = np.array([(row.astype(np.float64) - z) @ weighted for row in rows])
+        losses_C = np.array([loss for own in self.losses for loss in own])
+        return Candidates(products, losses_C, of, len(self.fixed), smooth_C, weighted_C, float(fixed_N.sum()))
 
     def value(self, members: Sequence[int], choice: Sequence[int], smoothness: float, kept: dict[int, int]) -> float:
         """Return (5) for the members' choices beside the fixed models and what groups before them took."""
@@ -113,14 +122,38 @@ def test_the_search_is_brute_force_on_equation_5(problem: Problem, smoothness: f
     parts = group(len(problem.models), groups, np.random.default_rng(seed))
     expected, gap = brute_force(problem, parts, smoothness)
     assume(gap > 1e-9)
-    choice = plan(problem.candidates(), parts, smoothness=smoothness)
+    choice = plan(problem.candidates(smoothness), parts)
     assert chosen_places(problem, choice.chosen) == expected
+
+
+@examples(300)
+@given(problem=problems(), groups=st.integers(1, 5), seed=st.integers(0, 100))
+def test_with_a_smoothness_of_each_child_it_is_brute_force_on_the_weighted_sum(
+    problem: Problem, groups: int, seed: int
+) -> None:
+    """FedCDA, conclusion: "improve our method for cases with varying smoothness"."""
+    random = np.random.default_rng(seed)
+    parts = group(len(problem.models), groups, random)
+    fixed, own = random.uniform(0, 5, len(problem.fixed)), random.uniform(0, 5, len(problem.models))
+    kept: dict[int, int] = {}
+    for members in parts:
+        values = {}
+        for choice in itertools.product(*(range(len(problem.models[p])) for p in members)):
+            taken = {**kept, **dict(zip(members, choice, strict=True))}
+            rows = [*problem.fixed, *(problem.models[p][c] for p, c in taken.items())]
+            losses = [0.0] * len(problem.fixed) + [problem.losses[p][c] for p, c in taken.items()]
+            values[choice] = equation_5(rows, losses, [*fixed, *(own[p] for p in taken)])
+        best, *others = sorted(values, key=values.__getitem__)
+        assume(not others or values[others[0]] - values[best] > 1e-9 * max(1.0, abs(values[best])))
+        kept |= dict(zip(members, best, strict=True))
+    choice = plan(problem.candidates(fixed=fixed, own=own), parts)
+    assert chosen_places(problem, choice.chosen) == [kept[p] for p in range(len(problem.models))]
 
 
 @given(problem=problems(), smoothness=SMOOTHNESS, seed=st.integers(0, 100))
 def test_no_group_is_worse_off_than_with_all_newest(problem: Problem, smoothness: float, seed: int) -> None:
     parts = group(len(problem.models), 2, np.random.default_rng(seed))
-    places = chosen_places(problem, plan(problem.candidates(), parts, smoothness=smoothness).chosen)
+    places = chosen_places(problem, plan(problem.candidates(smoothness), parts).chosen)
     kept: dict[int, int] = {}
     for members in parts:
         chosen = problem.value(members, [places[p] for p in members], smoothness, kept)
@@ -131,7 +164,7 @@ def test_no_group_is_worse_off_than_with_all_newest(problem: Problem, smoothness
 @given(problem=problems(), groups=st.integers(1, 4))
 def test_without_smoothness_each_takes_its_lowest_loss(problem: Problem, groups: int) -> None:
     parts = group(len(problem.models), groups, np.random.default_rng(0))
-    places = chosen_places(problem, plan(problem.candidates(), parts, smoothness=0.0).chosen)
+    places = chosen_places(problem, plan(problem.candidates(0.0), parts).chosen)
     assert places == [own.index(min(own)) for own in problem.losses]
 
 
@@ -146,8 +179,8 @@ def test_a_common_shift_or_scale_changes_no_choice(problem: Problem, seed: int, 
         [scale * own + shift for own in same.models], same.losses, scale * same.fixed + shift, same.reference
     )
     for one in (same, moved):
-        assert chosen_places(one, plan(one.candidates(), parts, smoothness=1.0).chosen) == chosen_places(
-            same, plan(same.candidates(), parts, smoothness=1.0).chosen
+        assert chosen_places(one, plan(one.candidates(1.0), parts).chosen) == chosen_places(
+            same, plan(same.candidates(1.0), parts).chosen
         )
 
 
@@ -155,7 +188,7 @@ def test_a_common_shift_or_scale_changes_no_choice(problem: Problem, seed: int, 
 def test_distances_are_those_to_the_mean_of_all_choices(problem: Problem, seed: int) -> None:
     parts = group(len(problem.models), 2, np.random.default_rng(seed))
     candidates = problem.candidates()
-    choice = plan(candidates, parts, smoothness=1.0)
+    choice = plan(candidates, parts)
     places = chosen_places(problem, choice.chosen)
     selected = [*problem.fixed, *(own[c] for own, c in zip(problem.models, places, strict=True))]
     mean = sum(selected) / len(selected)
@@ -169,10 +202,10 @@ def test_the_newest_wins_ties() -> None:
     losses = [[0.5, 0.5, 0.5], [0.5, 0.5 + 1e-15, 0.5 - 1e-15]]
     problem = Problem([row, row], losses, np.ones((1, 4)), np.zeros(4, np.float32))
     candidates = problem.candidates()
-    found = search(candidates.products, candidates.losses_C, candidates.of, n=3, smoothness=1.0)
+    found = search(candidates, candidates.of)
     assert found == [0, 3]
     candidates.losses_C[5] = 0.4999
-    found = search(candidates.products, candidates.losses_C, candidates.of, n=3, smoothness=1.0)
+    found = search(candidates, candidates.of)
     assert found == [0, 5]
 
 
@@ -190,7 +223,8 @@ def test_ten_thousands_of_combinations_are_searched_at_once() -> None:
     products = gram(rows, np.zeros(50, np.float32))
     losses = random.uniform(0, 1, 27)
     of = [[3 * p, 3 * p + 1, 3 * p + 2] for p in range(9)]
-    found = search(products, losses, of, n=20, smoothness=1.0)
+    ones, eleven = np.ones(27), 11  # fixed beside the nine, all at the reference
+    found = search(Candidates(products, losses, of, eleven, ones, products.along_K, eleven), of)
     values = []
     for combination in itertools.islice(itertools.product(*of), 0, None, 97):
         c = list(combination)
@@ -224,6 +258,7 @@ class Report:
     samples: int
     loss: float
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 @dataclass
@@ -276,7 +311,12 @@ class Node:
             np.testing.assert_allclose(LAYOUT.floats(self.rule.model), weights @ newest, rtol=0, atol=1e-6)
             return
         draw = generator(self.seed, Purpose.GROUPING, "cloud", r)
+        if self.settings.choice == "random":
+            cached = {child: list(self.queues[child])[::-1] for child in participants}
+            self.selected |= {child: own[draw.integers(len(own))] for child, own in cached.items()}
         for members in group(len(participants), self.settings.groups, draw):
+            if self.settings.choice == "random":
+                break
             names = [participants[p] for p in members]
             fixed = list(self.selected.values())
             best = min(
@@ -284,7 +324,10 @@ class Node:
                 key=lambda choice: equation_5(
                     [x[:5] for _, x, _ in [*fixed, *choice]],
                     [loss for _, _, loss in [*fixed, *choice]],
-                    self.settings.smoothness,
+                    [
+                        self.settings.smoothness_of.get(name, self.settings.smoothness)
+                        for name in [*self.selected, *names]
+                    ],
                 ),
             )
             self.selected |= dict(zip(names, best, strict=True))
@@ -305,8 +348,11 @@ DRAWS = ["abcd", "cdef", "ab", "bdf", "aef", "cd", "abcdef", "ace", "bd", "acdf"
 @pytest.mark.parametrize("memory_mb", [0.0, 1.5e-4, 512.0], ids=["files", "both", "memory"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 5])
-def test_rounds_are_the_twins(tmp_path: Path, depth: int, groups: int, memory_mb: float) -> None:
-    settings = FedCDA(depth=depth, groups=groups, warmup_rounds=4, smoothness=0.7, memory_mb=memory_mb)
+@pytest.mark.parametrize("of", [{}, {"a": 0.0, "d": 3.0, "f": 0.2}], ids=["equal", "unequal"])
+def test_rounds_are_the_twins(tmp_path: Path, depth: int, groups: int, memory_mb: float, of: dict[str, float]) -> None:
+    settings = FedCDA(
+        depth=depth, groups=groups, warmup_rounds=4, smoothness=0.7, memory_mb=memory_mb, smoothness_of=of
+    )
     node = Node(settings, tmp_path / "histories")
     for r, drawn in enumerate(DRAWS):
         outcome = node.play(r, drawn, missing="d" if r in (1, 9) else "")
@@ -321,6 +367,33 @@ def test_the_sum_that_runs_along_does_not_drift() -> None:
     node = Node(FedCDA(depth=2, groups=2, warmup_rounds=0))
     for r in range(200):
         node.play(r, DRAWS[r % len(DRAWS)])
+
+
+def test_a_random_choice_takes_each_cached_upload_as_often() -> None:
+    """FedCDA, Figure 2 (a): "we randomly select a local model from multiple rounds to aggregate"."""
+    node = Node(FedCDA(depth=3, warmup_rounds=0, choice="random"))
+    ages: dict[int, int] = dict.fromkeys(range(3), 0)
+    for r in range(300):
+        outcome = node.play(r, "abcd")
+        if r >= 2:
+            for chosen in outcome.facts["selected"].values():  # type: ignore[attr-defined]
+                ages[r - chosen] += 1
+    assert sum(ages.values()) == 4 * 298 and all(abs(count - 4 * 298 / 3) < 60 for count in ages.values())
+    again = Node(FedCDA(depth=3, warmup_rounds=0, choice="random"))
+    for r in range(3):
+        again.play(r, "abcd")
+    assert parse({"topology": {"devices": 40}, "cloud": {"aggregation": {"name": "fedcda", "choice": "random"}}})
+
+
+def test_children_with_a_smoothness_of_their_own_are_there() -> None:
+    def tree(name: str) -> dict[str, Any]:
+        rule = {"name": "fedcda", "smoothness_of": {name: 2.0}}
+        return {"topology": {"institutions": 2, "devices": 4}, "cloud": {"aggregation": rule}}
+
+    assert parse(tree("institution-1"))
+    for name, problem in (("institution-2", "no institution or device"), ("device-1", "no institution")):
+        with pytest.raises(InvalidExperiment, match=f"cloud.aggregation.smoothness_of.*{problem}"):
+            parse(tree(name))
 
 
 def test_depth_1_is_the_uniform_mean_of_the_newest() -> None:
@@ -355,7 +428,7 @@ def test_a_model_from_above_clears_the_histories_unless_kept(tmp_path: Path, his
 @pytest.mark.parametrize("memory_mb", [0.0, 1.5e-4, 512.0], ids=["files", "both", "memory"])
 @pytest.mark.parametrize("own", [True, False], ids=["spool", "no spool"])
 def test_a_saved_node_goes_on_bit_for_bit(tmp_path: Path, memory_mb: float, own: bool) -> None:
-    settings = FedCDA(depth=2, groups=2, warmup_rounds=2, memory_mb=memory_mb)
+    settings = FedCDA(depth=2, groups=2, warmup_rounds=2, memory_mb=memory_mb, smoothness_of={"b": 4.0})
 
     def new(name: str) -> Node:
         return Node(settings, tmp_path / name if own else None)

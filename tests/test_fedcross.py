@@ -180,12 +180,33 @@ def test_pairwise_is_the_authors_loop(entries: int, normalise: bool) -> None:
 
 def test_settings_name_the_similarity() -> None:
     models_KF = models(4)
-    products = [gram(list(models_KF), models_KF[0])]
-    for name, expected in (("cosine", products[0].cosines_KK()), ("sum_norm", products[0].ratios_KK())):
-        found = fedcross.similarity(FedCross.model_validate({"similarity": name}), products)
-        assert np.array_equal(found, expected)
-    found = fedcross.similarity(FedCross(similarity="pairwise", normalise=True), products)
-    assert np.array_equal(found, products[0].cosines_KK())  # one entry: counted once, divided by one
+    products = gram(list(models_KF), models_KF[0])
+    layout = ModelLayout.build([("w", (20,), Section.PARAMETER)])
+
+    def found(**settings: Any) -> Doubles:
+        return fedcross.similarity(FedCross(**settings), models_KF.view(np.uint8), products, layout=layout)
+
+    assert np.array_equal(found(similarity="cosine"), products.cosines_KK())
+    assert np.array_equal(found(similarity="sum_norm"), products.ratios_KK())
+    one = found(similarity="pairwise", normalise=True)
+    np.testing.assert_allclose(one, products.cosines_KK(), rtol=1e-12)  # one entry: counted once, divided by one
+
+
+def test_distances_are_similarities_too() -> None:
+    """FedCross, arXiv: "Eucledian Distance, Manhattan Distance, and Cosine Similarity are all feasible metrics"."""
+    base = np.array([[0, 0, 0, 7], [3, 4, 0, 8], [0, 0, 5.5, 9], [1, 1, 1, 6]], np.float32)  # a buffer at the end
+    layout = ModelLayout.build([("w", (3,), Section.PARAMETER), ("running_mean", (1,), Section.BUFFER)])
+    parameters = [row[:3] for row in base]
+    products = gram(parameters, parameters[0])
+    for name, norm in (("euclidean", 2), ("manhattan", 1)):
+        settings = FedCross.model_validate({"similarity": name})
+        found = fedcross.similarity(settings, base.view(np.uint8), products, layout=layout)
+        expected = [
+            [-np.linalg.norm((one - other).astype(np.float64), norm) for other in parameters] for one in parameters
+        ]
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+        # from the origin, (3, 4, 0) is 5 or 7 away, (0, 0, 5.5) 5.5 or 5.5: the farthest differs
+        assert by_similarity(found, lowest=True)[0] == {2: 2, 1: 1}[norm] and by_similarity(found, lowest=False)[0] == 3
 
 
 # Stages

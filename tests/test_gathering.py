@@ -125,6 +125,25 @@ class Work:
             )
 
 
+def test_models_are_scored_before_they_are_trained_together() -> None:
+    scores = {"evaluation": {"at": "devices", "data": "test"}}
+    work = Work(experiment(vmapped="always"))
+    lab = reading.parse(work.lab.model_dump(mode="json") | scores)
+    plain = Work(lab)
+    plain.orders = [replace(order, scores=k != 1) for k, order in enumerate(plain.orders)]
+    assert plain.train() == [TrainingPath.VMAPPED] * 4
+    only = Work(lab, digest="only")
+    only.orders = [replace(order, scores=True, epochs=0) for order in only.orders]
+    tasks = [(HostedDevice(lab, "only", f"device-{k}"), order) for k, order in enumerate(only.orders)]
+    Trainers().train(tasks, "cpu", only.endings.__setitem__)
+    for k, (trained, scored) in enumerate(zip(plain.endings, only.endings, strict=True)):
+        assert isinstance(trained, LocalResult) and isinstance(scored, LocalResult)
+        assert scored.tests is not None and scored.steps == 0 and scored.tests.seconds > 0
+        assert (trained.tests is None) is (k == 1)
+        if trained.tests is not None:
+            assert replace(trained.tests, seconds=0.0) == replace(scored.tests, seconds=0.0)
+
+
 @pytest.mark.parametrize(
     "training", [{}, {"augmentation": {"flip": True, "crop": 1}}, {"nesterov": True, "clip_norm": 0.5}]
 )

@@ -31,6 +31,7 @@ class Report:
     samples: int
     loss: float = 0.0
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 def statistics_of(samples: Sequence[int]) -> Statistics:

@@ -52,6 +52,7 @@ SIZES = [
     ("lenet_cifar", colour(20), 62_856, 10, 251_424),
     ("lenet_cifar", colour(100), 69_656, 10, 278_624),
     ("cnn_femnist", FEMNIST, 160_510, 8, 642_040),
+    ("cnn_motions", Inputs((6, 1, 128), 7), 62_247, 8, 248_988),
     ("cnn_fedavg", GREY, 582_026, 8, 2_328_104),
     ("cnn_fedavg", FEMNIST, 608_702, 8, 2_434_808),
     ("cnn_fedavg", colour(10), 878_538, 8, 3_514_152),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import tomllib
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -13,7 +16,10 @@ from common.experiment.lint import warnings
 from common.experiment.reading import load as load_experiment
 from common.experiment.reading import override, parse
 from common.experiment.schema import Experiment
+from deploy.console.shipped import shipped_sweeps
 from deploy.local.direct import run_in_process
+from deploy.results.kept import brief
+from deploy.results.run import Run, State, folders
 from deploy.sweeps.figures import figures_of
 from deploy.sweeps.grid import Grid, SweepCell, load
 from docs.tools import reproduction
@@ -22,7 +28,7 @@ from tests.helpers.commands import EXPERIMENTS, invoke, table
 PAGE: Final = Path(__file__).parents[1] / "docs" / "reproduction.md"
 # By file: cells and seeds, those of the small form, and how many figures the paper prints.
 SIZES: Final = {
-    "fedcda-figure2a": (12, 2, 12, 5, 0),
+    "fedcda-figure2a": (15, 2, 15, 5, 0),
     "fedcda-figure2b": (4, 2, 4, 5, 0),
     "fedcda-figure2cd": (6, 2, 6, 5, 0),
     "fedcda-figure3": (7, 2, 7, 5, 0),
@@ -32,17 +38,19 @@ SIZES: Final = {
     "fedcross-figure6": (30, 3, 30, 3, 0),
     "fedcross-figure7": (30, 3, 18, 3, 0),
     "fedcross-figure9": (20, 3, 10, 5, 0),
+    "fedcross-table1": (6, 1, 6, 1, 5),
     "fedcross-table2": (174, 3, 24, 5, 174),
     "fedcross-table3": (18, 3, 18, 5, 18),
     "fedmr-figure4": (3, 3, 3, 5, 0),
     "fedmr-figure5": (4, 3, 4, 5, 0),
     "fedmr-table1": (189, 3, 28, 5, 2),
     "tempo-figure2": (4, 3, 4, 3, 1),
-    "tempo-table1": (36, 3, 12, 3, 9),
+    "tempo-table1": (36, 3, 12, 3, 27),
 }
 # The papers' words. devices, how many of them train in a round of their parent, epochs, batch, learning rate, momentum,
 # weight decay, global rounds; None: depends on the cell, or the paper does not state it.
 TRAINING: Final = {
+    "fedcross-table1": (100, 10, 5, 50, 0.01, 0.5, 0.0, None),
     "fedcross-table2": (None, None, 5, 50, 0.01, 0.5, 0.0, None),
     "fedcross-table3": (100, 10, 5, 50, 0.01, 0.5, 0.0, 2000),
     "fedcross-figure6": (100, None, 5, 50, 0.01, 0.5, 0.0, 2000),
@@ -140,7 +148,7 @@ def test_every_table_and_figure_has_its_file() -> None:
 def test_a_sweep_has_its_cells_and_the_papers_figures(name: str) -> None:
     large, small = grid_of(name), grid_of(name, small=True)
     figures = figures_of(large.file, [measure.label for measure in large.measures])
-    cells = {tuple(cell.values.values()) for cell in large.cells}
+    cells = {tuple(cell.values.values()) for cell in large.rows}
     assert {values for values, _ in figures} <= cells, "each figure belongs to a cell that is not skipped"
     counted = (len(large.cells), len(large.seeds), len(small.cells), len(small.seeds), len(figures))
     assert counted == SIZES[name]
@@ -253,3 +261,38 @@ def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> Non
     folder = RunFolder.create(tmp_path, parse(tree), direct=True)
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     assert len(table(folder.path / "rounds.csv")) == 2
+
+
+def test_the_bytes_of_fedcross_table_1_are_those_of_its_text(tmp_path: Path) -> None:
+    """ "FedCross needs a communication of 2K models, which is the same as FedAvg"; SCAFFOLD "2K models plus 2K global
+    control variables"; FedGen "2K models plus K generators"; FedProx and CluSamp as FedAvg.
+    """
+    grid, rounds, models = grid_of("fedcross-table1", small=True), 2, 2 * 6 * 2  # 10 % of 60 devices
+    found = {}
+    for cell in grid.cells:
+        tree = cell.experiments[1].model_dump(mode="json")
+        for change in (f"rounds={rounds}", "training.epochs=1"):
+            override(tree, change)
+        folder = RunFolder.create(tmp_path, parse(tree), direct=True)
+        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+        manifest = json.loads((folder.path / "manifest.json").read_text())
+        rows = table(folder.path / "rounds.csv")
+        up, down = (sum(int(row[f"wan_{way}_bytes"]) for row in rows) for way in ("up", "down"))
+        found[cell.values["method"]] = up / manifest["model_bytes"], down / manifest["model_bytes"]
+    generators = found.pop("FedGen")
+    assert found.pop("SCAFFOLD") == (pytest.approx(models, rel=0.01), pytest.approx(models, rel=0.01))
+    for up, down in found.values():
+        assert (up, down) == (pytest.approx(models / 2, rel=0.01), pytest.approx(models / 2, rel=0.01))
+    assert generators[0] == pytest.approx(models / 2, rel=0.1) and generators[1] > models / 2
+
+
+def test_each_kept_cell_is_read_by_this_release() -> None:
+    kept = folders(PAGE.with_name("results"))
+    assert kept
+    stems = {name.rpartition("/")[2] for name in shipped_sweeps()}
+    for run in map(Run, kept):
+        assert run.path.parent.name in stems and run.state is State.FINISHED, run.path
+        assert run.rounds[-1].global_round <= run.experiment.rounds and run.cell, run.path
+        assert brief(run.experiment) == tomllib.loads((run.path / "experiment.toml").read_text()), run.path
+        assert re.fullmatch("[0-9a-f]{16}", run.manifest["model"]) and run.manifest["cpu_s"] > 0, run.path
+        assert "-dirty" not in run.manifest["commit"], f"{run.path}: of a commit that nobody has"

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from common.experiment.training import Score
 from deploy.console.tabular import Spread
+from deploy.results.device_scores import score_axis
 from deploy.results.figures import Line, Point
 from deploy.results.page import Page, compose
 from deploy.results.run import Run
-from deploy.results.sections import mean_curve, score_axis
+from deploy.results.sections import mean_curve
 from docs.tools.runs_picture import picture
 from tests.helpers.commands import invoke
 from tests.test_report import CHROMIUM, LAB, read

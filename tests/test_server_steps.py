@@ -36,7 +36,8 @@ Doubles = npt.NDArray[np.float64]
 
 
 def rule_of(tree: dict[str, Any], *, measures: bool = True) -> Rule:
-    settings = parse({"cloud": {"aggregation": tree}}).tiers[0].aggregation
+    topology = {"institutions": 0, "devices": len(CHILDREN)}
+    settings = parse({"topology": topology, "cloud": {"aggregation": tree}}).tiers[0].aggregation
     rule = build(
         settings, layout=LAYOUT, node="cloud", seed=1, measures=measures, rows=lambda name, count: np.empty(0, np.uint8)
     )
@@ -114,6 +115,58 @@ def test_fifty_rounds_are_those_of_a_plain_twin(
         assert LAYOUT.integers(rule.model).tolist() == [r + 1], "counters are those of the mean"
 
 
+def combined(name: str, uploads: Doubles) -> Doubles:
+    """Return what a rule makes of uploads [K, D] alone."""
+    result: Doubles = np.median(uploads, axis=0) if name == "median" else uploads.mean(axis=0)
+    return result
+
+
+BEHIND: Final[list[dict[str, Any]]] = [
+    {"name": "fedcda", "depth": 1, "groups": 1, "warmup_rounds": 0},
+    {"name": "median"},
+]
+
+
+@pytest.mark.parametrize("tree", BEHIND, ids=lambda tree: tree["name"])
+@pytest.mark.parametrize(
+    ("own", "twin"),
+    [
+        ({"name": "fedavgm", "momentum": 0.5}, lambda: momentum(0.5, 1.0)),
+        ({"name": "fedadam", "learning_rate": 0.01}, lambda: adaptive("adam", 0.01, 0.9, 0.99, 1e-3)),
+    ],
+    ids=["fedavgm", "fedadam"],
+)
+def test_a_step_follows_another_rules_result(
+    tree: dict[str, Any], own: dict[str, Any], twin: Callable[[], Callable[[Doubles, Doubles], Doubles]], tmp_path: Path
+) -> None:
+    """Combine, then step: FedCDA or the median, then the server optimiser in place of the result itself."""
+    rule, step = rule_of({**tree, "step": own}), twin()
+    z = np.zeros(LAYOUT.parameters)
+    for r in range(8):
+        uploads, outcome = play(rule, r)
+        expected = step(z, combined(tree["name"], uploads) - z)
+        np.testing.assert_allclose(model_of(rule), expected, rtol=1e-5, atol=2e-6)
+        far = [float(np.linalg.norm(upload - model_of(rule))) for upload in uploads]
+        assert list(outcome.distances.values()) == pytest.approx(far, rel=1e-6)
+        z = model_of(rule)
+        if r == 4:
+            facts = rule.save(tmp_path)
+            model, rule = rule.model.copy(), rule_of({**tree, "step": own})
+            rule.begin(model)
+            rule.restore(tmp_path, facts)
+
+
+@pytest.mark.parametrize(
+    "tree", [*BEHIND, {"name": "fedadp"}, {"name": "krum", "wrong": 0}, {"name": "feddf", "steps": 0}]
+)
+def test_the_step_of_fedavgm_without_momentum_is_none(tree: dict[str, Any]) -> None:
+    one, other = rule_of(tree), rule_of({**tree, "step": {"name": "fedavgm", "momentum": 0.0}})
+    for r in range(5):
+        play(one, r)
+        play(other, r)
+        assert one.model.tobytes() == other.model.tobytes()
+
+
 def test_fedexp_goes_as_far_as_its_formula() -> None:
     rule = rule_of({"name": "fedexp", "epsilon": 0.5})
     for r in range(5):
@@ -161,6 +214,13 @@ def test_a_restored_rule_continues_bit_for_bit(tree: dict[str, Any], tmp_path: P
         ({"name": "fedyogi", "learning_rate": -1.0}, r"learning_rate = -1.0: too small"),
         ({"name": "fedadagrad"}, r"learning_rate = 'not set': fedadagrad needs .* Try 0.01, 0.1 and 1"),
         ({"name": "fedexp", "epsilon": 0.0}, r"epsilon = 0.0: too small"),
+        ({"name": "krum", "wrong": 0, "step": {"name": "fedadam"}}, r"step.learning_rate = 'not set': fedadam needs"),
+        ({"name": "fedcda", "step": {"name": "fedavgm", "weights": "uniform"}}, r"step.weights = .* those of fedcda"),
+        (
+            {"name": "fedcda", "step": {"name": "fedavg"}},
+            r"step.name = 'fedavg': no step of a server has this name. Did you mean 'fedavgm'",
+        ),
+        ({"name": "fedcda", "step": {"name": "mine:Rule"}}, r"step.name = 'mine:Rule': no step of a server"),
         ({"name": "fedavgm", "beta_2": 0.9}, r"beta_2 = 0.9: unknown key. It belongs to fedadam and fedyogi"),
     ],
 )

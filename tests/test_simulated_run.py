@@ -86,9 +86,14 @@ def table(root: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
     [
         {"cloud": {"aggregation": CROSS}},
         TWO_LAYERS,
+        {"evaluation": {"at": "both", "data": "test"}},
         {**TWO_LAYERS, "training": {"objective": {"name": "scaffold"}}, "cloud": {"aggregation": {"name": "scaffold"}}},
+        {
+            "model": {"name": "mlp_digits", "frozen": ["fc1.bias"], "personal": ["fc2.*"]},
+            "evaluation": {"at": "devices"},
+        },
     ],
-    ids=["three layers, fedcross", "two layers", "two layers, scaffold"],
+    ids=["three layers, fedcross", "two layers", "scored by devices", "two layers, scaffold", "personal parts"],
 )
 def test_the_model_is_that_of_a_direct_run(changes: dict[str, Any], tmp_path: Path) -> None:
     tree = merged(LAB, changes)
@@ -96,7 +101,8 @@ def test_the_model_is_that_of_a_direct_run(changes: dict[str, Any], tmp_path: Pa
     assert model_digest(tmp_path / "simulated") == direct_digest(tmp_path / "direct", tree) != ""
     own, theirs = (table(tmp_path / kind) for kind in ("simulated", "direct"))
     for one, other in zip(own, theirs, strict=True):
-        for key in ("accuracy", "loss", "train_loss", "sgd_steps", "path_steps"):
+        scores = [key for key in one if key.startswith("devices_")]
+        for key in ("accuracy", "loss", "train_loss", "sgd_steps", "path_steps", *scores):
             assert one[key] == other[key], key
     run = Run(path.parent)
     assert run.state is State.FINISHED and run.simulated and not run.direct

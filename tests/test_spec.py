@@ -196,7 +196,7 @@ CHANGES: list[dict[str, Any]] = [
         for more in ({}, {"within": "shards"}, *({"within": "dirichlet", "within_concentration": a} for a in (1, 2)))
     ),
     {"training": {"epochs": 2}}, {"training": {"batch_size": 11}}, {"training": {"learning_rate": 0.02}},
-    {"training": {"momentum": 0}}, {"training": {"weight_decay": 1e-9}}, {"cloud": {"evaluate_every": 2}},
+    {"training": {"momentum": 0}}, {"training": {"weight_decay": 1e-9}}, {"evaluation": {"every": 2}},
     {"cloud": {"checkpoint_every": 2}}, {"cloud": {"aggregation": {"weights": "uniform"}}},
     {"cloud": {"epoch_control": {"name": "tempo"}}}, {"cloud": {"closing": {"deadline_s": 1}}},
     {"institution": {"rounds": 2}}, {"institution": {"participation": 0.5}},
@@ -324,7 +324,7 @@ def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
             {"cloud": {"aggregation": {"name": "fedadp", "xyzzy": 1}}},
             "cloud.aggregation.xyzzy",
             "1",
-            "Known keys: name, a.",
+            "Known keys: name, step, a.",
         ),
         (
             {"cloud": {"aggregation": {"alpha": 0.9}}},
@@ -821,6 +821,7 @@ NAMES: dict[str, str] = {  # by key of a table that its name stands for
     "score": "accuracy",
     "model": "mlp_digits",
     "training.objective": "fedprox",
+    "training.augmentation": "images",
     "training.schedule": "cosine",
     "training.trainer": "mine:Trainer",
     "cloud.aggregation": "fedcross",

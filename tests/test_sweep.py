@@ -246,3 +246,55 @@ def test_what_a_lab_waits_for_is_written_once(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err.splitlines() == [
         "FedAvg, seed 1 waits for device-0", "FedAvg, seed 1 waits for device-1"
     ]  # fmt: skip
+
+
+def test_kept_runs_are_finished_runs_on_another_day_and_machine(tmp_path: Path) -> None:
+    file, kept = sweep_file(tmp_path, {"seeds": 1}), tmp_path / "kept"
+    words = ["sweep", file, "--direct", "--jobs", "1", "--kept", kept, "--format", "csv"]
+    one = invoke(*words, "--only", "method=FedAvg", "--runs", tmp_path / "monday")
+    assert one.exit_code == 0, one.stderr
+    (original,) = folders(tmp_path / "monday" / "two")
+    (path,) = folders(kept / "two")
+    assert path.name.startswith("fedavg-seed-1-")
+    assert {each.name for each in path.iterdir()} == {"experiment.toml", "rounds.csv", "events.jsonl", "manifest.json"}
+    assert sum(each.stat().st_size for each in path.iterdir()) < 10_000
+    both = invoke(*words, "--runs", tmp_path / "tuesday")
+    assert both.exit_code == 0 and "1 of 2 runs are finished" in both.stderr
+    (other,) = map(Run, folders(tmp_path / "tuesday" / "two"))
+    assert other.experiment.tiers[0].aggregation.name == "fedcross"
+    alone = invoke(*words[:-4], "--format", "csv", "--runs", tmp_path / "wednesday")  # each run anew
+    assert alone.exit_code == 0 and alone.stdout == both.stdout
+    shown = invoke("sweep", file, "--table", "--runs", tmp_path / "nowhere", "--kept", kept, "--format", "csv")
+    assert shown.stdout == both.stdout
+    run, whole = Run(path), Run(original)
+    assert run.experiment == whole.experiment and run.cell == "FedAvg" and run.state is State.FINISHED
+    assert [row.cells() for row in run.rounds] == [row.cells() for row in whole.rounds]
+    assert run.manifest["model"] and run.manifest["cpu_s"] > 0 and "host" not in run.manifest
+    refused = invoke("sweep", file, "--simulate", "--runs", tmp_path / "thursday", "--kept", kept)
+    assert refused.exit_code == 4 and "had no network" in refused.stderr
+
+
+def test_a_kept_run_is_found_by_its_experiment_as_it_is_read_today(tmp_path: Path) -> None:
+    file, kept = sweep_file(tmp_path, {"seeds": 1}), tmp_path / "kept"
+    words = ["sweep", file, "--direct", "--jobs", "1", "--only", "method=FedAvg", "--runs", tmp_path, "--kept", kept]
+    assert invoke(*words).exit_code == 0
+    (path,) = folders(kept / "two")
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"experiment_digest": "0" * 16}))  # of another release
+    table = ["sweep", file, "--table", "--runs", tmp_path / "nowhere", "--kept", kept]
+    assert "partial: 1 of 2" in invoke(*table).stdout
+    (path / "experiment.toml").write_text((path / "experiment.toml").read_text() + "\n[lost]\nkey = 1\n")
+    lost = invoke(*table)
+    assert lost.exit_code == 4 and "experiment.toml" in lost.stderr and "lost" in lost.stderr
+
+
+def test_cells_that_the_command_changed_are_not_compared_with_the_paper_in_silence(tmp_path: Path) -> None:
+    paper = {"cite": "They", "figures": {"FedAvg": 90.0, "FedCross": 91.0}}
+    file = sweep_file(tmp_path, {"seeds": 1, "paper": paper})
+    words = ["sweep", file, "--direct", "--jobs", "1", "--runs", tmp_path, "--set", "rounds=1"]
+    line = "changed by --set: rounds=1: these are not the paper's settings"
+    found = {form: invoke(*words, "--format", form).stdout for form in ("table", "markdown", "latex", "json", "csv")}
+    assert line in found["table"] and line in found["markdown"] and f"% {line}" in found["latex"]
+    assert "Two rules (changed by --set)" in found["table"] and json.loads(found["json"])["changed"] == ["rounds=1"]
+    assert {row.rpartition(",")[2] for row in found["csv"].splitlines()} == {"changed", "rounds=1"}
+    assert "changed" not in invoke(*words[:-2], "--table").stdout

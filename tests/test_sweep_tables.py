@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import InvalidExperiment
+from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import Column, Table
 from deploy.results.figures import Figure, Line, inks
 from deploy.results.run import Run
@@ -21,7 +23,7 @@ from deploy.sweeps.results import SweepResults
 from deploy.sweeps.schema import Measure
 from deploy.sweeps.tables import long_table, tables_of
 from deploy.sweeps.verdicts import Verdicts, conditions
-from tests.helpers.records import BYTES, a_global_round
+from tests.helpers.records import BYTES, PHASES_S, a_global_round
 
 MakeRun = Callable[..., Path]
 ACCURACIES = {  # by split, method and seed
@@ -73,6 +75,8 @@ def results(
         ({"name": "steps"}, 100 + 200 + 300),
         ({"name": "path_steps", "until": "end"}, 10 + 20 + 30 + 40),
         ({"name": "seconds", "unit": "min"}, 3 * 1.58 / 60),
+        ({"name": "seconds", "phases": ["train", "wait"]}, 3 * (PHASES_S["train"] + PHASES_S["wait"])),
+        ({"name": "seconds", "phases": list(GLOBAL_PHASES), "until": "end"}, 4 * 1.58),
         ({"name": "bytes"}, 3 * sum(BYTES.values()) / 1e6),
         ({"name": "bytes", "tier": "wan", "direction": "up", "unit": "kB"}, 3 * BYTES["wan_up_bytes"] / 1e3),
     ],
@@ -286,3 +290,48 @@ def in_legend(figure: Figure) -> list[str]:
     """Return the classes of the lines in the legend of curves with three points."""
     lines = (mark for mark in figure.page().marks if isinstance(mark, Line) and len(mark.points) == 2)
     return [line.kind for line in lines if line.kind.startswith("stroke")]
+
+
+def test_the_best_of_several_values_is_compared_with_its_figure(tmp_path: Path, make_run: MakeRun) -> None:
+    def value(rate: float) -> dict[str, Any]:
+        return {"training": {"learning_rate": rate}}
+
+    tree = {
+        "title": "The best of two rates",
+        "seeds": 2,
+        "measure": [{"name": "accuracy"}, {"name": "rounds", "target": 0.5}],
+        "experiment": {"rounds": 3},
+        "axes": {"method": {"Slow": value(0.1), "Fast": value(0.5), "New": value(0.2)}},
+        "paper": {
+            "best": {"Fixed": ["Slow", "Fast"]},
+            "baseline": "Fixed",
+            "figures": {"accuracy": {"Fixed": 75.0, "New": 80.0}, "global rounds to 50 %": {"Fixed": 2, "New": 3}},
+        },
+    }
+    accuracies = {0.1: (0.4, 0.6, 0.7), 0.5: (0.5, 0.6, 0.6), 0.2: (0.1, 0.4, 0.65)}
+    grid = expand(tree, Path("best.toml"))
+    runs = {}
+    for one in grid.experiments.values():
+        each = accuracies[one.training.learning_rate]
+        runs[one.digest] = Run(make_run(tmp_path, one.model_dump(mode="json", exclude_none=True), accuracies=each))
+    found = SweepResults(grid, runs)
+    assert [cell.values["method"] for cell in grid.rows] == ["Slow", "Fast", "Fixed", "New"]
+    best = grid.rows[2]
+    accuracy, rounds = ({measure.name: found.values(best, measure) for measure in grid.measures}[name]
+                        for name in ("accuracy", "rounds"))  # fmt: skip
+    assert accuracy == {1: 70.0, 2: 70.0}, "of Slow"
+    assert rounds == {1: 1.0, 2: 1.0}, "of Fast"
+    lines = list(Verdicts(found).contradictions())
+    assert [line.rpartition("; ")[0] for line in lines] == [
+        "contradicts the order: accuracy: the best is Fixed, paper: New",
+        "contradicts the order: accuracy: New is not above Fixed, as paper has it",
+    ]  # the new one needs more rounds here, too
+    (table,) = tables_of(found)
+    assert [row[0] for row in table.rows] == ["Slow", "Fast", "Fixed", "New"] and table.rows[2][2] == "75"
+
+
+def test_a_paper_names_the_best_of_values_that_are_there() -> None:
+    tree = {"title": "x", "axes": {"method": {"A": {}, "B": {"rounds": 2}}}}
+    for best, problem in (({"C": ["D"]}, "no such value"), ({"A": ["B"]}, "a value of the axis"), ({"C": []}, "best")):
+        with pytest.raises(InvalidExperiment, match=problem):
+            expand({**tree, "paper": {"best": best}}, Path("x.toml"))

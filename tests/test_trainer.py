@@ -380,7 +380,7 @@ def test_a_gpu_on_which_nothing_is_computed_is_named_once(
 
 
 def test_batch_norm_trains_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Module:
+    def small(name: str, seed: int, **_: object) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
 

@@ -331,8 +331,13 @@ def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None
         ({"data": {"noise": 0.5}}, "data.noise"),
         ({"model": {"name": "cnn_digits"}}, "model.name"),
         ({"model": {"initial": "x"}}, "model.initial"),
+        ({"model": {"frozen": ["w"]}}, "model.frozen"),
+        ({"model": {"personal": ["b"]}, "evaluation": {"at": "devices"}}, "model.personal"),
+        ({"evaluation": {"at": "devices"}}, "evaluation.at"),
+        ({"evaluation": {"at": "both"}}, "evaluation.at"),
         ({"institution": {"aggregation": "scaffold"}}, "institution.aggregation.name"),
         ({"institution": {"aggregation": "fedgen"}}, "institution.aggregation.name"),
+        ({"institution": {"aggregation": "qfedavg"}}, "institution.aggregation.name"),
         ({"cloud": {"aggregation": "fedma"}}, "cloud.aggregation.name"),
     ],
 )

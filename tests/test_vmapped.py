@@ -126,7 +126,7 @@ class Case:
     def _visits(self, k: int, load: Load, source: np.random.Generator) -> Visits:
         part = source.permutation(100)[: load.samples]
         places = np.concatenate([source.permutation(part) for _ in range(load.epochs)])
-        some = self.training.augmentation
+        some = self.training.image_changes
         changing = some.flip or some.crop
         changes = draw_changes(some, len(places), source=source, device=CPU) if changing else None
         return Visits(torch.from_numpy(places), changes)
@@ -197,7 +197,7 @@ class Case:
                 )
                 images = self.images[visits.places[some]]
                 if isinstance(visits.changes, Changes):
-                    images = change_images(images, visits.changes[some], crop=self.training.augmentation.crop)
+                    images = change_images(images, visits.changes[some], crop=self.training.image_changes.crop)
                 yield epoch, self.normalise(images), self.labels[visits.places[some]]
 
     def states(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:

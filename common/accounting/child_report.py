@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from common.accounting.traffic import NO_WIRE, Measured, TcpStats, Traffic
+from common.model.scores import ScoreSums, summed
 from common.text import NameText
 
 
@@ -23,7 +24,8 @@ class ChildReport:
     """Work of one node in a global round, its link's calibration before the run, and the link's bytes since then.
 
     Both directions are counted on arrival: `up` at the parent, `down` at the child. The seconds are those of `Result`,
-    summed over the rounds. `broker`: the node's own connection to the broker of its children, if it has any.
+    summed over the rounds. `broker`: the node's own connection to the broker of its children, if it has any. `tests`:
+    those of `Result`.
     """
 
     name: NameText
@@ -39,6 +41,7 @@ class ChildReport:
     measured: Measured = Measured()
     traffic: Traffic = Traffic()
     broker: TcpStats = NO_WIRE
+    tests: ScoreSums | None = None
 
     def with_work_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with the work of an earlier one added."""
@@ -50,6 +53,7 @@ class ChildReport:
             train_s=earlier.train_s + self.train_s,
             wait_s=earlier.wait_s + self.wait_s,
             pause_s=earlier.pause_s + self.pause_s,
+            tests=summed((earlier.tests, self.tests)),
         )
 
     def with_bytes_of(self, earlier: ChildReport) -> ChildReport:

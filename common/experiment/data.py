@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Container, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -21,10 +22,10 @@ from common.host.examination import Finding
 
 DATASETS: Final = (
     "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist",
-    "shakespeare", "sent140", "folder", "synthetic",
+    "shakespeare", "sent140", "motions", "folder", "synthetic",
 )  # fmt: skip
 TEXTS: Final = ("shakespeare", "sent140")
-WITH_USERS: Final = ("femnist", *TEXTS)
+WITH_USERS: Final = ("femnist", "motions", *TEXTS)
 FOLDERS: Final = MappingProxyType(  # of each set's files, below `root`
     {
         "mnist": "MNIST",
@@ -34,6 +35,7 @@ FOLDERS: Final = MappingProxyType(  # of each set's files, below `root`
         "femnist": "femnist",
         "shakespeare": "shakespeare",
         "sent140": "sent140",
+        "motions": "motions",
     }
 )
 SAMPLES: Final = MappingProxyType(  # for training in each set; of LEAF's in all of it, which its options may reduce
@@ -46,6 +48,7 @@ SAMPLES: Final = MappingProxyType(  # for training in each set; of LEAF's in all
         "femnist": 805_263,
         "shakespeare": 4_226_158,
         "sent140": 1_600_498,
+        "motions": 2_854,
     }
 )
 SHAPES: Final = MappingProxyType(  # of the sets whose images have one size: channels, height, width
@@ -53,6 +56,7 @@ SHAPES: Final = MappingProxyType(  # of the sets whose images have one size: cha
         **dict.fromkeys(("mnist", "fashionmnist", "femnist"), (1, 28, 28)),
         **dict.fromkeys(("cifar10", "cifar100"), (3, 32, 32)),
         "digits": (1, 8, 8),
+        "motions": (6, 1, 128),
     }
 )
 OWN_MOST: Final = 1_000_000_000  # of `folder`, tables and own data, of which only a device knows the size
@@ -66,14 +70,17 @@ FolderName = Annotated[str, form(r"^[^./\\][^/\\]*$", "the name of a folder, wit
 
 
 class Accepted(NamedTuple):
-    """The samples that a model accepts: text, or images of these channels (None: any) and side lengths."""
+    """The samples that a model accepts: text, images of these channels (None: any) and side lengths, or one shape."""
 
     channels: tuple[int, ...] | None = None
     sides: Container[int] = ()
     text: bool = False
+    shape: tuple[int, ...] | None = None
 
     def takes(self, shape: Sequence[int], *, text: bool) -> bool:
         """Return whether the model accepts samples of a shape."""
+        if self.shape is not None:
+            return tuple(shape) == self.shape and not text
         if self.text or text or len(shape) != 3:
             return self.text and text
         channels, *sides = shape
@@ -97,6 +104,7 @@ MODELS: Final = MappingProxyType(
         "vgg16_bn": Accepted(None, (32,)),
         "vgg16": Accepted(None, _FROM_32),
         "vgg_femnist": Accepted((1,), _FROM_16),
+        "cnn_motions": Accepted(shape=SHAPES["motions"]),
         "char_lstm": Accepted(text=True),
         "sent_lstm": Accepted(text=True),
     }
@@ -104,6 +112,8 @@ MODELS: Final = MappingProxyType(
 
 
 OWN_FORM: Final = "package.module:function"
+PARTS: Final = ("frozen", "personal")  # of a model, the others are exchanged
+Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 PUBLISHED: Final = "published"
 OWN: Final = "own"
 NONE: Final = "none"
@@ -258,7 +268,12 @@ _USES: Final = {
 
 
 class Model(SettingsTable):
-    """The model that devices train."""
+    """The model that devices train.
+
+    `frozen` and `personal` are patterns of the names in its `state_dict`, for instance `["conv1.*"]` (`*`, `?` and
+    `[...]` as in a shell). All other arrays are exchanged, except parameters with `requires_grad = False`, which are
+    frozen.
+    """
 
     name: str = "cnn_digits"  # one of fedstrata's models, or `package.module:function`
     # Features of a projection head before the classifier, as MOON's authors use it; 0 = none.
@@ -266,6 +281,14 @@ class Model(SettingsTable):
     # The first model: that of a run, by its folder, or of a file in safetensors' format, from the folder in which the
     # cloud was started. Not set: one drawn from the seed.
     initial: str | None = None
+    # Arrays that are the same everywhere: no device trains them, and they are never sent.
+    frozen: list[Pattern] = Field(default_factory=list)
+    # Arrays that each device trains and keeps for itself, from its first task to its last. The cloud has none of them.
+    personal: list[Pattern] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value or key not in PARTS}
 
 
 def found_in(root: Path) -> list[str]:
@@ -274,8 +297,16 @@ def found_in(root: Path) -> list[str]:
 
 
 def is_there(data: Data) -> bool:
-    """Return whether the data set has its folder below the root, or needs none."""
+    """Return whether the data set has its folder below the root, is in an installed package, or needs none."""
+    if data.dataset == "motions" and seglearn_file() is not None:
+        return True
     return data.dataset not in FOLDERS or (Path(data.root) / FOLDERS[data.dataset]).is_dir()
+
+
+def seglearn_file() -> Path | None:
+    """Return the file of motions in the package seglearn, None if it is not installed. The package is not imported."""
+    found = find_spec("seglearn")
+    return None if found is None or found.origin is None else Path(found.origin).parent / "data" / "watch_dataset.npy"
 
 
 def examine_data(root: Path, *, needed: bool) -> Finding:
@@ -317,6 +348,8 @@ def check_data(data: Data, model: Model) -> None:
         _check_named("data.dataset", data.dataset, (*DATASETS, "NAME.csv", "NAME.npz"), what="data set")
     if data.noise and data.dataset in TEXTS:
         raise InvalidExperiment("data.noise", data.noise, f"{data.dataset} is text", "Omit it.")
+    if data.noise and data.dataset == "motions":
+        raise InvalidExperiment("data.noise", data.noise, "motions are no images", "Omit it.")
     if data.noise and _own(data):
         raise InvalidExperiment("data.noise", data.noise, "own data has its own", "Add it to the samples.")
     _check_own(data)
@@ -451,8 +484,8 @@ def root_below(data: Data, node: str, *, allowed: Path) -> str:
 
 
 def check_alike(data: Data, node: str, *, partition: str, clouds: str) -> None:
-    """Compare the digests of the node's and the cloud's split, "" where nothing is split. Raises InvalidExperiment."""
-    if partition != clouds:
+    """Compare the digests of two splits, the cloud's "" where it has none. Raises InvalidExperiment."""
+    if clouds and partition != clouds:
         raise InvalidExperiment(
             "data.root",
             data.root,

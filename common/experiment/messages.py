@@ -10,16 +10,18 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import RULES, SELECTORS
+from common.experiment.methods import RULES, SELECTORS, STEPS
 from common.experiment.tables import FORMS, proposal, stands_for
 from common.experiment.trainers import TRAINERS
-from common.experiment.training import OBJECTIVES
+from common.experiment.training import AUGMENTATIONS, OBJECTIVES
 
 # Keys of tables that are selected by `name`: what the name is of, and the tables.
 SELECTED: Final = {
     "aggregation": ("rule", RULES),
+    "augmentation": ("augmentation", AUGMENTATIONS),
     "objective": ("objective", OBJECTIVES),
     "selection": ("selector", SELECTORS),
+    "step": ("step of a server", STEPS),
     "trainer": ("trainer", TRAINERS),
 }
 NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
+from common.errors import InvalidExperiment
 from common.experiment.data import Model
 from common.experiment.tables import NamedTables, Selected, SettingsTable
 from common.experiment.training import TrainingSettings
@@ -56,11 +57,13 @@ class RuleUse:
 class RuleSettings(SettingsTable):
     """The settings of a rule, what they build, and the answers of a rule that has nothing special.
 
-    `objective`: that of the devices below, which it needs. `step_models`: models that its state and its step take in
+    `objective`: that of the devices below, which it needs. `reads_losses`: whether it needs the training loss of the
+    model that a device received, which devices then compute. `step_models`: models that its state and its step take in
     memory.
     """
 
     objective: ClassVar[str | None] = None
+    reads_losses: ClassVar[bool] = False
     step_models: ClassVar[float] = 0.0
 
     name: str  # the rule
@@ -91,6 +94,16 @@ class RuleSettings(SettingsTable):
     @property
     def remembers(self) -> bool:
         """Whether the rule at an institution has state that persists between global rounds."""
+        return False
+
+    @property
+    def named_children(self) -> Mapping[str, Iterable[str]]:
+        """The children that keys name, by key: they must be there."""
+        return {}
+
+    @property
+    def several(self) -> bool:
+        """Whether the children that take part get different models."""
         return False
 
     @property
@@ -183,6 +196,45 @@ class SelectionSettings(SettingsTable):
 
 RULES: Final = NamedTables[RuleSettings](table.RULES)
 SELECTORS: Final = NamedTables[SelectionSettings](table.SELECTORS)
+
+STEPS: Final = NamedTables[RuleSettings]({name: table.RULES[name] for name in table.STEPS})
+
+
+class CombiningSettings(RuleSettings):
+    """The settings of a rule of one model, after which the server may take the step of another one."""
+
+    # What the node makes of the rule's result: the step of `fedavgm`, `fedadagrad`, `fedadam` or `fedyogi` from the
+    # model before it, in place of the result itself. A table with the keys of that rule.
+    step: Annotated[RuleSettings, Selected(STEPS, table.OWN_RULE)] | None = None
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """Without the step."""
+        return {key: value for key, value in super().keywords.items() if key != "step"}
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the step's moments persist."""
+        return self.step is not None
+
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return those of the rule and of the step."""
+        rest = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
+        return rest + (self.step.step_models * row_bytes if self.step is not None else 0.0)
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check the step. Raises InvalidExperiment."""
+        super().check(key, children, uploads)
+        if self.step is None:
+            return
+        if self.step.name not in STEPS:
+            remedy = f"Use one of {', '.join(STEPS)}."
+            raise InvalidExperiment(f"{key}.step.name", self.step.name, "no step of a server", remedy)
+        if (weights := self.step.model_dump()["weights"]) != "data":
+            problem = f"the weights are those of {self.name}"
+            raise InvalidExperiment(f"{key}.step.weights", weights, problem, "Remove it.")
+        self.step.check(f"{key}.step", children, uploads)
+
 
 Aggregation = Annotated[RuleSettings, Selected(RULES, table.OWN_RULE)]
 Selection = Annotated[SelectionSettings, Selected(SELECTORS, table.OWN_SELECTOR)]

@@ -9,6 +9,7 @@ The comment above a key, or behind it, is its meaning in docs/experiment.md (`do
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -26,6 +27,7 @@ from common.experiment.devices import (
     check_availability,
     with_machines,
 )
+from common.experiment.evaluation import EvaluationSettings, check_evaluation
 from common.experiment.links import (
     DOWN,
     UP,
@@ -39,7 +41,6 @@ from common.experiment.links import (
 from common.experiment.methods import RuleSettings
 from common.experiment.stopping import Stop, check_stop
 from common.experiment.tables import (
-    AcceleratorName,
     Count,
     Name,
     Positive,
@@ -59,6 +60,7 @@ from common.experiment.training import (
     settings_in,
     with_loss_and_score,
 )
+from common.randomness import Purpose, generator
 
 
 class EpochControl(SettingsTable):
@@ -73,13 +75,9 @@ class EpochControl(SettingsTable):
 
 
 class CloudSettings(SettingsTable):
-    """What the cloud does besides its rounds: Tempo's epoch control, evaluation, checkpoints."""
+    """What the cloud does besides its rounds: Tempo's epoch control, checkpoints."""
 
     epoch_control: EpochControl = EpochControl()
-    evaluate_every: Count = 1  # evaluate after every so many global rounds, and after the last one
-    # Where the cloud evaluates: `cpu`, `cuda`, `cuda:1` (a GPU's number), or `auto`, a GPU if its machine has one. It
-    # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
-    evaluate_on: AcceleratorName = "cpu"
     checkpoint_every: Count = 1  # save a checkpoint after every so many global rounds, and after the last one
 
     @property
@@ -117,6 +115,7 @@ class ExperimentSettings(SettingsTable):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of the split, the first model, client selection, batches, mixing
     rounds: Count = 10  # global rounds
     score: Score = Score()
+    evaluation: EvaluationSettings = EvaluationSettings()
     stop: Stop = Stop()
     data: Data = Data()
     model: Model = Model()
@@ -154,6 +153,7 @@ class Experiment(ExperimentSettings):
         check_data(self.data, self.model)
         check_training(self.training, self.data)
         check_score(self.data.targets, self.training.loss, self.score)
+        check_evaluation(self.evaluation, self.data, self.training, self.score)
         check_stop(self.stop, self.score)
         for tier, sizes in zip(self.tiers, self.sizes(), strict=True):
             key = self.key(tier)
@@ -161,11 +161,20 @@ class Experiment(ExperimentSettings):
             tier.aggregation.check_training(f"{key}.aggregation", self.model, self.training)
             if tier.aggregation.refines:
                 self._check_refined(f"{key}.aggregation.name", tier.aggregation)
+            for table, children in tier.aggregation.named_children.items():
+                self._check_children(f"{key}.aggregation.{table}", tier, children)
         self._check_objective()
         rule = self.tiers[0].aggregation
+        buffering = next((tier for tier in self.tiers if tier.aggregation.buffers), None)
+        if buffering is not None and self.evaluation.on_devices:
+            problem = (
+                f"{self.key(buffering)}.aggregation.name = {buffering.aggregation.name!r} has tasks of several rounds"
+            )
+            raise InvalidExperiment("evaluation.at", self.evaluation.at, problem, 'Use "cloud".')
         if rule.buffers and self.cloud.epoch_control.name != "fixed":
             problem = f"it compares the uploads of a global round, and {rule.name} has uploads of several"
             raise InvalidExperiment("cloud.epoch_control.name", "tempo", problem, "Use another rule at the cloud.")
+        self._check_personal()
         for child in self.links.of:
             self._check_node("links.of", child)
         for device in self.hardware.of:
@@ -238,10 +247,15 @@ class Experiment(ExperimentSettings):
         """Return whether a parent below the cloud has state between its tasks. Raises KeyError.
 
         Its rule or its selection may have some. So may a node below it: then it must know what that node's next task
-        follows. Devices have some if the objective or the trainer has.
+        follows. Devices have some if the objective, the trainer or the model has.
         """
         below = self.tiers[self.tree.depth(parent) :]
-        return self.training.remembers or any(tier.remembers for tier in below)
+        return self.devices_remember or any(tier.remembers for tier in below)
+
+    @property
+    def devices_remember(self) -> bool:
+        """Whether a device has state that persists between its tasks: its objective's or trainer's, personal arrays."""
+        return self.training.remembers or bool(self.model.personal)
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
@@ -270,6 +284,28 @@ class Experiment(ExperimentSettings):
         global_round = local_round // self.device_rounds
         return learning_rate(self.training, global_round=global_round, global_rounds=self.rounds)
 
+    def scores(self, node: str, *, global_round: int, local_round: int, last: bool) -> bool:
+        """Return whether a device scores the model that it receives with a task, both rounds from 0.
+
+        `last`: the task is to score the run's last model. The first model of a run has no row, and is not scored.
+        """
+        evaluation = self.evaluation
+        if not evaluation.on_devices or local_round or not global_round:
+            return False
+        if not last and global_round % evaluation.every:
+            return False
+        devices = self.tree.devices
+        if (count := evaluation.scoring(len(devices))) == len(devices):
+            return True
+        drawn = generator(self.seed, Purpose.SCORING, CLOUD, global_round).permutation(len(devices))[:count]
+        return devices.index(node) in drawn
+
+    @property
+    def several_models(self) -> bool:
+        """Whether devices begin a global round with one of several models, and not with the global one."""
+        first, *below = (tier.aggregation for tier in self.tiers)
+        return first.several or any(rule.several and rule.remembers for rule in below)
+
     def code_at(self, node: str) -> dict[str, str]:
         """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`."""
         if self.tree.depth(node) < len(self.tiers):
@@ -280,7 +316,10 @@ class Experiment(ExperimentSettings):
         training = self.training
         if not training.trainer.learns_module:
             return dict(training.trainer.code)
-        return self._learned | {"training.loss": training.loss, "training.objective.name": training.objective.name}
+        names = {"training.loss": training.loss, "training.objective.name": training.objective.name}
+        if training.own_augmentation is not None:
+            names |= {"training.augmentation.name": training.augmentation.name}
+        return self._learned | names
 
     def settings_in(self, local_round: int) -> dict[str, float]:
         """Return the numbers of one of the devices' local rounds for a trainer, counted as in `learning_rate_in`."""
@@ -300,6 +339,14 @@ class Experiment(ExperimentSettings):
         """16 hexadecimal digits that identify the effective experiment."""
         return blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
+    def _check_children(self, key: str, tier: Tier, names: Iterable[str]) -> None:
+        """Check that nodes are children of this tier. Raises InvalidExperiment."""
+        for name in names:
+            self._check_node(key, name)
+            if self.tier_above(name) is not tier:
+                problem = f"no {tier.children}: the rule's children are those of tier {tier.name}"
+                raise InvalidExperiment(f"{key}.{name}", name, problem, "Name one of them.")
+
     def _check_refined(self, key: str, rule: RuleSettings) -> None:
         """Check that the data are those that a rule with a refiner's process needs."""
         if self.data.targets == NUMBERS:
@@ -318,12 +365,13 @@ class Experiment(ExperimentSettings):
         trainer = self.training.trainer
         for tier in () if trainer.learns_module else self.tiers:
             given = tier.aggregation
-            if given.objective or given.sends or given.returns or given.refines:
+            if given.objective or given.sends or given.returns or given.refines or given.reads_losses:
                 problem = f"it needs fedstrata's own training, and training.trainer is {trainer.whose}"
                 at = f"{self.key(tier)}.aggregation.name"
                 raise InvalidExperiment(at, given.name, problem, "Use another rule, or omit training.trainer.")
         for tier in above:
-            if tier.aggregation.objective or tier.aggregation.sends or tier.aggregation.returns:
+            rule = tier.aggregation
+            if rule.objective or rule.sends or rule.returns or rule.reads_losses:
                 at, remedy = f"{self.key(tier)}.aggregation.name", f"Use it in {last_key}.aggregation."
                 raise InvalidExperiment(at, tier.aggregation.name, "its children must be devices", remedy)
         rule = last.aggregation
@@ -333,6 +381,22 @@ class Experiment(ExperimentSettings):
         if objective.rule not in (None, rule.name):
             problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
             raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
+
+    def _check_personal(self) -> None:
+        """Check that nothing needs the arrays that devices keep for themselves."""
+        objective, patterns = self.training.objective, ", ".join(self.model.personal)
+        if not patterns:
+            return
+        if self.evaluation.on_cloud:
+            problem = f"the cloud has no whole model to score, as {patterns} of it is personal"
+            raise InvalidExperiment("evaluation.at", self.evaluation.at, problem, 'Use "devices".')
+        if not objective.parts:
+            problem = f"the objective {objective.name!r} needs the whole model"
+            raise InvalidExperiment("model.personal", patterns, problem, "Use another objective.")
+        for tier in self.tiers:
+            if tier.aggregation.reads_samples:
+                problem = f"{self.key(tier)}.aggregation.name = {tier.aggregation.name!r} needs the whole model"
+                raise InvalidExperiment("model.personal", patterns, problem, "Use another rule.")
 
     def _check_traces(self) -> None:
         tiers = {self.key(tier, "link"): tier.link for tier in self.tiers}

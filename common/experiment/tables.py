@@ -27,7 +27,9 @@ ALIKE: Final = 0.8  # from which it surely is
 
 FORMS: Final[dict[str, str]] = {}  # of texts: by pattern, what to write
 # Tables of an experiment for which their `name` stands: `objective = "fedprox"`.
-NAMED: Final = ("score", "model", "aggregation", "selection", "objective", "trainer", "schedule", "epoch_control")
+NAMED: Final = (
+    "score", "model", "aggregation", "selection", "objective", "augmentation", "trainer", "schedule", "epoch_control"
+)  # fmt: skip
 
 
 def form(pattern: str, instead: str) -> Any:
@@ -73,6 +75,9 @@ class NamedTables(Mapping[str, type[Table]]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
+
+    def __hash__(self) -> int:  # of an annotation beside another type
+        return hash(frozenset(self._places.items()))
 
 
 def named_in_module(place: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.data import CLASSES, Data, Model
+from common.experiment.data import CLASSES, PARTS, Data, Model
 from common.experiment.own import OwnName, OwnSettings, is_own
 from common.experiment.tables import Selected, SettingsTable, form
 
@@ -117,3 +117,7 @@ def check_trainer(trainer: TrainerTable, data: Data, model: Model) -> None:
         raise InvalidExperiment("model.name", model.name, brings, "Omit it.")
     if model.initial is not None:
         raise InvalidExperiment("model.initial", model.initial, brings, "Omit it, and return them by initial().")
+    for key in PARTS:
+        if patterns := getattr(model, key):
+            problem = f"{KEY} {trainer.whose} trains all of its arrays"
+            raise InvalidExperiment(f"model.{key}", ", ".join(patterns), problem, "Omit it.")

@@ -41,11 +41,12 @@ ScoreName = Annotated[str, Field(json_schema_extra={"enum": [name for names in S
 class ObjectiveTable(SettingsTable):
     """The settings of an objective. `keeps`: the vectors, float32 [D] each, that a device keeps from task to task.
 
-    `rule`: that of the devices' tier which it needs.
+    `rule`: that of the devices' tier which it needs. `parts`: whether some arrays of the model may be personal.
     """
 
     keeps: ClassVar[Sequence[str]] = ()
     rule: ClassVar[str | None] = None
+    parts: ClassVar[bool] = True
 
     name: str  # the objective
 
@@ -108,6 +109,7 @@ class ModelContrast(ObjectiveTable):
     """The loss and a contrast of features: near the received model's, far from the device's previous ones."""
 
     keeps = ("previous",)
+    parts = False
 
     name: Literal["moon"] = "moon"  # the objective
     mu: Annotated[float, Field(ge=0)] = 1.0  # weight of the term; 0 is the loss alone
@@ -118,6 +120,7 @@ class GeneratedFeatures(ObjectiveTable):
     """The loss of classes, and two terms for features that the parent's generator made of labels."""
 
     rule = "fedgen"
+    parts = False
 
     name: Literal["fedgen"] = "fedgen"  # the objective
     alpha: Annotated[float, Field(ge=0)] = 0.2  # weight of the cross-entropy of generated features of random labels
@@ -167,15 +170,40 @@ class Schedule(SettingsTable):
     final: Share = 0.0  # of `cosine`: share of the learning rate at the end
 
 
-class Augmentation(SettingsTable):
+class AugmentationTable(SettingsTable):
+    """The settings of an augmentation of training samples."""
+
+    name: str  # the augmentation
+
+
+class Augmentation(AugmentationTable):
     """Random changes to training images, for each sample and epoch, from the seed, the node and the round.
 
     They are applied on the device that trains, before pixels are normalised.
     """
 
+    name: Annotated[Literal["images"], Field(exclude=True)] = "images"  # the augmentation
     flip: bool = False  # mirror half of the images, left to right
     # Pad with so many zero pixels on each side, then cut a window of the image's size.
     crop: Annotated[int, Field(ge=0, le=1024)] = 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes images."""
+        return self.flip or self.crop > 0
+
+
+class OwnAugmentation(AugmentationTable, OwnSettings):
+    """An augmentation of the user's own; the other keys are its keywords."""
+
+    name: OwnName  # the class, `package.module:Name`
+
+
+AUGMENTATIONS: Final[Mapping[str, type[AugmentationTable]]] = MappingProxyType({"images": Augmentation})
+
+AugmentationSettings = Annotated[
+    AugmentationTable, Selected(AUGMENTATIONS, "common.experiment.training:OwnAugmentation")
+]
 
 
 OF_MODULES: Final = ("loss", "objective", "augmentation", "precision", "compile", "deterministic", "vmapped")
@@ -197,7 +225,7 @@ class TrainingSettings(SettingsTable):
     loss: LossName = CROSS_ENTROPY
     objective: ObjectiveSettings = CrossEntropy()
     schedule: Schedule = Schedule()
-    augmentation: Augmentation = Augmentation()
+    augmentation: AugmentationSettings = Augmentation()
     # `fp32`: all in float32, also on a GPU, where torch by default computes convolutions in TF32. `tf32`: these and
     # matrix products in TF32 on GPUs that have it (Ampere and later); elsewhere it is fp32. `bf16`: forward and
     # backward in torch's autocast, weights and steps in fp32. It pays with convolutions. On a CPU linear layers stay
@@ -230,6 +258,16 @@ class TrainingSettings(SettingsTable):
     def remembers(self) -> bool:
         """Whether a device has state that persists between its tasks."""
         return self.objective.remembers or self.trainer.remembers
+
+    @property
+    def image_changes(self) -> Augmentation:
+        """The flips and crops of images, none with an augmentation of one's own."""
+        return self.augmentation if isinstance(self.augmentation, Augmentation) else Augmentation()
+
+    @property
+    def own_augmentation(self) -> OwnAugmentation | None:
+        """The user's own augmentation, None without."""
+        return self.augmentation if isinstance(self.augmentation, OwnAugmentation) else None
 
     @property
     def plain(self) -> bool:
@@ -342,9 +380,12 @@ def check_training(training: TrainingSettings, data: Data) -> None:
         if getattr(schedule, key) is None:
             problem = f"schedule {schedule.name!r} needs it"
             raise InvalidExperiment(f"training.schedule.{key}", None, problem, f"Set training.schedule.{key}.")
-    augmentation = training.augmentation
+    if training.vmapped in ("auto", "always") and training.own_augmentation is not None:
+        problem = f"training.augmentation.name = {training.augmentation.name!r} trains devices one after another"
+        raise InvalidExperiment("training.vmapped", training.vmapped, problem, "Omit one of the two keys.")
+    augmentation = training.image_changes
     kind = "text" if data.dataset in TEXTS else "a table" if is_csv(data.dataset) else ""
-    if kind and (augmentation.flip or augmentation.crop):
+    if kind and augmentation.changes:
         key, value = ("flip", True) if augmentation.flip else ("crop", augmentation.crop)
         raise InvalidExperiment(f"training.augmentation.{key}", value, f"{data.dataset} is {kind}", "Omit it.")
     if training.loss != CROSS_ENTROPY and training.plain and "objective" in training.model_fields_set:

@@ -38,6 +38,8 @@ def own_code(experiment: Experiment) -> dict[str, str]:
     """Return the names of what computes with tensors, by key, of fedstrata's own too."""
     training = experiment.training
     names = {"model.name": experiment.model.name, "training.objective.name": training.objective.name}
+    if training.own_augmentation is not None:
+        names |= {"training.augmentation.name": training.augmentation.name}
     return names | {"training.loss": training.loss}
 
 

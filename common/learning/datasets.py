@@ -349,6 +349,12 @@ _SOURCES = MappingProxyType(
         "femnist": _Source(lambda _, root, __: builtin.read_femnist(root), 1 / 255, (0.5,), (-0.5,)),
         "shakespeare": _Source(lambda _, root, __: builtin.read_shakespeare(root)),
         "sent140": _Source(lambda _, root, __: builtin.read_sent140(root)),
+        "motions": _Source(
+            lambda _, root, __: builtin.read_motions(root),
+            1.0,
+            (-0.00636, 0.3783, -0.1502, 0.02194, -0.001566, 0.0103),
+            (0.898, 0.4919, 0.537, 0.9706, 2.492, 1.034),
+        ),
         "folder": _Source(_own_images),
         "synthetic": _Source(_make),
     }

@@ -33,6 +33,7 @@ from common.learning import datasets, models
 from common.learning.computing import CPU, accelerators, calls_own_code, seeded, set_up_evaluation
 from common.learning.losses import loss_of, try_loss
 from common.model.layout import Row
+from common.model.scores import R2, ScoreSums, packed
 from common.randomness import Purpose, torch_seed
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -46,10 +47,11 @@ log = logging.getLogger("fedstrata.evaluation")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The score, of accuracy as a fraction of 1; the mean loss, of cross-entropy in nats."""
+    """The score, of accuracy as a fraction of 1; the mean loss, of cross-entropy in nats; the sums over the samples."""
 
     score: float
     loss: float
+    sums: ScoreSums
 
 
 def evaluate(
@@ -61,19 +63,21 @@ def evaluate(
     batch_size: int = BATCH,
     loss: str = CROSS_ENTROPY,
     score: str = ACCURACY,
+    classes: int = 0,
     watch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Evaluate in batches, in eval mode and without gradients; the module's mode is restored.
 
     `images` [N, ...] and `labels`, int64 [N] or float32 [N, T], may be on another device than the module; `normalise`
-    belongs to the module's device. The batch size changes the result only by rounding. `watch` is called after each
-    batch. Raises InvalidExperiment for own code that fails.
+    belongs to the module's device. The batch size changes the result only by rounding. `classes`: how many to count one
+    by one, of accuracy. `watch` is called after each batch. Raises InvalidExperiment for own code that fails.
     """
     device = next(module.parameters()).device
     was_training = module.training
     correct = torch.zeros((), dtype=torch.int64, device=device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     each_loss, outputs = loss_of(loss), list[Tensor]()
+    counts = torch.zeros((2, classes), dtype=torch.int64, device=device)  # of the samples, and of the right ones
     module.eval()
     try:
         with torch.inference_mode():
@@ -82,7 +86,12 @@ def evaluate(
                 wanted = some_labels.to(device)
                 found = module(normalise(some_images.to(device)))
                 if score == ACCURACY:
-                    correct += (found.argmax(1) == wanted).sum()
+                    right = found.argmax(1) == wanted
+                    correct += right.sum()
+                    if classes:
+                        counts += torch.stack(
+                            [wanted.bincount(minlength=classes), wanted[right].bincount(minlength=classes)]
+                        )
                 else:
                     outputs.append(found.float().cpu())
                 if loss == CROSS_ENTROPY:
@@ -92,23 +101,30 @@ def evaluate(
                 watch()
     finally:
         module.train(was_training)
+    count, loss_sum = len(labels), float(total)
     if score == ACCURACY:
-        return Evaluation(int(correct) / len(labels), float(total) / len(labels))
+        sums = ScoreSums(count, loss_sum, float(correct), classes=packed(counts.t().flatten().tolist()))
+        return Evaluation(int(correct) / count, loss_sum / count, sums)
     whole, wanted = torch.cat(outputs).double(), labels.cpu()
     targets = wanted.double() if wanted.is_floating_point() else wanted
-    return Evaluation(score_of(score)(whole.numpy(), targets.numpy()), float(total) / len(labels))
+    value = score_of(score)(whole.numpy(), targets.numpy())
+    sums = ScoreSums(count, loss_sum, count * value)
+    if score == R2:
+        rest, squares = (float(torch.square(each).sum()) for each in (whole - targets, targets))
+        sums = ScoreSums(count, loss_sum, rest, float(targets.sum()), squares)
+    return Evaluation(value, loss_sum / count, sums)
 
 
 def accelerator_of(experiment: Experiment, *, beside: torch.device = CPU) -> torch.device:
-    """Return where to evaluate an experiment's models: `cloud.evaluate_on` of this machine.
+    """Return where to evaluate an experiment's models: `evaluation.accelerator` of this machine.
 
     If that has several GPUs, it is the one on which this process trains, `beside`, else the first. Raises
     InvalidExperiment.
     """
-    name = experiment.cloud.evaluate_on
+    name = experiment.evaluation.accelerator
     if name == CPU.type:  # no driver is asked
         return CPU
-    chosen = choose(name, accelerators(), key="cloud.evaluate_on")
+    chosen = choose(name, accelerators(), key="evaluation.accelerator")
     return torch.device(str(beside) if str(beside) in chosen else chosen[0])
 
 
@@ -130,9 +146,10 @@ class ModelTester:
         self._experiment = experiment
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
-        self.layout = models.layout_of(self._module)
-        self.notes = self._data.notes
-        self.first, self.initial = models.first_of(experiment, self._module, self.layout)
+        self.parts = models.parts_of(self._module, experiment.model)
+        self.layout, self.frozen = self.parts.exchanged, self.parts.frozen
+        self.first, self.initial, notes = models.first_of(experiment, self._module, self.parts)
+        self.notes = [*self._data.notes, *notes]
 
     @calls_own_code
     def evaluate(self, row: Row) -> Evaluation:

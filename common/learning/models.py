@@ -12,8 +12,9 @@ are numbers (see `Inputs`), and returns an `nn.Module` of float32 that computes 
     def build(*, shape: tuple[int, int, int], classes: int) -> nn.Module: ...
 
 So the module's own class is such a function, if it needs no other keyword. It is called anew for each training and each
-evaluation, so what a module keeps beside its `state_dict` begins each time as the function makes it. torch's, numpy's
-and Python's own generators are seeded by the experiment during construction, training and evaluation.
+evaluation, so what a module keeps beside its `state_dict` begins each time as the function makes it. So do its frozen
+arrays (`common/model/parts.py`), which no node sends. torch's, numpy's and Python's own generators are seeded by the
+experiment during construction, training and evaluation.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -29,7 +32,7 @@ from torch.func import functional_call
 
 from common.errors import InvalidExperiment, RefusedModel
 from common.experiment import own
-from common.experiment.data import check_accepted
+from common.experiment.data import Model, check_accepted
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
 from common.experiment.tables import NAMED_MOST
@@ -39,28 +42,43 @@ from common.learning.nets import ARCHITECTURES, DRAWS, draw_default, own_dropout
 from common.methods.fedgen import head_of
 from common.model import tensors
 from common.model.layout import ModelLayout, Row, Section
+from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
 
 KEY: Final = "model.name"
 INITIAL: Final = "model.initial"
-FINAL: Final = "model.safetensors"  # in a run's folder
+NO_PARTS: Final = Model(name="")
 Tensors = dict[str, Tensor]
 
 
 def of(experiment: Experiment, *, inputs: Inputs) -> nn.Module:
-    """Return the experiment's model as `build` does. Raises InvalidExperiment."""
-    return build(experiment.model.name, experiment.seed, inputs=inputs, projection=experiment.model.projection)
+    """Return the experiment's model as `build` does, its frozen parameters without gradients.
+
+    Raises InvalidExperiment.
+    """
+    model = experiment.model
+    return _frozen(build(model.name, experiment.seed, inputs=inputs, projection=model.projection, parts=model), model)
 
 
 def anew(experiment: Experiment, *, inputs: Inputs) -> nn.Module:
     """Return the user's own model as `of` did, without another trial of it. Raises InvalidExperiment."""
-    return build_own(experiment.model.name, torch_seed(experiment.seed, Purpose.INIT), inputs=inputs)
+    model = experiment.model
+    return _frozen(build_own(model.name, torch_seed(experiment.seed, Purpose.INIT), inputs=inputs), model)
 
 
-def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Module:
+def _frozen(module: nn.Module, model: Model) -> nn.Module:
+    if model.frozen:
+        parts = _part_of_each(module, model)
+        for name, weight in module.named_parameters():
+            if parts[name] is Part.FROZEN:
+                weight.requires_grad_(False)
+    return module
+
+
+def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0, parts: Model = NO_PARTS) -> nn.Module:
     """Return the model on the CPU with its initial weights, which depend on the seed alone.
 
-    `projection`: features of a head before the classifier, 0 = none.
+    `projection`: features of a head before the classifier, 0 = none. `parts`: which arrays are frozen or personal.
 
     The module is created without storage and then filled from its own generator, so that neither the process-global
     generator nor another thread has an influence. A name with a colon is a custom function, which is tried.
@@ -70,7 +88,7 @@ def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Mo
         own_seed = torch_seed(seed, Purpose.INIT)
         try_own(name, own_seed, inputs=inputs)
         module = build_own(name, own_seed, inputs=inputs)
-        layout_of(module, name=name)
+        parts_of(module, parts.model_copy(update={"name": name}))
         return module
     check_accepted(name, inputs.shape, text=inputs.tokens > 0, what=str(inputs))
     with torch.device("meta"):
@@ -138,40 +156,93 @@ def _logits(name: str, module: nn.Module, inputs: Inputs) -> Any:
         module.train()
 
 
-def layout_of(module: nn.Module, *, name: str = "") -> ModelLayout:
-    """Return the place of each tensor of the module's state in a flat model.
+def layout_of(module: nn.Module, model: Model = NO_PARTS) -> ModelLayout:
+    """Return the place of each exchanged tensor of the module's state in a flat model, as `parts_of` does."""
+    return parts_of(module, model).exchanged
 
-    Parameters are the trainable columns; buffers are float32 columns or int64 counters. A tensor of several names
-    (tied weights) has one place, under its first name. Raises InvalidExperiment for a state that no flat model holds;
-    `name`: of the model, for its text.
+
+def parts_of(module: nn.Module, model: Model = NO_PARTS) -> ModelParts:
+    """Return what becomes of each tensor of the module's state, and its place in a flat model.
+
+    Parameters are the trainable columns; buffers are float32 columns or int64 counters; frozen tensors have no place,
+    and any type of numpy's. A tensor of several names (tied weights) has one place, under its first name. Raises
+    InvalidExperiment for a state that no flat model holds, and for patterns that do not fit.
     """
     parameters = {id(weight): path for path, weight in module.named_parameters()}
     buffers = {id(buffer) for buffer in module.buffers()}
-    tensors: list[tuple[str, Sequence[int], Section]] = []
-    problem, remedy = "", "Use float32."
+    parts = _part_of_each(module, model)
+    arrays: list[tuple[str, Sequence[int], Section]] = []
+    values: dict[str, npt.NDArray[Any]] = {}
+    problem = remedy = ""
     for path, tensor in _state(module).items():
-        if parameters.pop(id(tensor), None) is not None:
-            section = Section.PARAMETER
-            if tensor.dtype != torch.float32:
-                problem = f"its parameter {path} is {tensor.dtype}"
-        elif id(tensor) in buffers:
-            section = Section.BUFFER if tensor.dtype == torch.float32 else Section.COUNTER
-            if tensor.dtype not in (torch.float32, torch.int64):
-                problem = f"its buffer {path} is {tensor.dtype}"
-                remedy = "Use float32 or int64, or persistent=False if it is the same at each node (a mask, a table)."
-        else:
-            problem = f"{path} in its state_dict is neither a parameter nor a buffer"
-            remedy = "Keep that state in buffers."
+        kind = "parameter" if parameters.pop(id(tensor), None) is not None else "buffer" * (id(tensor) in buffers)
+        problem, remedy = _obstacle(path, tensor, kind, frozen=parts[path] is Part.FROZEN)
         if problem:
             break
-        tensors.append((path, tuple(tensor.shape), section))
+        section = Section.COUNTER if tensor.dtype == torch.int64 else Section.BUFFER
+        arrays.append((path, tuple(tensor.shape), Section.PARAMETER if kind == "parameter" else section))
+        if parts[path] is not Part.EXCHANGED:
+            values[path] = tensor.detach().cpu().numpy()
     if parameters and not problem:
         problem, remedy = f"its parameter {next(iter(parameters.values()))} is not in its state_dict", "Leave it there."
-    if not problem and not any(weight.requires_grad for weight in module.parameters()):
+    if not (problem or model.frozen) and not any(weight.requires_grad for weight in module.parameters()):
         problem, remedy = "it has no parameter that is trained", "Leave some parameters with requires_grad."
     if problem:
-        own.refuse(KEY, name or type(module).__name__, problem, remedy)
-    return ModelLayout.build(tensors)
+        own.refuse(KEY, model.name or type(module).__name__, problem, remedy)
+    if not any(section is Section.PARAMETER and parts[name] is Part.EXCHANGED for name, _, section in arrays):
+        part = Part.PERSONAL if model.personal else Part.FROZEN
+        problem, remedy = "they leave no parameter that devices exchange", "Name fewer arrays."
+        raise InvalidExperiment(f"model.{part}", ", ".join(getattr(model, part)), problem, remedy)
+    return ModelParts.of(arrays, parts, values, constant=_constant(module))
+
+
+def _obstacle(path: str, tensor: Tensor, kind: str, *, frozen: bool) -> tuple[str, str]:
+    """Return why a tensor of the state has no place in a flat model, and the remedy; "" if it has one, or is frozen."""
+    if not kind:
+        return f"{path} in its state_dict is neither a parameter nor a buffer", "Keep that state in buffers."
+    if frozen:
+        known = str(tensor.dtype).removeprefix("torch.") in tensors.TYPES
+        return "" if known else f"its frozen {path} is {tensor.dtype}, which numpy does not have", "Use another type."
+    if kind == "parameter":
+        return "" if tensor.dtype == torch.float32 else f"its parameter {path} is {tensor.dtype}", "Use float32."
+    remedy = "Use float32 or int64. If it never changes (a mask), add it to model.frozen, or use persistent=False."
+    known = tensor.dtype in (torch.float32, torch.int64)
+    return "" if known else f"its buffer {path} is {tensor.dtype}", remedy
+
+
+def _part_of_each(module: nn.Module, model: Model) -> dict[str, Part]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return part_of_each(model, {each[0]: each for each in names.values()}, constant=_constant(module))
+
+
+def _constant(module: nn.Module) -> set[str]:
+    """Return the names of the parameters without gradients."""
+    return {name for name, weight in module.named_parameters() if not weight.requires_grad}
+
+
+def weights_of(module: nn.Module, layout: ModelLayout) -> dict[str, nn.Parameter]:
+    """Return the module's parameters that a layout has, by name, in the module's order."""
+    trained = {entry.name for entry in layout.entries if entry.section is Section.PARAMETER}
+    return {name: weight for name, weight in module.named_parameters() if name in trained}
+
+
+@torch.no_grad()
+def read_frozen(module: nn.Module, parts: ModelParts) -> None:
+    """Copy the frozen arrays into the module's tensors, on any device."""
+    state = _state(module) if parts.frozen else {}
+    for name, array in parts.frozen.items():
+        state[name].copy_(torch.from_numpy(array))
+
+
+def check_constant(module: nn.Module, parts: ModelParts) -> None:
+    """Check that training has left the parameters without gradients as they were. Raises InvalidExperiment."""
+    state = _state(module) if parts.constant else {}
+    for name in sorted(parts.constant):
+        if not np.array_equal(state[name].detach().cpu().numpy(), parts.frozen[name], equal_nan=True):
+            problem = f"training changes its parameter {name}, which has requires_grad = False and so is frozen"
+            own.refuse(KEY, type(module).__name__, problem, "Keep what training changes in a buffer.")
 
 
 @torch.no_grad()
@@ -191,17 +262,18 @@ def write_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
         view[...] = state[name].detach().cpu().numpy()
 
 
-def first_of(experiment: Experiment, module: nn.Module, layout: ModelLayout) -> tuple[Row, str]:
-    """Return the first model of a run, uint8 [row_bytes], and the digest of the file that has it, "" if none has.
+def first_of(experiment: Experiment, module: nn.Module, parts: ModelParts) -> tuple[Row, str, list[str]]:
+    """Return the first model of a run, uint8 [row_bytes], its file's digest, "" if no file has it, and notes.
 
-    It is the module as it is, or `model.initial`, whose arrays have the names, shapes and kinds of the module's.
-    Raises InvalidExperiment.
+    It is the module as it is, or `model.initial`, whose arrays have the names, shapes and kinds of the module's. The
+    file may lack frozen and personal arrays; frozen ones must be equal to the module's. Raises InvalidExperiment.
     """
-    row, initial = layout.empty(), experiment.model.initial
+    layout, initial = parts.exchanged, experiment.model.initial
+    row = layout.empty()
     write_row(module, layout, row)
     if initial is None:
-        return row, ""
-    path = Path(initial) / FINAL if Path(initial).is_dir() else Path(initial)
+        return row, "", []
+    path = Path(initial) / tensors.FINAL if Path(initial).is_dir() else Path(initial)
     try:
         with safe_open(path, framework="numpy") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
@@ -223,12 +295,22 @@ def first_of(experiment: Experiment, module: nn.Module, layout: ModelLayout) -> 
         more = f" and {len(wrong) - NAMED_MOST} more" if len(wrong) > NAMED_MOST else ""
         problem = f"not a model of {experiment.model.name}: {'; '.join(wrong[:NAMED_MOST])}{more}"
         raise InvalidExperiment(INITIAL, initial, problem, "Name a file of the same model.")
+    frozen = [name for name, array in parts.frozen.items() if not np.array_equal(found.get(name, array), array)]
+    if frozen:
+        problem = f"its {frozen[0]} is frozen, and differs from that of the model which each device builds"
+        remedy = f"Let {experiment.model.name} return the model with this array, or let devices exchange it."
+        raise InvalidExperiment(INITIAL, initial, problem, remedy)
     layout.flatten(found, row)
     try:
         layout.check_finite(row)
     except RefusedModel as error:
         raise InvalidExperiment(INITIAL, initial, str(error), "Name another file.") from None
-    return row, tensors.content(found, {})
+    notes = [
+        f"{INITIAL}: {name} is personal, and devices begin with that of the model as it is built"
+        for name in parts.personal
+        if name in found
+    ]
+    return row, tensors.content(found, {}), notes[:1]
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -249,16 +331,19 @@ def classifier_of(module: nn.Module) -> tuple[str, nn.Linear]:
 
 
 def head_places(module: nn.Module, layout: ModelLayout) -> tuple[int, ...]:
-    """Return the places of the head's weight and bias, if it has one, among the parameters. Raises InvalidExperiment.
+    """Return the places of the head's weight and bias, if it has one, among `weights_of`. Raises InvalidExperiment.
 
     Nodes without torch find it in the layout; both must agree.
     """
     name, classifier = classifier_of(module)
     found = [f"{name}.{own}" for own, _ in classifier.named_parameters()]
+    names = list(weights_of(module, layout))
+    if absent := [each for each in found if each not in names]:
+        problem, remedy = f"{absent[0]} of its last torch.nn.Linear is not trained", "Use another objective."
+        raise InvalidExperiment("model.name", type(module).__name__, problem, remedy)
     if found != [entry.name for entry in head_of(layout) if entry is not None]:
         problem = f"its last torch.nn.Linear is {name}, and a later parameter is a matrix, too"
         raise InvalidExperiment("model.name", type(module).__name__, problem, "Define the linear layer last.")
-    names = [each for each, _ in module.named_parameters()]
     return tuple(names.index(each) for each in found)
 
 

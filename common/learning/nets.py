@@ -94,6 +94,24 @@ def cnn_femnist(inputs: Inputs) -> nn.Module:
     return _two_and_two(inputs, widths=(16, 32, 256), padding=0)
 
 
+def cnn_motions(inputs: Inputs) -> nn.Module:
+    """Return a net that convolves along time: windows of six channels, [6, 1, 128]."""
+    return sequence(
+        [
+            ("conv1", nn.Conv2d(6, 32, (1, 9))),
+            ("relu1", nn.ReLU()),
+            ("pool1", nn.MaxPool2d((1, 4))),
+            ("conv2", nn.Conv2d(32, 64, (1, 9))),
+            ("relu2", nn.ReLU()),
+            ("pool2", nn.MaxPool2d((1, 4))),
+            ("flatten", nn.Flatten()),
+            ("fc1", nn.Linear(64 * 5, 128)),
+            ("relu3", nn.ReLU()),
+            ("fc2", nn.Linear(128, inputs.classes)),
+        ]
+    )
+
+
 def cnn_fedavg(inputs: Inputs) -> nn.Module:
     """Return FedCDA's "simple CNN": FedAvg's without padding."""
     return _two_and_two(inputs, widths=(32, 64, 512), padding=0)
@@ -448,7 +466,8 @@ Draw: TypeAlias = Callable[[nn.Module, torch.Generator], None]
 ARCHITECTURES: Final[Mapping[str, Construct]] = {
     each.__name__: each
     for each in (
-        *(mlp_digits, cnn_digits, lenet5, lenet_cifar, cnn_femnist, cnn_fedavg, cnn_fedavg_padded),
+        *(mlp_digits, cnn_digits, lenet5, lenet_cifar, cnn_femnist, cnn_motions),
+        *(cnn_fedavg, cnn_fedavg_padded),
         *(resnet20, resnet20_b, resnet20_preact, resnet18_cifar, vgg16_bn, vgg16, vgg_femnist, char_lstm, sent_lstm),
     )
 }

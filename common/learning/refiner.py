@@ -108,7 +108,7 @@ class NodeSamples(NodeDraws):
         self.partition = split.digest
         self._anew = partial(models.anew, experiment, inputs=dataset.inputs) if is_own(experiment.model.name) else None
         self.module = models.of(experiment, inputs=dataset.inputs).eval()
-        self.layout = models.layout_of(self.module)
+        self.layout = models.layout_of(self.module, experiment.model)
         self.weights = list(self.module.parameters())
         self.labels = dataset.train_labels.index_select(0, places)
         self._samples = dataset.train_images.index_select(0, places)

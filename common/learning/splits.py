@@ -21,6 +21,7 @@ import numpy.typing as npt
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.experiment.data import Data
+from common.experiment.evaluation import EvaluationSettings
 from common.experiment.topology import CLOUD, Tree
 from common.host.files import replacing, writing
 from common.learning import datasets
@@ -101,6 +102,8 @@ def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str
         },
     }
     arrays = dict(zip(tree.devices, split.partitions, strict=True))
+    kinds = [tier.children for tier in experiment.tiers]
+    facts["label_distance"] = dict(zip(kinds, label_distances(split, tree), strict=True))
     if len(split.held_out):
         facts["held_out"] = _described(split, split.held_out)
         arrays[HELD_OUT] = split.held_out
@@ -141,6 +144,27 @@ def _split(experiment_json: str, node: str) -> Split:
         raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Hold out fewer samples.")
     digest = digest_of([*parts, held_out], labels=identity)
     return Split(labels, classes, parts, held_out, digest, kind)
+
+
+def label_distances(split: Split, tree: Tree) -> list[float]:
+    """Return how far the labels of the nodes of each layer below the cloud are from those of all devices together.
+
+    sum over classes |p_k - p| (Zhao et al. 2018), from 0 to 2; the mean over the layer's nodes by their samples. A node
+    above devices has the samples of all devices below it.
+    """
+    counts = {
+        name: np.bincount(split.labels[part], minlength=split.classes).astype(np.float64)
+        for name, part in zip(tree.devices, split.partitions, strict=True)
+    }
+    for name in reversed(tree.aggregators):
+        counts[name] = np.sum([counts[child] for child in tree.children[name]], axis=0)
+    found = []
+    for layer in tree.layers[1:]:
+        counts_NC = np.array([counts[name] for name in layer])
+        samples_N, all_C = counts_NC.sum(axis=1), counts_NC.sum(axis=0)
+        apart_N = np.abs(counts_NC / samples_N[:, None] - all_C / all_C.sum()).sum(axis=1)
+        found.append(round(float(samples_N @ apart_N / samples_N.sum()), 6))
+    return found
 
 
 def _described(split: Split, part: Indices) -> dict[str, Any]:
@@ -204,6 +228,20 @@ def hold_out(count: int, *, data: Data, seed: int) -> Indices:
         problem = f"the data set has {count} training samples"
         raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Leave some to the devices.")
     return np.sort(generator(seed, Purpose.HELD_OUT).choice(count, data.node_samples, replace=False))
+
+
+def taken_of(samples: Indices, *, evaluation: EvaluationSettings, seed: int, node: str) -> Indices:
+    """Return which of a device's samples, ascending int64, it holds out to score models on: from (seed, TESTS)."""
+    count = evaluation.taken_of(len(samples))
+    return np.sort(generator(seed, Purpose.TESTS, node).choice(samples, count, replace=False))
+
+
+def tests_of(count: int, *, devices: int, place: int, seed: int) -> Indices:
+    """Return the device's part of `count` test samples, ascending int64; sizes differ by at most 1, from (seed, TESTS).
+
+    With more devices than samples some have none.
+    """
+    return np.sort(np.array_split(generator(seed, Purpose.TESTS).permutation(count), devices)[place])
 
 
 def digest_of(parts: Sequence[Indices], *, labels: Indices) -> str:

@@ -16,10 +16,11 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
-from common.experiment.methods import NormBound, RuleSettings
+from common.experiment.methods import CombiningSettings, NormBound, RuleSettings
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
 from common.methods.mixing import Floats, cut, over
+from common.methods.optimisers import stepped
 from common.methods.rule import (
     NO_TRAINING,
     Aggregated,
@@ -58,6 +59,8 @@ def build(
     rate = learning_rate or (lambda _: training.learning_rate)
     context = RuleContext(layout, node, seed, measures, rows, folder, children, training, rate, rounds_below, refiner)
     rule = settings.build(context)
+    if isinstance(settings, CombiningSettings) and settings.step is not None:
+        rule = stepped(rule, settings.step, context)
     if bound.action == "off":
         return rule
     return NormBoundedRule(rule, bound, link_layouts(settings, layout))

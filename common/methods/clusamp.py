@@ -72,6 +72,7 @@ class Drawn:
     samples: int
     loss: float
     path_steps: int
+    start_loss: float | None = None
 
 
 class ClusteredSampling(WrappedRule):

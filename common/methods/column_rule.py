@@ -26,7 +26,8 @@ class RoundFacts:
     reported. `weights_K`, float64 [K]: by `weights` of the experiment. `products`: the inner products of the uploads'
     steps v_k - z from the model z that they received, if the rule `compares`; else None. `all_children`: how many the
     node has, whether they took part or not. `training`: that of the devices below, which began at `learning_rate` and
-    did `local_rounds` in this round of the node.
+    did `local_rounds` in this round of the node. `start_losses_K`, float64 [K]: training losses of the model that the
+    children received, where the rule `reads_losses`.
     """
 
     children: Sequence[str]
@@ -39,6 +40,7 @@ class RoundFacts:
     training: TrainingSettings
     learning_rate: float
     local_rounds: int
+    start_losses_K: Doubles
 
     @classmethod
     def of(
@@ -63,6 +65,7 @@ class RoundFacts:
             context.training,
             context.learning_rate(r * context.rounds_below),
             context.rounds_below,
+            statistics.start_losses_K,
         )
 
     def by_child(self, values_K: Doubles) -> dict[str, float]:

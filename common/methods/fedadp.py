@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.experiment.methods import RuleSettings, RuleUse
+from common.experiment.methods import CombiningSettings, RuleUse
 from common.lazy import np
 from common.methods.column_rule import MeanRule, RoundFacts
 from common.methods.rule import Rule, RuleContext
@@ -26,7 +26,7 @@ from common.methods.statistics import Doubles, Gram, shares
 STRONGLY_SKEWED_CONCENTRATION: Final = 0.1  # of the Dirichlet split
 
 
-class FedAdp(RuleSettings):
+class FedAdp(CombiningSettings):
     """One model: a mean that favours children whose step points where the mean of all points."""
 
     name: Literal["fedadp"] = "fedadp"  # the rule

@@ -102,7 +102,7 @@ class BufferedRule(OneModel):
             "weights": dict(zip(children, weights_K.tolist(), strict=True)),
             "ages": dict(zip(children, ages_K.tolist(), strict=True)),
         }
-        distances = self._distances(uploads) if self._measures else []
+        distances = self.distances(uploads) if self._measures else []
         loss = float(shares_K @ statistics.losses_K)
         return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
 

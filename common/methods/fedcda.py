@@ -6,6 +6,13 @@ The round's participants are searched group by group, with all other selections 
 distance, so with e = x - z, s0 = the sum of e over the fixed selections, G = e e^T, u = e.s0 and q = s0.s0:
 
     J = (1/n) sum F_c + (L/2) [ (1/n) sum G_cc - (q + 2 sum u_c + sum sum G_cc') / n^2 ]  + a constant of the group
+
+The paper has one smoothness L for all children, and names unequal ones as future work. With L_c of each child, the
+bound F_c(x_c) + (L_c/2) ||x_c - xbar||^2 of its loss at xbar makes (5) a weighted sum. With t0 = the sum of L e over
+the fixed selections, v = e.t0, and Lambda = the sum of L over all n:
+
+    J = (1/n) sum F_c + (1/2n) [ sum L_c G_cc - (2/n) (sum v_c + sum L_c u_c + sum sum L_c G_cc')
+                                 + (Lambda/n^2) (q + 2 sum u_c + sum sum G_cc') ]  + a constant of the group
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -22,8 +29,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import Rounds, RuleSettings, RuleUse, Weights
-from common.experiment.tables import Count
+from common.experiment.methods import CombiningSettings, Rounds, RuleUse, Weights
+from common.experiment.tables import Count, Name
 from common.host.files import PARTIAL, writing
 from common.lazy import np
 from common.methods import mixing
@@ -37,7 +44,7 @@ from common.randomness import Purpose, generator
 TIE: Final = 1e-12  # of the terms' scale
 
 
-class FedCDA(RuleSettings):
+class FedCDA(CombiningSettings):
     """One model: the mean of one cached upload of each child, chosen to lie close together at a low loss."""
 
     name: Literal["fedcda"] = "fedcda"  # the rule
@@ -45,6 +52,10 @@ class FedCDA(RuleSettings):
     groups: Count = 3  # groups in which the children that take part select (B)
     warmup_rounds: Rounds = 50  # first rounds, which are FedAvg
     smoothness: Annotated[float, Field(ge=0)] = 1.0  # weight of closeness beside the loss (L)
+    # That of single children, by name, in place of `smoothness`.
+    smoothness_of: dict[Name, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    # How an upload is chosen: `close`, by (5), or `random`, each cached one with the same chance, a control.
+    choice: Literal["close", "random"] = "close"
     # Most combinations of a group; each takes 8 bytes for every candidate.
     combinations: Annotated[int, Field(ge=1, le=4_000_000)] = 1_000_000
     # What an institution does with its cached uploads when a global model comes.
@@ -54,17 +65,25 @@ class FedCDA(RuleSettings):
 
     @property
     def remembers(self) -> bool:
-        """Whether the cached uploads persist."""
-        return self.history == "keep"
+        """Whether the cached uploads persist, or the moments of a step."""
+        return self.history == "keep" or super().remembers
 
     def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
-        """Return the bytes of the cached uploads, and of a sum in float64."""
-        return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + 2 * row_bytes
+        """Return the bytes of the cached uploads, and of one or two sums in float64."""
+        sums = 4 if self.smoothness_of else 2
+        step = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
+        return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + sums * row_bytes + step
+
+    @property
+    def named_children(self) -> Mapping[str, Iterable[str]]:
+        """Those with a smoothness of their own."""
+        return {"smoothness_of": self.smoothness_of}
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check the number of combinations of a group. Raises InvalidExperiment."""
+        super().check(key, children, uploads)
         group = ceil(children / self.groups)
-        if self.depth**group > self.combinations:
+        if self.choice == "close" and self.depth**group > self.combinations:
             raise InvalidExperiment(
                 f"{key}.combinations",
                 self.combinations,
@@ -110,6 +129,8 @@ class CachedUploadRule(OneModel):
         self._queues: dict[str, list[CachedUpload]] = {}  # oldest first
         self._selected: dict[str, CachedUpload] = {}
         self._sum_F: Doubles = np.zeros(layout.columns)
+        # sum of L x over the selected uploads, if L differs
+        self._weighted_D: Doubles | None = np.zeros(layout.parameters) if settings.smoothness_of else None
 
     def begin(self, model: Row) -> None:
         """Dispatch this model next, and drop the cached uploads unless the history is kept."""
@@ -118,7 +139,7 @@ class CachedUploadRule(OneModel):
             for kept in (kept for queue in self._queues.values() for kept in queue):
                 self._cache.drop(kept)
             self._queues, self._selected = {}, {}
-            self._sum_F.fill(0.0)
+            self._forget_sums()
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Add the uploads to their histories, select one per participant, and take the mean of all selected ones."""
@@ -127,7 +148,7 @@ class CachedUploadRule(OneModel):
         if self._selected:
             self._add(old, -1)
         else:
-            self._sum_F.fill(0.0)  # removes the rounding errors too
+            self._forget_sums()  # removes the rounding errors too
         for k, child in zip(uploads.answered, participants, strict=True):
             report = uploads.reports[k]
             assert report is not None
@@ -149,6 +170,8 @@ class CachedUploadRule(OneModel):
         """Write the histories, as links if they are files already, and the sum of the selected uploads."""
         self._cache.save(folder, (kept for queue in self._queues.values() for kept in queue))
         (folder / "sum").write_bytes(self._sum_F.data)  # `tofile` hides the errno of a full disk
+        if self._weighted_D is not None:
+            (folder / "weighted").write_bytes(self._weighted_D.data)
         return {
             "queues": {child: [[kept.r, kept.loss] for kept in queue] for child, queue in self._queues.items()},
             "selected": {child: kept.r for child, kept in self._selected.items()},
@@ -164,6 +187,8 @@ class CachedUploadRule(OneModel):
             child: next(kept for kept in self._queues[child] if kept.r == r) for child, r in facts["selected"].items()
         }
         self._sum_F[:] = np.fromfile(folder / "sum")
+        if self._weighted_D is not None:
+            self._weighted_D[:] = np.fromfile(folder / "weighted")
 
     def _warm_up(self, uploads: Uploads, participants: list[str]) -> Aggregated:
         """Select this round's uploads and return their mean."""
@@ -200,10 +225,23 @@ class CachedUploadRule(OneModel):
 
         rows = [layout.floats(candidate.row)[: layout.parameters] for candidate in kept]
         products = gram(rows, z[: layout.parameters], along=others, release=release)
-        candidates = Candidates(products, np.array([candidate.loss for candidate in kept]), of, fixed)
+        smooth_C = np.array([self._smoothness(candidate.child) for candidate in kept])
+        fixed_L = sum(map(self._smoothness, self._selected))
+        weighted_C = smooth_C * products.along_K
+        if self._weighted_D is not None:
+            weighted_D = self._weighted_D
+            products_L = gram(rows, z[: layout.parameters], along=lambda at: weighted_D[at] - fixed_L * z[at])
+            weighted_C = products_L.along_K
+        losses_C = np.array([candidate.loss for candidate in kept])
+        candidates = Candidates(products, losses_C, of, fixed, smooth_C, weighted_C, fixed_L)
         draw = generator(self._seed, Purpose.GROUPING, self._node, r)
-        groups = group(len(participants), settings.groups, draw)
-        choice = plan(candidates, groups, smoothness=settings.smoothness)
+        if settings.choice == "random":
+            groups: list[list[int]] = []
+            drawn = [own[int(draw.integers(len(own)))] for own in of]
+            choice = Choice(tuple(drawn), candidates.beside(drawn).products)
+        else:
+            groups = group(len(participants), settings.groups, draw)
+            choice = plan(candidates, groups)
         chosen = [kept[c] for c in choice.chosen]
         self._add(chosen, 1)
         self._selected |= dict(zip(participants, chosen, strict=True))
@@ -222,15 +260,26 @@ class CachedUploadRule(OneModel):
         loss = float(np.mean([self._selected[child].loss for child in sorted(self._selected)]))
         return Aggregated(loss, dict(zip(participants, distances, strict=True)), None, facts)
 
+    def _smoothness(self, child: str) -> float:
+        return self._settings.smoothness_of.get(child, self._settings.smoothness)
+
+    def _forget_sums(self) -> None:
+        self._sum_F.fill(0.0)
+        if self._weighted_D is not None:
+            self._weighted_D.fill(0.0)
+
     def _add(self, uploads: Sequence[CachedUpload], sign: int) -> None:
         rows = [self._layout.floats(kept.row) for kept in uploads]
 
         def add(columns: slice) -> None:
             total = self._sum_F[columns]
+            weighted = None if self._weighted_D is None else self._weighted_D[columns]
             term = np.empty(len(total))
-            for row in rows:
+            for row, kept in zip(rows, uploads, strict=True):
                 np.copyto(term, row[columns])
                 (np.add if sign > 0 else np.subtract)(total, term, out=total)
+                if weighted is not None:
+                    weighted += sign * self._smoothness(kept.child) * term[: len(weighted)]
 
         def release() -> None:
             for kept in uploads:
@@ -243,13 +292,29 @@ class CachedUploadRule(OneModel):
 class Candidates:
     """The cached uploads of the round's participants: G, u and q, their losses, and their owners.
 
-    `of[p]`: participant p's candidates as rows of G, newest first. `fixed`: the number of other children with uploads.
+    `of[p]`: participant p's candidates as rows of G, newest first. `fixed`: the number of other children with uploads,
+    and `fixed_L` the sum of their L. `smooth_C`: L of each candidate's child; `weighted_C`: v.
     """
 
     products: Gram
     losses_C: Doubles
     of: Sequence[Sequence[int]]
     fixed: int
+    smooth_C: Doubles
+    weighted_C: Doubles
+    fixed_L: float
+
+    def beside(self, found: list[int]) -> Candidates:
+        """Return the candidates beside what was fixed and these ones, which are fixed from now on."""
+        g_KK, u_K, smooth_K = self.products.offsets_KK, self.products.along_K, self.smooth_C[found]
+        square = self.products.square + float(2 * u_K[found].sum() + g_KK[np.ix_(found, found)].sum())
+        return replace(
+            self,
+            products=Gram(g_KK, u_K + g_KK[:, found].sum(axis=1), square),
+            fixed=self.fixed + len(found),
+            weighted_C=self.weighted_C + g_KK[:, found] @ smooth_K,
+            fixed_L=self.fixed_L + float(smooth_K.sum()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,42 +335,39 @@ def group(participants: int, groups: int, draw: np.random.Generator) -> list[lis
     return [part.tolist() for part in np.array_split(draw.permutation(participants), min(groups, participants))]
 
 
-def plan(candidates: Candidates, groups: Sequence[Sequence[int]], *, smoothness: float) -> Choice:
+def plan(candidates: Candidates, groups: Sequence[Sequence[int]]) -> Choice:
     """Return each participant's selection: one group after another, without the groups that follow."""
-    products, n = candidates.products, candidates.fixed
     chosen = [-1] * len(candidates.of)
     for members in groups:
-        n += len(members)
-        found = search(products, candidates.losses_C, [candidates.of[p] for p in members], n=n, smoothness=smoothness)
+        found = search(candidates, [candidates.of[p] for p in members])
         for p, c in zip(members, found, strict=True):
             chosen[p] = c
-        g_KK, u_K = products.offsets_KK, products.along_K
-        square = products.square + float(2 * u_K[found].sum() + g_KK[np.ix_(found, found)].sum())
-        products = Gram(g_KK, u_K + g_KK[:, found].sum(axis=1), square)
-    return Choice(tuple(chosen), products)
+        candidates = candidates.beside(found)
+    return Choice(tuple(chosen), candidates.products)
 
 
-def search(
-    products: Gram, losses_C: Doubles, members: Sequence[Sequence[int]], *, n: int, smoothness: float
-) -> list[int]:
+def search(candidates: Candidates, members: Sequence[Sequence[int]]) -> list[int]:
     """Return the candidate of each member whose combination minimises J, n = fixed + members.
 
     Combinations run from all newest to all oldest. Of those within 1e-12 of the minimum the first one is returned.
     """
-    g_CC, u_C = products.offsets_KK, products.along_K
+    n, products, losses_C = candidates.fixed + len(members), candidates.products, candidates.losses_C
+    g_CC, u_C, v_C, smooth_C = products.offsets_KK, products.along_K, candidates.weighted_C, candidates.smooth_C
     squares_C = np.diagonal(g_CC)
-    pair = smoothness / n**2  # of each unordered pair
-    spread_C = smoothness / 2 * (squares_C / n - (2 * u_C + squares_C) / n**2)
+    share = (candidates.fixed_L + sum(float(smooth_C[own[0]]) for own in members)) / n  # mean L
+    spread_C = (
+        smooth_C * squares_C - (2 * (v_C + smooth_C * (u_C + squares_C)) - share * (2 * u_C + squares_C)) / n
+    ) / (2 * n)
+    pair_C = (smooth_C - share / 2) / n**2  # half of each unordered pair's: the other half is the other one's
     values = np.zeros(1)
-    pulls = np.zeros((1, len(losses_C)))  # [combinations, C]: sum of G over the candidates chosen so far
-    scale = smoothness / 2 * products.square / n**2
+    pulls = np.zeros((1, len(losses_C)))  # [combinations, C]: those of the candidates chosen so far
+    scale = share / 2 * products.square / n**2
     for own in map(list, members):
-        step = losses_C[own] / n + spread_C[own] - pair * pulls[:, own]
-        scale += float(
-            np.abs(losses_C[own] / n).max() + np.abs(spread_C[own]).max() + pair * np.abs(pulls[:, own]).max()
-        )
+        pull = pulls[:, own]
+        step = losses_C[own] / n + spread_C[own] - pull
+        scale += float(np.abs(losses_C[own] / n).max() + np.abs(spread_C[own]).max() + np.abs(pull).max())
         values = (values[:, None] + step).ravel()
-        pulls = (pulls[:, None, :] + g_CC[own]).reshape(len(values), -1)
+        pulls = (pulls[:, None, :] + (pair_C[own][:, None] + pair_C) * g_CC[own]).reshape(len(values), -1)
     best = int(np.argmax(values <= values.min() + TIE * scale))
     chosen: list[int] = []
     for own in map(list, reversed(members)):
@@ -315,10 +377,11 @@ def search(
 
 
 class CachedUpload:
-    """One upload, the round of its arrival, and its loss. The row is read-only."""
+    """One upload of a child, the round of its arrival, and its loss. The row is read-only."""
 
     def __init__(self, child: str, r: int, loss: float, *, row: Row | None, path: Path | None) -> None:
         self.name = f"{child}@{r}"
+        self.child = child
         self.r = r
         self.loss = loss
         self.path = path

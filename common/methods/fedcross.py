@@ -19,7 +19,8 @@ from common.lazy import np, npt
 from common.methods.mixing import MixedColumns, Mixture, Mixtures, whole
 from common.methods.multi_model import MultiModelRule, MultiModelSettings, first_stage_advice
 from common.methods.rule import Planner, Rule, RuleContext, Uploads
-from common.methods.statistics import Gram, gram_by_entry
+from common.methods.statistics import Gram, gram_by_entry, manhattan_KK
+from common.model.layout import ModelLayout
 
 LEAST_ALPHA: Final = 0.5
 UNMIXED_ALPHA: Final = 0.99  # from which the models hardly mix
@@ -37,8 +38,8 @@ class FedCross(MultiModelSettings):
     name: Literal["fedcross"] = "fedcross"  # the rule
     alpha: Annotated[float, Field(ge=0.5, le=1)] = 0.99  # weight of the model's own upload
     strategy: Literal["in_order", "lowest", "highest"] = "lowest"  # the partner: in turn, or by similarity
-    # Between whole models; `pairwise` by state entries.
-    similarity: Literal["cosine", "sum_norm", "pairwise"] = "cosine"
+    # Between whole models; `pairwise` by state entries. Of distances, the smaller is the more similar.
+    similarity: Literal["cosine", "sum_norm", "pairwise", "euclidean", "manhattan"] = "cosine"
     normalise: bool = False  # of `pairwise`: the mean over the pairs in place of their sum; the ranking is the same
     propeller_rounds: Rounds = 0  # first rounds, in which each model mixes with several partners in order
     propellers: Count = 2  # partners in those rounds, at most K - 1
@@ -104,10 +105,8 @@ def planner(settings: FedCross, context: RuleContext) -> Planner:
         count = len(uploads.children)
         found = stage(settings, r, count)
         if found.similar:
-            entries = [compare()]  # the spread needs these products anyway
-            if settings.similarity == "pairwise":
-                entries = gram_by_entry(uploads.rows_K, layout, release=uploads.release)
-            similarity_KK = similarity(settings, entries)
+            products = compare()  # the spread needs them anyway
+            similarity_KK = similarity(settings, uploads.rows_K, products, layout=layout, release=uploads.release)
             partners = [by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
         else:
             partners = [in_order(r, count, place) for place in range(found.partners)]
@@ -153,13 +152,25 @@ def by_similarity(similarity_KK: npt.NDArray[np.float64], *, lowest: bool) -> li
     return chosen
 
 
-def similarity(settings: FedCross, entries: Sequence[Gram]) -> npt.NDArray[np.float64]:
-    """Return sim(v_i, v_j) [K, K]; `entries` are the products of the whole model, or for `pairwise` of each entry."""
-    if settings.similarity == "cosine":
-        return entries[0].cosines_KK()
-    if settings.similarity == "sum_norm":
-        return entries[0].ratios_KK()
-    return pairwise(entries, normalise=settings.normalise)
+def similarity(
+    settings: FedCross,
+    rows_K: npt.NDArray[np.uint8],
+    products: Gram,
+    *,
+    layout: ModelLayout,
+    release: Callable[[], None] = lambda: None,
+) -> npt.NDArray[np.float64]:
+    """Return sim(v_i, v_j) [K, K] of rows [K, row_bytes]; of distances the negative. `products`: of whole models."""
+    match settings.similarity:
+        case "cosine":
+            return products.cosines_KK()
+        case "sum_norm":
+            return products.ratios_KK()
+        case "euclidean":
+            return -products.apart_KK()
+        case "manhattan":
+            return -manhattan_KK([row[: layout.parameters] for row in layout.floats(rows_K)], release=release)
+    return pairwise(gram_by_entry(rows_K, layout, release=release), normalise=settings.normalise)
 
 
 def pairwise(entries: Sequence[Gram], *, normalise: bool) -> npt.NDArray[np.float64]:

@@ -60,6 +60,9 @@ class MatchedSettings(RuleSettings):
         if is_own(model.name):
             problem = f"it knows the layers of fedstrata's models, and {model.name} is one's own"
             raise InvalidExperiment(f"{key}.name", self.name, problem, "Use another rule.")
+        if model.frozen or model.personal:
+            problem = "it permutes the neurons of all layers, and some arrays of the model are not exchanged"
+            raise InvalidExperiment(f"{key}.name", self.name, problem, "Use another rule, or exchange the whole model.")
 
 
 class FedMA(MatchedSettings):

@@ -39,6 +39,10 @@ class MultiModelSettings(RuleSettings):
         return False
 
     @property
+    def several(self) -> bool:
+        return True
+
+    @property
     def remembers(self) -> bool:
         """Whether the offsets of the models persist."""
         return self.on_new_model == "recentre"

@@ -27,44 +27,50 @@ from common.experiment.tables import Positive
 from common.lazy import np
 from common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from common.methods.rule import Rule, RuleContext
-from common.methods.single_model import single_model
+from common.methods.single_model import OneModel, SteppedRule, single_model
 from common.methods.statistics import Doubles
 
 
-class FedAvgM(RuleSettings):
-    """One model: the server moves it by the mean of the steps, with momentum."""
+class StepSettings(RuleSettings):
+    """The settings of a rule that is a step of the server from the mean, or from another rule's result."""
 
-    step_models = 3.0
-
-    name: Literal["fedavgm"] = "fedavgm"  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
-    learning_rate: Positive = 1.0  # of the server (eta); 1 without momentum is FedAvg
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # share of the last move that is kept (beta)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the momentum persists: always."""
-        return True
-
-    def build(self, context: RuleContext) -> Rule:
-        return single_model(self, context, Momentum(**self.keywords), weights=self.weights)
-
-
-class AdaptiveSettings(RuleSettings):
-    """One model: the server moves each weight at its own rate."""
-
-    step_models = 4.0
-
-    name: str  # the rule
-    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
-    learning_rate: Positive | None = None  # of the server (eta): none suits all, the paper tunes it from 0.003 to 1
-    beta_1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of the first moments
-    tau: Positive = 0.001  # added to the root of the second moments: small values adapt more
 
     @property
     def remembers(self) -> bool:
         """Whether the moments persist: always."""
         return True
+
+    def step(self) -> ServerStep:
+        """Return a node's step."""
+        raise NotImplementedError
+
+    def build(self, context: RuleContext) -> Rule:
+        return single_model(self, context, self.step(), weights=self.weights)
+
+
+class FedAvgM(StepSettings):
+    """One model: the server moves it by the mean of the steps, with momentum."""
+
+    step_models = 3.0
+
+    name: Literal["fedavgm"] = "fedavgm"  # the rule
+    learning_rate: Positive = 1.0  # of the server (eta); 1 without momentum is FedAvg
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # share of the last move that is kept (beta)
+
+    def step(self) -> ServerStep:
+        return Momentum(**self.keywords)
+
+
+class AdaptiveSettings(StepSettings):
+    """One model: the server moves each weight at its own rate."""
+
+    step_models = 4.0
+
+    name: str  # the rule
+    learning_rate: Positive | None = None  # of the server (eta): none suits all, the paper tunes it from 0.003 to 1
+    beta_1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of the first moments
+    tau: Positive = 0.001  # added to the root of the second moments: small values adapt more
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that there is a learning rate. Raises InvalidExperiment."""
@@ -79,8 +85,8 @@ class FedAdagrad(AdaptiveSettings):
     name: Literal["fedadagrad"] = "fedadagrad"  # the rule
     beta_1: Annotated[float, Field(ge=0, lt=1)] = 0.0  # decay of the first moments
 
-    def build(self, context: RuleContext) -> Rule:
-        return single_model(self, context, Adaptive(**self.keywords), weights=self.weights)
+    def step(self) -> ServerStep:
+        return Adaptive(**self.keywords)
 
 
 class FedAdam(AdaptiveSettings):
@@ -89,9 +95,8 @@ class FedAdam(AdaptiveSettings):
     name: Literal["fedadam", "fedyogi"]  # the rule
     beta_2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # decay of the second moments
 
-    def build(self, context: RuleContext) -> Rule:
-        moments = AdamMoments if self.name == "fedadam" else YogiMoments
-        return single_model(self, context, moments(**self.keywords), weights=self.weights)
+    def step(self) -> ServerStep:
+        return (AdamMoments if self.name == "fedadam" else YogiMoments)(**self.keywords)
 
 
 class FedExP(RuleSettings):
@@ -105,6 +110,12 @@ class FedExP(RuleSettings):
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, Extrapolation(**self.keywords), weights=self.weights)
+
+
+def stepped(rule: Rule, settings: RuleSettings, context: RuleContext) -> Rule:
+    """Return a rule of one model behind whose result the server takes a step."""
+    assert isinstance(rule, OneModel) and isinstance(settings, StepSettings)  # as their settings are checked
+    return SteppedRule(rule, settings.step(), context)
 
 
 class ServerStep(ColumnRule):

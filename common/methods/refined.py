@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.experiment.methods import Rounds, RuleSettings, Weights
+from common.experiment.methods import CombiningSettings, Rounds, Weights
 from common.experiment.tables import Count, Positive
 from common.lazy import np
 from common.methods import mixing
@@ -27,7 +27,7 @@ from common.methods.single_model import SingleModelRule
 from common.model.refinement import RoundModels
 
 
-class FedDF(RuleSettings):
+class FedDF(CombiningSettings):
     """One model: the mean of the uploads, distilled from their ensemble on the node's samples."""
 
     step_models = 1.0
@@ -49,7 +49,7 @@ class FedDF(RuleSettings):
         return DistilledRule(self, context)
 
 
-class FedBE(RuleSettings):
+class FedBE(CombiningSettings):
     """One model: the mean of the uploads, distilled from a Bayesian ensemble of models around them."""
 
     step_models = 1.0
@@ -76,7 +76,7 @@ class FedBE(RuleSettings):
         return DistilledRule(self, context)
 
 
-class FedLAW(RuleSettings):
+class FedLAW(CombiningSettings):
     """One model: gamma times a mean of the uploads, both learned on the node's samples and labels."""
 
     step_models = 1.0
@@ -117,7 +117,7 @@ class DistilledRule(SingleModelRule):
         rows = [uploads.rows_K[k] for k in answered]
         facts = self._refiner.refine(RoundModels(r, self._layout, self._mean, received, rows, weights_K))
         outcome = self._after(outcome, uploads, facts)
-        distances = self._distances(uploads) if self._measures else []
+        distances = self.distances(uploads) if self._measures else []
         return replace(outcome, distances=dict(zip(children, distances, strict=False)))
 
     def _after(self, outcome: Aggregated, uploads: Uploads, facts: Mapping[str, Any]) -> Aggregated:

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import RuleSettings
+from common.experiment.methods import CombiningSettings
 from common.experiment.tables import Count
 from common.experiment.tiers import share_of
 from common.lazy import np
@@ -29,7 +29,7 @@ from common.methods.single_model import single_model
 from common.methods.statistics import Doubles, Gram
 
 
-class Median(RuleSettings):
+class Median(CombiningSettings):
     """One model: the median of each column of the uploads."""
 
     step_models = 1.0
@@ -43,13 +43,14 @@ class Median(RuleSettings):
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
+        super().check(key, children, uploads)
         check_uploads(f"{key}.name", self.name, self.uploads_least, children, uploads, instead="Use another rule")
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, Medians())
 
 
-class TrimmedMean(RuleSettings):
+class TrimmedMean(CombiningSettings):
     """One model: the mean of each column without its largest and smallest values."""
 
     step_models = 1.0
@@ -66,13 +67,14 @@ class TrimmedMean(RuleSettings):
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
+        super().check(key, children, uploads)
         check_uploads(f"{key}.trim", self.trim, self.uploads_least, children, uploads, instead="Raise it")
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, TrimmedMeans(**self.keywords))
 
 
-class Krum(RuleSettings):
+class Krum(CombiningSettings):
     """One model: the mean of the uploads that lie closest to most others."""
 
     name: Literal["krum"] = "krum"  # the rule
@@ -86,6 +88,7 @@ class Krum(RuleSettings):
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
+        super().check(key, children, uploads)
         least = 2 * self.wrong + 3 if self.wrong else 1
         check_uploads(f"{key}.wrong", self.wrong, least, children, uploads, instead="Lower it")
         if self.keep > (most := uploads - self.wrong):

@@ -65,7 +65,7 @@ class OneModel(Rule):
             release=uploads.release,
         )
 
-    def _distances(self, uploads: Uploads) -> list[float]:
+    def distances(self, uploads: Uploads) -> list[float]:
         """Return the distance of each upload to the next model, which is not their mean."""
         floats_K, parameters = self._layout.floats(uploads.rows_K), self._layout.parameters
         rows = [floats_K[k, :parameters] for k in uploads.answered]
@@ -129,7 +129,7 @@ class SingleModelRule(OneModel):
             distances = products.distances(weights_K).tolist()
         elif self._columns is not None:
             self._replace(self._columns, uploads, weights_K)
-            distances = self._distances(uploads) if self._measures else []
+            distances = self.distances(uploads) if self._measures else []
         loss = float(weights_K @ statistics.losses_K)
         return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
 
@@ -168,6 +168,59 @@ class SingleModelRule(OneModel):
             next_D[columns] = rule.columns(found)
 
         over(list(cut(0, self._layout.parameters)), block, release=uploads.release)
+
+
+class SteppedRule(WrappedRule):
+    """A rule of one model, and a step of the server from the model before, by the rule's result in place of the mean.
+
+    The result is replaced where it stands, so the rule dispatches what the step has made of it.
+    """
+
+    def __init__(self, rule: OneModel, step: ColumnRule, context: RuleContext) -> None:
+        super().__init__(rule)
+        self._one = rule
+        self._step = step
+        self._context = context
+        self._sent: Row = rule.model
+        size = context.layout.parameters
+        self._vectors = {name: np.full(size, step.first(name), np.float32) for name in step.vectors}
+
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the rule's model."""
+        found = self._rule.dispatch(r, children)
+        ((self._sent, _),) = found
+        return found
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Aggregate by the rule, then take the step; a rule that keeps its model takes none."""
+        size, floats = self._context.layout.parameters, self._context.layout.floats
+        before_D = floats(self._sent)[:size].copy()
+        outcome = self._rule.aggregate(r, uploads)
+        if uploads.answered and len(outcome.left_out) == len(uploads.answered):
+            return outcome
+        next_D, none_KC, weights_K = floats(self._rule.model)[:size], np.empty((0, 0), np.float32), np.empty(0)
+
+        def block(columns: slice) -> None:
+            state = {name: values[columns] for name, values in self._vectors.items()}
+            next_D[columns] = self._step.columns(
+                Columns(none_KC, before_D[columns], next_D[columns], weights_K, state=state)
+            )
+
+        over(list(cut(0, size)), block)
+        if not self._context.measures:
+            return replace(outcome, distances={})
+        children = [uploads.children[k] for k in uploads.answered]
+        return replace(outcome, distances=dict(zip(children, self._one.distances(uploads), strict=True)))
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the step's vectors, too."""
+        write_vectors({f"step_{name}": values for name, values in self._vectors.items()}, folder)
+        return self._rule.save(folder)
+
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Restore both."""
+        self._rule.restore(folder, facts)
+        read_vectors({f"step_{name}": values for name, values in self._vectors.items()}, folder)
 
 
 class ExtrasRule(WrappedRule):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Final, Protocol, TypeAlias
 
 from common.experiment.methods import Weights
@@ -38,21 +39,30 @@ class Trained(Protocol):
     def path_steps(self) -> int:
         """The SGD steps, of an institution those on its critical path."""
 
+    @property
+    def start_loss(self) -> float | None:
+        """The training loss of the model received, if it was asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of K uploads in row order: samples, mean training loss of the last epoch, SGD steps."""
+    """Statistics of K uploads in row order: samples, mean training loss of the last epoch, SGD steps.
+
+    `start_losses_K`: of the model received, NaN where it was not asked for.
+    """
 
     samples_K: npt.NDArray[np.int64]
     losses_K: Doubles
     steps_K: Doubles
+    start_losses_K: Doubles
 
     @classmethod
     def of(cls, results: Sequence[Trained]) -> Statistics:
         """Collect the statistics from the children's results."""
         samples = np.array([result.samples for result in results], np.int64)
         losses, steps = ([result.loss for result in results], [result.path_steps for result in results])
-        return cls(samples, np.array(losses, np.float64), np.array(steps, np.float64))
+        started = [np.nan if result.start_loss is None else result.start_loss for result in results]
+        return cls(samples, *(np.array(each, np.float64) for each in (losses, steps, started)))
 
     @property
     def shares_K(self) -> Doubles:
@@ -106,6 +116,11 @@ class Gram:
         norms_K = self.norms_K
         return _ratio(self.products_KK, norms_K[:, None] + norms_K[None, :])
 
+    def apart_KK(self) -> Doubles:
+        """Return the Euclidean distances ||x_i - x_j||."""
+        squares_K = np.diagonal(self.offsets_KK)
+        return _root(squares_K[:, None] + squares_K[None, :] - 2 * self.offsets_KK)
+
     def distances(self, weights_K: Doubles) -> Doubles:
         """Return ||x_m - X^T w|| for each row m, for weights that sum to 1: C_mm - 2 (C w)_m + w^T C w."""
         mixed_K = self.offsets_KK @ weights_K
@@ -151,6 +166,23 @@ def gram(
     for found in over(list(cut(0, len(reference_D), COLUMNS)), block, release=release):
         total += found
     return total
+
+
+def manhattan_KK(rows: Sequence[npt.NDArray[np.float32]], *, release: Callable[[], None] = lambda: None) -> Doubles:
+    """Return sum_d |x_i[d] - x_j[d]| of rows float32 [D] each, float64 [K, K]; differences are taken in float32."""
+    count = len(rows)
+
+    def block(columns: slice) -> Doubles:
+        found, offset_C = np.zeros((count, count)), np.empty_like(rows[0][columns])
+        for i, j in combinations(range(count), 2):
+            np.subtract(rows[i][columns], rows[j][columns], out=offset_C)
+            found[i, j] = found[j, i] = np.abs(offset_C, out=offset_C).sum(dtype=np.float64)
+        return found
+
+    total_KK = np.zeros((count, count))
+    for found in over(list(cut(0, len(rows[0]), COLUMNS)), block, release=release):
+        total_KK += found
+    return total_KK
 
 
 def spread(rows: Sequence[npt.NDArray[np.float32]], mean_D: npt.NDArray[np.float32]) -> float:

@@ -21,6 +21,7 @@ RULES: Final[Mapping[str, str]] = {
     "fedyogi": "common.methods.optimisers:FedAdam",
     "fedexp": "common.methods.optimisers:FedExP",
     "fednova": "common.methods.fednova:FedNova",
+    "qfedavg": "common.methods.qfedavg:QFedAvg",
     "scaffold": "common.methods.scaffold:Scaffold",
     "feddyn": "common.methods.feddyn:FedDyn",
     "clusamp": "common.methods.clusamp:CluSamp",
@@ -35,6 +36,7 @@ RULES: Final[Mapping[str, str]] = {
     "trimmed_mean": "common.methods.robust:TrimmedMean",
     "krum": "common.methods.robust:Krum",
 }
+STEPS: Final = ("fedavgm", "fedadagrad", "fedadam", "fedyogi")  # whose step may follow another rule of one model
 OWN_RULE: Final = "common.methods.single_model:OwnRule"
 SELECTORS: Final[Mapping[str, str]] = {
     "fraction": "common.methods.selectors:FractionSelection",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ Row: TypeAlias = "npt.NDArray[np.uint8]"
 MOST_DIMENSIONS: Final = 32  # numpy 1.26's limit
 NAME_MOST: Final = 512  # characters
 EXTRAS: Final = "extras."  # of the names of entries
+FROZEN: Final = "[0-9a-f]{16}"  # the form of a digest of frozen arrays
 ROW_BYTES_MOST: Final = 1 << 35  # of an announced layout; nothing is allocated for a larger one
 _SHARED: Final = WeakValueDictionary[str, Row]()  # models of this process, by blob
 
@@ -65,12 +67,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Names, shapes and places of a model's tensors; equal layouts have equal digests."""
+    """Names, shapes and places of a model's exchanged tensors; equal layouts have equal digests.
+
+    `frozen`: the digest of the arrays that no row holds because all nodes have them (`parts.py`), "" for none.
+    """
 
     entries: tuple[Entry, ...]
+    frozen: str = ""
 
     @classmethod
-    def build(cls, tensors: Iterable[tuple[str, Sequence[int], Section]]) -> ModelLayout:
+    def build(cls, tensors: Iterable[tuple[str, Sequence[int], Section]], frozen: str = "") -> ModelLayout:
         """Place the tensors, given in state_dict order, into the row."""
         listed = list(tensors)
         entries: list[Entry] = []
@@ -84,26 +90,33 @@ class ModelLayout:
                     entries.append(Entry(name, tuple(shape), section, start, used[numbering]))
         if not any(entry.section is Section.PARAMETER for entry in entries):
             raise InvalidExperiment("model.name", "", "the model has no trainable parameter", "Choose another model.")
-        return cls(tuple(entries))
+        return cls(tuple(entries), frozen)
 
     @classmethod
     def from_json(cls, text: str) -> ModelLayout:
         """Read what `to_json` wrote. Raises WireError."""
         try:
-            tensors = [(name, shape, Section(kind)) for name, shape, kind in json.loads(text)]
+            read = json.loads(text)
+            listed, frozen = (read["exchanged"], read["frozen"]) if isinstance(read, dict) else (read, "")
+            tensors = [(name, shape, Section(kind)) for name, shape, kind in listed]
+            if frozen and not (isinstance(frozen, str) and re.fullmatch(FROZEN, frozen)):
+                raise ValueError("no digest of frozen arrays")
             if not all(_is_name(name) and _is_shape(shape) for name, shape, _ in tensors):
                 raise ValueError("no name or no shape")
             if len({name for name, _, _ in tensors}) < len(tensors):
                 raise ValueError("duplicate name")
             if 8 * sum(prod(shape) for _, shape, _ in tensors) > 2 * ROW_BYTES_MOST:
                 raise ValueError(f"more than {ROW_BYTES_MOST >> 30} GiB")
-            return cls.build(tensors)
-        except (ValueError, TypeError, RecursionError, InvalidExperiment) as error:
+            return cls.build(tensors, frozen)
+        except (ValueError, TypeError, KeyError, RecursionError, InvalidExperiment) as error:
             raise WireError(f"not a model layout: {str(error)[:200]}") from None
 
     def to_json(self) -> str:
         """Return the layout as JSON, the form for nodes without torch."""
-        return json.dumps([[e.name, e.shape, e.section] for e in self.entries], separators=(",", ":"))
+        listed = [[e.name, e.shape, e.section] for e in self.entries]
+        return json.dumps(
+            {"exchanged": listed, "frozen": self.frozen} if self.frozen else listed, separators=(",", ":")
+        )
 
     @cached_property
     def parameters(self) -> int:
@@ -140,7 +153,8 @@ class ModelLayout:
         if not vectors:
             return self  # the same object: each device of a process has several
         listed = [(entry.name, entry.shape, entry.section) for entry in self.entries]
-        return self.build([*listed, *((f"{EXTRAS}{name}", shape, Section.EXTRA) for name, shape in vectors.items())])
+        added = [(f"{EXTRAS}{name}", shape, Section.EXTRA) for name, shape in vectors.items()]
+        return self.build([*listed, *added], self.frozen)
 
     @cached_property
     def in_state_order(self) -> tuple[Entry, ...]:
@@ -153,8 +167,9 @@ class ModelLayout:
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits over names, shapes and sections."""
+        """16 hexadecimal digits over names, shapes and sections, and over the frozen arrays."""
         text = ";".join(f"{e.name}:{e.section}:{','.join(map(str, e.shape))}" for e in self.entries)
+        text += f";frozen:{self.frozen}" if self.frozen else ""
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def empty(self) -> Row:

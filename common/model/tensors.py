@@ -16,18 +16,26 @@ from xxhash import xxh3_64
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
+FINAL: Final = "model.safetensors"  # in a run's folder
 CONTENT: Final = "content"  # in the metadata: the digest
-_NAMES: Final = {"float32": "F32", "int64": "I64", "uint8": "U8"}
+TYPES: Final = {
+    "float32": "F32",
+    "float64": "F64",
+    "float16": "F16",
+    "bool": "BOOL",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+}  # numpy's names, and those of the format
 
 
 def write(file: BinaryIO, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Write tensors of float32, int64 or uint8 and metadata, to which the digest is added. Raises OSError."""
+    """Write tensors of `TYPES` and metadata, to which the digest is added. Raises OSError."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligns each
     header: dict[str, Any] = {"__metadata__": {**metadata, CONTENT: content(tensors, metadata)}}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": TYPES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)))

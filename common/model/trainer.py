@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, Never, TypeAlias
 
 import numpy as np
@@ -267,6 +268,7 @@ class TrainerTester:
 
     notes = ()
     initial = ""
+    frozen: ClassVar[Arrays] = MappingProxyType({})
 
     def __init__(self, experiment: Experiment) -> None:
         self._code = TrainerCode(experiment.training.trainer)

@@ -22,6 +22,7 @@ from common.experiment.devices import OnlineTimes
 from common.experiment.schema import Experiment
 from common.experiment.tiers import TIERS_MOST
 from common.model.layout import ROW_BYTES_MOST
+from common.model.scores import CLASSES_MOST, COUNT_BYTES
 from common.protocol import topics
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -49,7 +50,7 @@ from common.text import JSON_MOST
 
 SMALL_BYTES: Final = 8192  # of a message without lists, digests, models and JSON: a few short texts, counts
 TARGET_BYTES: Final = 400
-REPORT_BYTES: Final = 640
+REPORT_BYTES: Final = 704
 TRAFFIC_BYTES: Final = 256
 FINDINGS_BYTES: Final = 131_072
 STATUS_BYTES: Final = 131_072  # short names and texts of the children that a status names, numbers of the rounds
@@ -64,13 +65,15 @@ PLATO_GROW: Final = 2  # times the number of children, of Tempo's public code
 SECONDS_MOST: Final = 1e9  # of one local round
 FLOAT_MOST: Final = 1e300  # JSON has integers that no float holds
 LOSS_MOST: Final = 1e39  # a float32's is below
+CLASS_BYTES: Final = 2 * COUNT_BYTES  # of a class in a report
 
 
 class SenderBounds:
     """What the messages of one sender may hold, and so the most bytes of each.
 
     `nodes`: entries of its lists, one for each node below it; `blob_bytes`: of a model; `inline_bytes`: of one inside a
-    message. `plans`: it aggregates, and reports its decisions; `announces`: it is a parent.
+    message. `plans`: it aggregates, and reports its decisions; `announces`: it is a parent. `class_bytes`: of the
+    counts of classes in each of its reports.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class SenderBounds:
         inline_bytes: int = INLINE_MOST,
         plans: bool = True,
         announces: bool = True,
+        class_bytes: int = 0,
     ) -> None:
         self.nodes = nodes
         chunks = -(-blob_bytes // MIN_CHUNK_BYTES)
@@ -89,13 +93,13 @@ class SenderBounds:
         model = SMALL_BYTES + chunks * DIGEST_BYTES + inline_bytes
         noise = SMALL_BYTES + NOISE_CHUNKS_MOST * DIGEST_BYTES
         tiers = SMALL_BYTES + min(nodes, TIERS_MOST) * TRAFFIC_BYTES
-        reports = nodes * REPORT_BYTES
+        reports = nodes * (REPORT_BYTES + class_bytes)
         found: dict[type[Message], int] = {
             Presence: presence,
             Announcement: announcement,
             Task: model,
             Progress: tiers,
-            Result: model + tiers + reports + plans * JSON_MOST,
+            Result: model + class_bytes + tiers + reports + plans * JSON_MOST,
             Ask: SMALL_BYTES + chunks // 8,
             Reports: SMALL_BYTES + reports,
             Farewell: tiers,
@@ -113,7 +117,7 @@ class SenderBounds:
         return self._bytes.get(kind, SMALL_BYTES)
 
 
-ANYBODY: Final = SenderBounds()  # of any lab
+ANYBODY: Final = SenderBounds(class_bytes=CLASSES_MOST * CLASS_BYTES)  # of any lab
 STRANGER: Final = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, plans=False, announces=False)
 
 
@@ -167,7 +171,8 @@ class ChildLimits:
     `samples`: of its training data; `rounds`: local rounds of a device below it for each of its tasks; `below`: the
     most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children, or
     whose trainer may report numbers.
-    `online`: when a device is there by its trace; at other times nothing is expected of it.
+    `online`: when a device is there by its trace; at other times nothing is expected of it. `class_bytes`: of the
+    counts of classes in a report. `start_loss`: whether its results have the loss of the model received.
     """
 
     samples: int = COUNT_MOST
@@ -175,6 +180,8 @@ class ChildLimits:
     below: Mapping[str, int] = field(default_factory=dict)
     aggregators: Collection[str] = ()
     online: OnlineTimes | None = None
+    class_bytes: int = 0
+    start_loss: bool = False
 
     def steps(self, epochs: int) -> int:
         """Return the most SGD steps of a task: batches have at least one sample."""
@@ -189,6 +196,7 @@ class TaskLimits:
     """Limits of a parent's tasks: global rounds, local rounds in each, and epochs.
 
     `below_parent`, `below_node`: the numbers of nodes below the parent, and below the node that gets the tasks.
+    `scored`: whether devices score the run's last model, in a task without epochs.
     """
 
     global_rounds: int
@@ -196,10 +204,15 @@ class TaskLimits:
     epochs: int
     below_parent: int = 0
     below_node: int = 0
+    scored: bool = False
 
     def check(self, task: Task) -> None:
         """Check a task's numbers. Raises RefusedModel."""
         key = task.key
+        if not task.epochs and self.scored:
+            if key.global_round > self.global_rounds or key.local_round:
+                raise RefusedModel(f"round {key.global_round}.{key.local_round} to score, this run has none")
+            return
         if key.global_round >= self.global_rounds or key.local_round >= self.local_rounds:
             least = f"{self.global_rounds} global rounds of {self.local_rounds}"
             raise RefusedModel(f"round {key.global_round}.{key.local_round}, this run has {least}")
@@ -224,6 +237,8 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
             below={name: each * devices[name] for name in names},
             aggregators=frozenset(name for name in everybody if numbers or name in tree.children),
             online=experiment.online(child),
+            class_bytes=CLASSES_MOST * CLASS_BYTES if experiment.evaluation.per_class else 0,
+            start_loss=experiment.tier_below(parent).aggregation.reads_losses,
         )
     return found
 
@@ -241,6 +256,7 @@ def task_limits(experiment: Experiment, node: str) -> TaskLimits:
         epochs,
         below_parent=tree.count_below(tree.parent(node)),
         below_node=tree.count_below(node),
+        scored=experiment.evaluation.on_devices,
     )
 
 
@@ -251,6 +267,10 @@ def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COU
     _check_work("it", result, samples=limits.samples, epochs=epochs, rounds=1, limits=limits)
     if result.path_steps > limits.steps(epochs):
         raise RefusedModel(f"it reports {result.path_steps} steps of SGD in a row")
+    if limits.start_loss and result.epochs and not abs(result.start_loss or 0.0) <= LOSS_MOST:
+        raise RefusedModel(f"its loss of the model that it received is {result.start_loss}")
+    if limits.start_loss and result.epochs and result.start_loss is None:
+        raise RefusedModel("it has no loss of the model that it received")
     for report in result.children:
         if report.name not in limits.below:
             raise RefusedModel(f"it reports on {report.name[:64]!r}, which is not below it")
@@ -276,6 +296,14 @@ def _check_work(
     seconds = (work.train_s, work.wait_s, work.pause_s)
     if not all(0 <= value <= SECONDS_MOST * limits.rounds for value in seconds):
         raise RefusedModel("{} reports {} s of training, {} s of waiting and a pause of {} s".format(who, *seconds))
+    tests = work.tests
+    if tests is not None and not (
+        1 <= tests.samples <= COUNT_MOST
+        and 0 <= tests.seconds <= SECONDS_MOST
+        and len(tests.classes) <= limits.class_bytes
+        and len(tests.classes) % CLASS_BYTES == 0
+    ):
+        raise RefusedModel(f"{who} reports a score of {tests.samples} samples, in {tests.seconds} s")
     if not abs(work.loss) <= LOSS_MOST:
         raise RefusedModel(f"its training loss is {work.loss}" if who == "it" else f"{who} has a loss of {work.loss}")
 

@@ -13,6 +13,7 @@ from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.traffic import Traffic
 from common.errors import WireError
 from common.host.examination import Finding
+from common.model.scores import ScoreSums
 from common.text import JsonText, NameText, ShortText
 
 DIGEST_BYTES: Final = 8
@@ -164,7 +165,8 @@ class Task:
     """Assignment of a model and a number of epochs to a child, resent until it is answered.
 
     `follows`: the child's last task whose result was used, counted over the run from 1; 0 if there is none. Its state
-    after that task is the one that this task starts from.
+    after that task is the one that this task starts from. With no epochs the model is to be scored only, and its result
+    has no model of its own: its manifest is that of the task.
     """
 
     key: Key
@@ -208,7 +210,9 @@ class Result:
     objects, by node. `children`: reports on all nodes below it. `train_s`: training;
     `wait_s`: waiting for a slot before it; `pause_s`: after it, if the child emulates slower hardware
     (`common/experiment/devices.py`). For an institution these are sums over its rounds of its children's maximum.
-    `traffic` and `below` as in Progress, at the time of the announcement. `path`: a device's training path.
+    `traffic` and `below` as in Progress, at the time of the announcement. `path`: a device's training path. `tests`:
+    the sums over the test samples of the model that came with the task, at an institution those of its devices; None
+    where nobody scored it. `start_loss`: a device's training loss of that model, where the parent's rule reads it.
     """
 
     key: Key
@@ -227,12 +231,14 @@ class Result:
     traffic: Traffic = Traffic()
     below: tuple[Traffic, ...] = ()
     path: TrainingPath = TrainingPath.NONE
+    tests: ScoreSums | None = None
+    start_loss: float | None = None
 
     def work_of(self, child: str) -> ChildReport:
         """Return the report on the child's own work."""
         return ChildReport(
-            child, self.samples, 1, self.epochs, self.steps, self.loss, self.train_s, self.wait_s, self.pause_s,
-            self.path,
+            child, self.samples, min(1, self.epochs), self.epochs, self.steps, self.loss, self.train_s, self.wait_s,
+            self.pause_s, self.path, tests=self.tests,
         )  # fmt: skip
 
 

@@ -271,6 +271,7 @@ class ParentSession:
                 inline_bytes=inline_bytes,
                 plans=bool(limit.aggregators),
                 announces=False,
+                class_bytes=limit.class_bytes,
             )
             for name, limit in self._limits.items()
         } | {self.link.identity.name: SenderBounds(nodes=sum(len(limit.below) + 1 for limit in self._limits.values()))}
@@ -455,11 +456,15 @@ class ParentSession:
             if self._form is None:
                 raise RefusedModel("no model is expected yet")
             assignment = self._assignments[child]
-            self._form.check(result.model, reference=assignment.model.blob)
+            if assignment.epochs:
+                self._form.check(result.model, reference=assignment.model.blob)
             check_report(result, limits=self._limits[child], epochs=assignment.epochs)
         except RefusedModel as error:
             self.refuse(child, result.key, str(error), now)
         else:
+            if not assignment.epochs:  # the model was scored alone, and none comes back
+                self.coordinator.accept(child, result.key, now=now)
+                return
             self.link.events.append(UploadAnnounced(child, result))
 
     def _count(self, child: str, session: str, traffic: Traffic, below: tuple[Traffic, ...]) -> None:

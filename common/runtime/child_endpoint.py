@@ -253,6 +253,10 @@ class ChildEndpoint(Endpoint):
             self._fetching = None
             session.stop_fetching(task, self.now())
             await _stop(self._decoding)  # it writes the row
+        if not task.epochs:  # the model was scored alone
+            session.finish(result.announcement(task, task.model), self.now())
+            self.wake()
+            return
         reference = DeltaReference(task.model.blob, model.row) if self.models.sent.delta else None
         manifest, blob = await self.models.encode(
             layouts.up, result.row, cut=self.link.cut(self.link.peers), reference=reference

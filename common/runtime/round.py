@@ -14,6 +14,7 @@ from common.experiment.tiers import Closing
 from common.methods.rule import Uploads
 from common.methods.selection import ResultFacts
 from common.model.layout import Row
+from common.model.scores import ScoreSums
 from common.protocol.messages import Manifest, Phase, Result, Task
 from common.protocol.round_state import Timeline
 from common.runtime.models import Arriving
@@ -102,7 +103,7 @@ class ClosedRound:
 class WorkResult:
     """The result of a task: a flat model, uint8 [row_bytes], and its costs. Seconds by this node's clock.
 
-    For `path_steps` (None: as `steps`), `plans` and `path` see the message Result.
+    For `path_steps` (None: as `steps`), `plans`, `path`, `tests` and `start_loss` see the message Result.
     """
 
     row: Row
@@ -117,6 +118,8 @@ class WorkResult:
     children: tuple[ChildReport, ...] = ()
     plans: Mapping[str, Sequence[Mapping[str, object]]] = field(default_factory=dict)
     path: TrainingPath = TrainingPath.NONE
+    tests: ScoreSums | None = None
+    start_loss: float | None = None
 
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the result announcement; `model` is the manifest of the row's blob."""
@@ -131,7 +134,7 @@ class WorkResult:
             task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,
             self.steps if self.path_steps is None else self.path_steps,
             float(self.train_s), float(self.wait_s), float(self.pause_s), self.children,
-            plans, path=self.path,
+            plans, path=self.path, tests=self.tests, start_loss=self.start_loss,
         )  # fmt: skip
 
 

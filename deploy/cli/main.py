@@ -279,6 +279,7 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     from common.experiment.links import Links
     from common.host.memory import keep_large_buffers
     from deploy.local.direct import run_in_process
+    from deploy.results.kept import cost_noted
     from deploy.watching.showing import show
     from device.pool.pool import is_cpu
 
@@ -293,7 +294,7 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
         logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen, direct=True)
     command = ["fedstrata", "run", "--direct", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
-    with kept_once_begun(folder, command), show(chosen, json_lines=json_lines) as observe:
+    with kept_once_begun(folder, command), cost_noted(folder), show(chosen, json_lines=json_lines) as observe:
         run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
 
 
@@ -312,6 +313,7 @@ def _run_simulated(
     from common.host.memory import keep_large_buffers
     from deploy.planning.predicting import load_line
     from deploy.planning.simulated_run import STAGES, machine_speeds, simulated_run
+    from deploy.results.kept import cost_noted
     from deploy.results.run import Run
     from deploy.simulation.run import check_simulated
     from deploy.watching.showing import show
@@ -330,5 +332,9 @@ def _run_simulated(
         folder = RunFolder.reopen(resume, simulated=True)
     run = simulated_run(folder, facts, accelerator=accelerator, workers=workers)
     command = ["fedstrata", "run", "--simulate", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
-    with kept_once_begun(folder, command), show(chosen, json_lines=json_lines, clock=run.now) as observe:
+    with (
+        kept_once_begun(folder, command),
+        cost_noted(folder),
+        show(chosen, json_lines=json_lines, clock=run.now) as observe,
+    ):
         run.run(observe)

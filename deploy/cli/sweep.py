@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -89,6 +90,14 @@ def sweep(
         ),
     ] = None,
     connect_timeout: ConnectTimeout = CONNECT_S,
+    kept: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep finished runs there as small tables; those kept there count as finished.",
+            show_default=False,
+        ),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Also write a page of HTML.", show_default=False)] = None,
     output: Annotated[
         Literal["table", "csv", "latex", "markdown", "json"],
@@ -122,7 +131,8 @@ def sweep(
             raise typer.BadParameter(problem, param_hint=option)
     with reporting():
         grid = load(file, small=small, overrides=overrides or (), only=only or (), seeds=seeds)
-        folder = SweepFolder(runs / (f"{grid.stem}-small" if small else grid.stem))
+        name = f"{grid.stem}-small" if small else grid.stem
+        folder = SweepFolder(runs / name, kept=None if kept is None else kept / name)
         if dry_run:
             _list(grid, folder.finished(grid), as_json=output == "json")
             return
@@ -138,6 +148,7 @@ def sweep(
         command = _cloud(broker, lab, connect_timeout, login) if staying else ["run", "--metrics", "127.0.0.1:0"]
         with folder.held():
             folder.name_cells(grid)
+            folder.keep(grid)
             failed = _run(
                 grid, folder, command=None if direct else command, simulate=simulate, jobs=jobs, accelerator=accelerator
             )
@@ -192,7 +203,7 @@ def _run(
         progress = SweepProgress(len(grid.experiments), finished, jobs=count)
         try:
             with progress.shown(missing):
-                asyncio.run(_run_slots(missing, slots, progress))
+                asyncio.run(_run_slots(missing, slots, progress, keep=partial(folder.keep, grid)))
         except asyncio.CancelledError:
             logs.write_line("\nrepeat the command to go on")
             raise
@@ -236,7 +247,9 @@ def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[st
     return there, {job.label: reason for reason, jobs in lacking.items() for job in jobs}
 
 
-async def _run_slots(missing: Sequence[MissingRun], slots: Sequence[Slot], progress: SweepProgress) -> None:
+async def _run_slots(
+    missing: Sequence[MissingRun], slots: Sequence[Slot], progress: SweepProgress, *, keep: Callable[[], None]
+) -> None:
     """Run the jobs. The ending signals end them."""
     from deploy.sweeps.running import run_jobs
 
@@ -244,7 +257,7 @@ async def _run_slots(missing: Sequence[MissingRun], slots: Sequence[Slot], progr
     assert task is not None
     for number in ending_signals():
         loop.add_signal_handler(number, task.cancel)
-    await run_jobs(missing, slots, progress)
+    await run_jobs(missing, slots, progress, keep=keep)
 
 
 def _warn(grid: Grid) -> None:
@@ -286,7 +299,7 @@ def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     cells: list[list[Cell]] = [
         [*cell.values.values(), seed, one.rounds, one.digest, state] for cell, seed, one, state in rows
     ]
-    typer.echo(Table("runs", grid.file.title, columns, cells).aligned(), nl=False)
+    typer.echo(Table("runs", grid.title, columns, cells).aligned(), nl=False)
     rounds = sum(one.rounds for one in grid.experiments.values())
     left = len(grid.experiments) - len(finished)
     typer.echo(f"{len(grid.cells)} cells, {len(grid.experiments)} runs, {rounds} global rounds; {left} runs missing")
@@ -311,5 +324,5 @@ def _print(grid: Grid, finished: Mapping[str, Run], output: str, html: Path | No
 
         with writing(html):
             html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(page_of(results).html(grid.file.title), encoding="utf-8")
+            html.write_text(page_of(results).html(grid.title), encoding="utf-8")
     typer.echo(written(results, output), nl=False)

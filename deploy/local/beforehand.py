@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from cloud.evaluator import needs_process
 from common.errors import InvalidExperiment, StorageFailed
 from common.experiment import own
 from common.experiment.data import check_fits
@@ -33,6 +34,7 @@ def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> Non
     tree = experiment.tree
     if not direct:
         allow_connections(len(tree.nodes) + 1)
+    _require_torch(experiment)
     check_cloud(experiment, runs)
     check_code(experiment)
     for tier in experiment.tiers:
@@ -71,15 +73,15 @@ def check_cloud(experiment: Experiment, runs: Path | None) -> None:
 
     Raises InvalidExperiment, StorageFailed.
     """
-    if experiment.training.trainer.learns_module:
-        require("torch")
     if runs is not None:
         check_folder(runs)
     tier = experiment.tiers[0]
     _check_packages(experiment.key(tier), tier.aggregation)
     _check_tier(experiment.key(tier), tier)
-    _check_learned(experiment)
-    _check_data(experiment, [CLOUD])
+    if needs_process(experiment):
+        _require_torch(experiment)
+        _check_learned(experiment)
+        _check_data(experiment, [CLOUD])
     check_fits(experiment.data, experiment.model, devices=len(experiment.tree.devices))
 
 
@@ -104,6 +106,11 @@ def _check_learned(experiment: Experiment) -> None:
 def _check_tier(key: str, tier: Tier) -> None:
     _check_name(f"{key}.aggregation.name", tier.aggregation.name, tier.aggregation)
     _check_name(f"{key}.selection.name", tier.selection.name, tier.selection)
+
+
+def _require_torch(experiment: Experiment) -> None:
+    if experiment.training.trainer.learns_module:
+        require("torch")
 
 
 def check_folder(runs: Path) -> None:

@@ -141,11 +141,13 @@ class Calls:
             try:
                 result = done.announcement(task, self._manifest)
                 check_report(result, limits=self._limits[name])
-                upload, nbytes = _carry(self._up, up, done.row, reference=row)
-                extras = 4 * up.extras
-                self._account.add(name, "received", message=nbytes, model=nbytes - extras, extras=extras)
-                up.check_finite(upload)
-                self._uploads[place] = upload
+                nbytes = 0
+                if task.epochs:  # else its model was scored alone, and none comes back
+                    upload, nbytes = _carry(self._up, up, done.row, reference=row)
+                    extras = 4 * up.extras
+                    self._account.add(name, "received", message=nbytes, model=nbytes - extras, extras=extras)
+                    up.check_finite(upload)
+                    self._uploads[place] = upload
                 results[name], model_bytes[name] = result, assigned.nbytes + nbytes
             except RefusedModel as error:
                 refused[name] = str(error)

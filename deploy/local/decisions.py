@@ -44,7 +44,7 @@ class Decisions:
         self._experiment = experiment
         self._rounds: dict[tuple[str, int], RoundDecisions] = {}
         for event in run.events:
-            if event.name == "plan" and "node_round" in event.facts:
+            if event.name in ("plan", "scoring") and "node_round" in event.facts:
                 without, unreported = (frozenset(event.facts.get(name, ())) for name in ("without", "unreported"))
                 used = frozenset(event.facts["used"]) if "used" in event.facts else None
                 found = RoundDecisions(event.facts.get("taking_part"), without, unreported, used)

@@ -43,7 +43,7 @@ from device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared
 from device.memory import DeviceMemory
 from device.pool.pool import is_cpu
 from device.pool.trainers import Trainers
-from device.training.work import LocalWork
+from device.training.work import LocalWork, scored_by
 from institution.rounds import LocalRounds
 
 
@@ -208,7 +208,13 @@ def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
     evaluates_on = accelerator_of(experiment, beside=resolve_accelerator(accelerator))
     tester = ModelTester(experiment, accelerator=evaluates_on)
     beginning = Beginning(
-        tester.layout, tester.first, partition, str(evaluates_on), notes=tester.notes, initial=tester.initial
+        tester.layout,
+        tester.first,
+        partition,
+        str(evaluates_on),
+        notes=tester.notes,
+        initial=tester.initial,
+        frozen=tester.frozen,
     )
     return _Evaluating(beginning, tester.evaluate)
 
@@ -231,7 +237,7 @@ def _device(folder: RunFolder, device: HostedDevice, prepared: Prepared, trainer
             return ended[0]
         raise ended[0]
 
-    local = LocalWork(name, train, memory)
+    local = LocalWork(name, train, memory, samples=prepared.samples, scores=scored_by(experiment, name))
     never = threading.Event()
 
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:

@@ -39,6 +39,7 @@ class Report(NamedTuple):
     samples: int
     loss: float
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, Iterator[Finding]]:

@@ -69,7 +69,7 @@ class _Device:
         out = self._layout.empty()
         given = self.model.copy()
         given.flags.writeable = False
-        result = self._training.train(Order(given, out, epochs, r, lambda done, of: None, Event(), folder))
+        result = self._training.train(Order(given, out, epochs, r, lambda done, of: None, Event(), folder=folder))
         self.model = out
         return result
 

@@ -33,7 +33,7 @@ from deploy.planning.calibration import MachineSpeeds
 from deploy.planning.sample import NODES, LabSample, sample_of
 from deploy.planning.workload import PlannedWorkload, with_tiers
 from deploy.results.run import Run
-from deploy.simulation.hardware import Durations
+from deploy.simulation.hardware import FORWARD, Durations
 from deploy.simulation.lab import BROKER, SimulatedLab
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.machines import MessageCosts, Placement, cpu_seconds
@@ -148,6 +148,11 @@ class PlannedDurations(Durations):
         steps = self.work.steps(self.work.samples_of(node), self.work.epochs.get(child, epochs))
         return self.load * (self.speeds.training_s + steps * self.speeds.step_s)
 
+    def scoring_s(self, node: str, *, share: float) -> float:
+        """Return the seconds of the steps of that share of an epoch, forward alone."""
+        assert self.work is not None and self.speeds is not None
+        return FORWARD * self.load * share * self.work.steps(self.work.samples_of(node), 1) * self.speeds.step_s
+
 
 class NoiseWorkload:
     """Workload that changes each weight by about `CHANGE` of itself, as a training does: codecs take what they take."""
@@ -167,6 +172,10 @@ class NoiseWorkload:
         """Return the number of a device's training samples: it joins the run."""
         self._moved()
         return self._work.samples_of(node)
+
+    def kept_bytes(self, experiment: Experiment) -> int:
+        """Return those of the objective's vectors; no link carries personal arrays."""
+        return 4 * self.layout.parameters * len(experiment.training.objective.keeps)
 
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Change the flat model `row` into `out`; return a loss and the number of steps."""

@@ -113,8 +113,9 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     if count > MOST_LISTED:
         assumed.append(f"all {count} devices are equal, {mean} samples each; links.of and hardware.of are ignored")
     elif here is experiment and experiment.data.dataset != "folder":
-        parts = splits.split_of(experiment).partitions
-        samples = dict(zip(experiment.tree.devices, map(len, parts), strict=True))
+        sizes = [len(part) for part in splits.split_of(experiment).partitions]
+        trained = [size - experiment.evaluation.taken_of(size) for size in sizes]
+        samples = dict(zip(experiment.tree.devices, trained, strict=True))
     else:
         assumed.append(f"each device has {mean} samples")
         samples = dict.fromkeys(experiment.tree.devices, mean)
@@ -185,7 +186,8 @@ def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment
 def _alone(experiment: Experiment, samples: int) -> Experiment:
     """Return an experiment of one device, which has as many samples of synthetic data."""
     last = experiment.tiers[-1].aggregation  # its devices' objective may need it
-    rule = last.model_dump(mode="json") if last.objective or last.sends or last.returns else {}
+    needed = last.objective or last.sends or last.returns or last.reads_losses
+    rule = last.model_dump(mode="json") if needed else {}
     tables: dict[str, Any] = {"cloud": {}, "links": {}, "hardware": {}, "availability": {}}
     if experiment.data.dataset == "synthetic":
         tables["data"] = experiment.data.model_dump(mode="json") | {"samples": samples}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.console.tabular import Cell, Column, Table, html, show, size
-from deploy.results import maps, sections
+from deploy.results import device_scores, maps, sections
 from deploy.results.figures import STYLE, Figure, Line, element, inks
 from deploy.results.run import STARTED, SWEEP, Run, State, folders, seconds_of
 from deploy.results.series import (
@@ -221,6 +221,11 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add_heading(level, "Time by phase")
         page.add_figures([sections.budgets(run)], kind="curves")
         page.add_table(sections.phases(run))
+    if scores := device_scores.figures(run):
+        page.add_heading(level, "Devices")
+        page.add_paragraph(device_scores.DEVICE_SCORES)
+        page.add_figures(scores, kind="curves")
+        page.add_table(device_scores.table(run), folded=True)
     if changed := maps.changes(run):
         page.add_heading(level, "Changes over time")
         page.add_paragraph(maps.CHANGES)

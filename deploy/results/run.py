@@ -35,6 +35,7 @@ STARTED: Final = "%Y%m%dT%H%M%SZ"
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
 PREDICTION: Final = "prediction.json"  # in a run's folder, if a prediction was made
 SWEEP: Final = "sweep.json"  # in a sweep's folder, beside its runs: the names of its cells
+CELL: Final = "cell"  # in the manifest of a kept run: the name of its cell
 
 _R = TypeVar("_R", bound=Record)
 
@@ -90,7 +91,8 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Mapping[str, Any] = self._json("manifest.json")
-        check_format(self.manifest, path, key="RUN")
+        if CELL not in self.manifest:  # kept runs are brought along by whoever changes the format
+            check_format(self.manifest, path, key="RUN")
         self.id = str(self.manifest.get("run", path.name))
         self.started = str(self.manifest.get("started", ""))
         self.direct = DIRECT in self.manifest
@@ -210,6 +212,8 @@ class Run:
     @property
     def cell(self) -> str:
         """The sweep's name of the run's cell, such as `IID, FedAvg`; empty outside of a sweep's folder."""
+        if CELL in self.manifest:
+            return str(self.manifest[CELL])
         file = f"../{SWEEP}"
         names = self._json(file).get("cells") if (self.path / file).exists() else {}
         if not isinstance(names, Mapping):
@@ -266,6 +270,10 @@ class Run:
     def score(self) -> float | None:
         """The last known score, or None."""
         return next((row.score for row in reversed(self.rounds) if row.score is not None), None)
+
+    def of_devices(self, statistic: str) -> float | None:
+        """Return the last known one of the devices' STATISTICS, or None."""
+        return next((value for row in reversed(self.rounds) if (value := row.of_devices(statistic)) is not None), None)
 
     @property
     def scored_by(self) -> Score:

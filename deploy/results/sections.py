@@ -14,11 +14,11 @@ from typing import Any, Final
 from cloud.records import BROKER, GlobalRoundRecord, LinkRecord
 from common.accounting.counters import LINK_KINDS
 from common.experiment.topology import CLOUD
-from common.experiment.training import Score
 from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import Cell, Column, Spread, Table
 from deploy.results import charts, maps
 from deploy.results.charts import Axis, Curve
+from deploy.results.device_scores import GLOBAL_ROUND, OVER_DEVICES, score_axis, times
 from deploy.results.figures import PHASES, Figure, Point
 from deploy.results.maps import NODES_MOST, Rates, quantiles
 from deploy.results.run import Event, Run, columns_of, seconds_of, tiers_of
@@ -26,7 +26,6 @@ from deploy.results.series import Series, by_seed, firsts, paired
 
 LOSS: Final = Axis("test loss", bounds=(0.0, float("inf")))
 TRAINING_LOSS: Final = Axis("training loss", bounds=(0.0, float("inf")))
-GLOBAL_ROUND: Final = Axis("global round", whole=True)
 
 
 def mean_curve(runs: Sequence[Mapping[int, Point]]) -> Curve:
@@ -80,12 +79,6 @@ def curves(series: Sequence[Series], key: str = "") -> list[Figure]:
             )
         )  # fmt: skip
     return figures
-
-
-def score_axis(score: Score) -> Axis:
-    """Return the axis of a score."""
-    label = f"test {score.label}"
-    return Axis(label, "%", 100.0, (0.0, 1.0)) if score.share else Axis(label)
 
 
 def _curve(series: Series, field: str, over: str) -> Curve:
@@ -309,12 +302,15 @@ def means(series: Sequence[Series]) -> Table:
     tiers = tiers_of(runs)
     column, score = _scored(runs)
     tasks = any(each.task for each in series)
+    by_devices = any(run.of_devices("mean") is not None for run in runs)
+    factor = 100.0 if column.unit else 1.0
     columns = [
         *[Column("task", text=True)] * tasks,
         *(Column(name, text=True) for name in ("series", "finished", "seeds")),
         *(Column("global rounds"), column),
         Column("difference, paired", "points" if column.unit else "", column.digits),
         *(Column("test loss", digits=4), Column("time", seconds_of(runs)), *_byte_columns(tiers, "MB")),
+        *(Column(name, column.unit, column.digits) for name in OVER_DEVICES.values() if by_devices),
     ]
     rows: list[Sequence[Cell]] = []
     for each in series:
@@ -328,6 +324,7 @@ def means(series: Sequence[Series]) -> Table:
             None if each is first else paired(theirs, own, lambda before, after: after - before),
             _spread(run.loss for run in done), Spread.of([run.seconds for run in done]),
             *(_spread(cells[i] for cells in cells_of) for cells_of in bytes_ for i in (0, 1)),
+            *(_spread(times(factor, run.of_devices(name)) for run in done) for name in OVER_DEVICES if by_devices),
         ))  # fmt: skip
     title = "The series: mean ± standard deviation (n - 1) over the finished runs"
     return Table("series", title, columns, rows)
@@ -428,7 +425,9 @@ def work(run: Run) -> Table:
     paths = any(each.path for each in run.devices)
     for each in run.devices:
         sums = found.setdefault((each.parent, each.device), [each.samples, 0, 0, 0, 0.0, 0.0, 0.0, each.path])
-        for i, value in enumerate((1, each.epochs, each.sgd_steps, each.train_s, each.wait_s, each.pause_s), 1):
+        for i, value in enumerate(
+            (min(1, each.local_rounds), each.epochs, each.sgd_steps, each.train_s, each.wait_s, each.pause_s), 1
+        ):
             sums[i] += value
         sums[7] = each.path
     if len(found) > NODES_MOST:
@@ -529,7 +528,7 @@ def _is_shown(event: Event) -> bool:
     """Return whether an event is listed: no figure or table covers it, and it is not a normal change of presence."""
     if event.name == "child":
         return event.facts.get("state") in ("lost", "failed", "disconnected")
-    return event.name not in ("plan", "global_round", "evaluated", "measured")
+    return event.name not in ("plan", "scoring", "classes", "global_round", "evaluated", "measured")
 
 
 def _event_text(event: Event) -> str:

@@ -22,7 +22,7 @@ from common.accounting.child_report import TrainingPath
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.model.layout import Row
-from deploy.simulation.hardware import SimulatedHardware, SimulatedMember
+from deploy.simulation.hardware import FORWARD, SimulatedHardware, SimulatedMember
 from device.jobs import LocalResult, PoolMember, Prepared, Progress
 from device.pool.pool import Pool
 
@@ -88,6 +88,11 @@ class MachineSeconds:
         own, steps = self.experiment.machine(node).step_s, epochs * -(-samples // self.experiment.training.batch_size)
         return self.training_s + steps * self.step_s if own is None else steps * own
 
+    def scoring(self, node: str, *, samples: int) -> float:
+        """Return the seconds of scoring a model on so many samples: those of as many steps, forward alone."""
+        own, steps = self.experiment.machine(node).step_s, -(-samples // self.experiment.training.batch_size)
+        return FORWARD * steps * (self.step_s if own is None else own)
+
 
 class RealComputing:
     """The pool and the evaluator of a simulated lab's nodes, which compute what those of a lab of processes do.
@@ -146,8 +151,7 @@ class RealComputing:
     def member(self, node: str) -> RealMember:
         """Return a device's access to the pool."""
         timed = SimulatedMember(self._timed.pool(node), node)
-        training_s = partial(self._seconds.training, node)
-        return RealMember(self._members[node], timed, self._prepared[node], self._begin, training_s)
+        return RealMember(node, self._members[node], timed, self._prepared[node], self._begin, self._seconds)
 
     def evaluator(self, experiment: Experiment, folder: Path) -> RealEvaluator:
         """Return the evaluator of a cloud."""
@@ -166,11 +170,12 @@ Begin = Callable[[Coroutine[Any, Any, Any]], Computation[Any]]
 class RealMember:
     """One device's access to the pool: `real` trains, and occupies its machine as `timed` does."""
 
+    node: str
     real: PoolMember
     timed: SimulatedMember
     prepared: Computation[Prepared]
     begin: Begin
-    training_s: Callable[..., float]
+    seconds: MachineSeconds
 
     failure = None  # a training that fails ends at its virtual end
     hardware = SimulatedMember.hardware
@@ -189,20 +194,40 @@ class RealMember:
         return self.prepared.result()
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, folder: Path | None = None
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train the model in `row` and write it into `out`, as in Order. Raises RunFailed."""
-        seconds = self.training_s(samples=self.prepared.result().samples, epochs=epochs)
+        prepared, seconds, scored_s = self.prepared.result(), 0.0, 0.0
+        if epochs:
+            seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=epochs)
+        if scores:
+            scored_s = self.seconds.scoring(self.node, samples=prepared.tests)
         work = self.real.train(
-            row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None, folder=folder
+            row,
+            out,
+            epochs=epochs,
+            local_round=local_round,
+            progress=lambda done, of: None,
+            scores=scores,
+            folder=folder,
         )
         training = self.begin(work)
         try:
-            train_s, wait_s = await self.timed.occupy(seconds, progress)
+            (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), progress)
         except BaseException:
             training.abandon()
             raise
         result: LocalResult = training.result()
+        if result.tests is not None:
+            result = replace(result, tests=replace(result.tests, seconds=scored_s))
         path = result.path if result.path is TrainingPath.VMAPPED else TrainingPath.IN_PROCESS  # with any workers
         return replace(result, train_s=train_s, wait_s=wait_s, wall_s=0.0, path=path)
 

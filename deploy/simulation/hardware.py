@@ -26,10 +26,13 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.subprocess_channel import REPLACEMENTS
 from common.model.layout import ModelLayout, Row, Section
+from common.model.scores import ScoreSums
 from deploy.simulation.machines import Machines
 from device.jobs import LocalResult, Prepared, Progress, TrainingPool
 
 STEPS_MOST: Final = 8
+FORWARD: Final = 1 / 3  # of the seconds of a step: the backward pass takes twice as long
+TESTS: Final = 0.1  # of a device's training samples, where the test set is split over the devices
 NULL_CHANGE: Final = 0.01
 
 
@@ -42,6 +45,9 @@ class Workload(Protocol):
 
     def samples(self, node: str) -> int:
         """Return the number of a device's training samples."""
+
+    def kept_bytes(self, experiment: Experiment) -> int:
+        """Return the bytes behind a device's models that it keeps from task to task."""
 
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Train the flat model `row` into `out`; return the loss and the number of steps."""
@@ -66,6 +72,10 @@ class NullWorkload:
     def samples(self, node: str) -> int:
         """Return 50 to 149 samples, depending on the name."""
         return 50 + zlib.crc32(node.encode()) % 100
+
+    def kept_bytes(self, experiment: Experiment) -> int:
+        """Return those of the objective's vectors, and of one more for personal arrays."""
+        return 4 * self.layout.parameters * (len(experiment.training.objective.keeps) + bool(experiment.model.personal))
 
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Add noise, float32 [D]. The vectors behind the model change it, and each other, so that none may be lost."""
@@ -99,6 +109,10 @@ class Durations:
     def training_s(self, node: str, *, epochs: int, drawn: float) -> float:
         """Return a training's seconds; `drawn`: from 0 to 1."""
         return self.train_s * epochs * (1 + self.spread * drawn)
+
+    def scoring_s(self, node: str, *, share: float) -> float:
+        """Return the seconds of scoring a model on a share of as many samples as an epoch has."""
+        return FORWARD * share * self.training_s(node, epochs=1, drawn=0.0)
 
 
 class Computing(Protocol):
@@ -179,7 +193,8 @@ class SimulatedMember:
         self._pool = pool
         self._hardware = pool.hardware
         self._node = node
-        self._samples = 0
+        self._samples = self._tests = 0
+        self._reads_losses = False
 
     @property
     def moves(self) -> int:
@@ -197,28 +212,59 @@ class SimulatedMember:
         await asyncio.sleep(hardware.durations.boot_s)
         workload = hardware.workload
         most = samples_most(experiment.data, devices=len(experiment.tree.devices))
-        self._samples = min(most, workload.samples(self._node))
-        kept_bytes = 4 * workload.layout.parameters * len(experiment.training.objective.keeps)
+        samples, evaluation = min(most, workload.samples(self._node)), experiment.evaluation
+        self._samples = samples - evaluation.taken_of(samples)
+        self._reads_losses = experiment.tier_above(self._node).aggregation.reads_losses
+        self._tests = evaluation.taken_of(samples) or max(1, round(TESTS * samples))
+        kept_bytes = workload.kept_bytes(experiment)
         return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, folder: Path | None = None
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train after random seconds, with progress in between."""
         hardware = self._hardware
         rng = random.Random(f"{hardware.seed} training {self._node} {local_round}")
-        seconds = hardware.durations.training_s(self._node, epochs=epochs, drawn=rng.random())
-        train_s, wait_s = await self.occupy(seconds, progress)
+        seconds, scored_s = 0.0, 0.0
+        if epochs:
+            seconds = hardware.durations.training_s(self._node, epochs=epochs, drawn=rng.random())
+        if scores:
+            scored_s = hardware.durations.scoring_s(self._node, share=self._tests / self._samples)
+        (train_s, scored_s), wait_s = await self.occupy((seconds, scored_s), progress)
+        tests = None
+        if scores:
+            score, loss = hardware.workload.evaluate(row)
+            tests = ScoreSums(self._tests, self._tests * loss, self._tests * score, seconds=scored_s)
+        if not epochs:
+            return LocalResult(self._samples, 0.0, 0, 0.0, wait_s, tests=tests)
         hardware.trained[self._node, local_round] += 1
         loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, local_round=local_round)
-        return LocalResult(self._samples, loss, min(steps, epochs * self._samples), train_s=train_s, wait_s=wait_s)
+        steps = min(steps, epochs * self._samples)
+        return LocalResult(
+            self._samples,
+            loss,
+            steps,
+            train_s=train_s,
+            wait_s=wait_s,
+            tests=tests,
+            start_loss=loss if self._reads_losses else None,
+        )
 
-    async def occupy(self, seconds: float, progress: Progress) -> tuple[float, float]:
-        """Occupy a slot of the device's process, and a core of its host, with a training of so many seconds.
+    async def occupy(self, work: tuple[float, float], progress: Progress) -> tuple[tuple[float, float], float]:
+        """Occupy a slot of the device's process, and a core of its host, with a training and a scoring.
 
-        Return the seconds of the training, which are more if others use the cores, and those of the wait for the slot.
+        `work`: the seconds of both. Return those that they took, which are more if others use the cores, and the
+        seconds of the wait for the slot.
         """
-        hardware, loop = self._hardware, asyncio.get_running_loop()
+        hardware, loop, seconds = self._hardware, asyncio.get_running_loop(), sum(work)
         parts = max(1, min(STEPS_MOST, int(seconds / PROGRESS_S)), math.ceil(seconds / PROGRESS_MOST_S))
         async with hardware.slot(self._node) as wait_s:
             begun = loop.time()
@@ -226,10 +272,10 @@ class SimulatedMember:
                 await hardware.compute(self._node, seconds / parts)
                 self._pool.moves += 1
                 progress(part, parts)
-            if hardware.machines is not None:
-                seconds = loop.time() - begun
-        hardware.trainings += 1
-        return seconds, wait_s
+            hardware.trainings += bool(work[0] or not work[1])
+            took_s = loop.time() - begun if hardware.machines is not None else seconds
+        scored_s = took_s * work[1] / seconds if work[1] else 0.0
+        return (took_s - scored_s, scored_s), wait_s
 
 
 class SimulatedEvaluator:

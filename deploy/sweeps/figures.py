@@ -40,6 +40,7 @@ class PaperFigure:
 def figures_of(file: SweepFile, labels: Sequence[str]) -> Figures:
     """Return the paper's figures by cell and measure; `labels`: those of the measures. Raises InvalidExperiment."""
     axes: dict[str, Sequence[str]] = {axis: list(values) for axis, values in file.axes.items()}
+    axes[file.ranked] = [*axes[file.ranked], *file.paper.best]
     if len(labels) > 1:
         axes[MEASURE] = labels
     found: dict[tuple[tuple[str, ...], str], PaperFigure] = {}

@@ -16,6 +16,7 @@ from cloud.results import DIRECT, KINDS, SIMULATED
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.host.files import replacing, writing
+from deploy.results.kept import keep
 from deploy.results.run import SWEEP, Run, State, folders
 from deploy.sweeps.grid import Grid
 
@@ -34,10 +35,11 @@ class MissingRun:
 
 
 class SweepFolder:
-    """A sweep's folder."""
+    """A sweep's folder. `kept`: the folder of the runs that are kept of this sweep, which count as finished, too."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, kept: Path | None = None) -> None:
         self.path = path
+        self.kept = kept
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -84,6 +86,16 @@ class SweepFolder:
                     found.setdefault(digest, run)
         return found
 
+    def keep(self, grid: Grid) -> None:
+        """Keep the finished runs that are not kept yet. Raises StorageFailed."""
+        if self.kept is None:
+            return
+        cells = {one.digest: cell.label for cell in grid.cells for one in cell.experiments.values()}
+        for digest, runs in self._runs(grid).items():
+            done = [run for run in runs if run.state is State.FINISHED]
+            if done and not any(run.path.is_relative_to(self.kept) for run in done):
+                keep(done[0], self.kept, cell=cells[digest])
+
     def missing(
         self, grid: Grid, finished: Mapping[str, Run], *, direct: bool, simulated: bool = False
     ) -> list[MissingRun]:
@@ -109,12 +121,15 @@ class SweepFolder:
         return found
 
     def _runs(self, grid: Grid) -> dict[str, list[Run]]:
-        """Return the sweep's runs by digest, oldest first."""
+        """Return the sweep's runs by digest, oldest first, the kept ones last.
+
+        The digest of a kept run is that of its experiment as this release reads it.
+        """
         wanted = grid.experiments
+        own = [(str(run.manifest.get("experiment_digest")), run) for run in _runs_in(self.path)]
+        kept = [(run.experiment.digest, run) for run in _runs_in(self.kept)]
         found: dict[str, list[Run]] = {}
-        for path in folders(self.path) if self.path.is_dir() else ():
-            run = Run(path)
-            digest = str(run.manifest.get("experiment_digest"))
+        for digest, run in (*own, *kept):
             if digest in wanted:
                 found.setdefault(digest, []).append(run)
         return found
@@ -128,3 +143,7 @@ class SweepFolder:
                 raise InvalidExperiment("--runs", str(self.path), problem, "Wait for its end, or stop it.")
             time.sleep(POLL_S)
         return run.path
+
+
+def _runs_in(folder: Path | None) -> list[Run]:
+    return [Run(path) for path in folders(folder)] if folder is not None and folder.is_dir() else []

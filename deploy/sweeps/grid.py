@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -27,11 +28,15 @@ OWN_KEYS: Final = ("axes", "title")  # keys of a sweep that no experiment has
 
 @dataclass(frozen=True, slots=True)
 class SweepCell:
-    """One combination of the axes' values: its experiments by seed, and the accuracy to reach, or None."""
+    """One combination of the axes' values: its experiments by seed, and the accuracy to reach, or None.
+
+    `members`: of a cell without experiments, the cells of which it stands for the best, by each measure anew.
+    """
 
     values: Mapping[str, str]
     experiments: Mapping[int, Experiment]
     target: float | None
+    members: Sequence[SweepCell] = ()
 
     @property
     def label(self) -> str:
@@ -39,7 +44,7 @@ class SweepCell:
         return label_of(self.values.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Grid:
     """A sweep that is ready to run. `axes`: the values that remain, by axis; `stem`: the file's name."""
 
@@ -50,11 +55,34 @@ class Grid:
     cells: Sequence[SweepCell]
     measures: Sequence[Measure]
     figures: Figures  # the paper's; in the small form, which is another experiment, for their order alone
+    changes: Sequence[str] = ()  # `key=value` of every cell, on top of the file
+
+    @property
+    def title(self) -> str:
+        """The file's title, with what makes the cells others than the file's."""
+        others = [*(["small form"] if self.small else []), *(["changed by --set"] if self.changes else [])]
+        return f"{self.file.title} ({', '.join(others)})" if others else self.file.title
 
     @property
     def seeds(self) -> list[int]:
         """The seeds."""
         return list(self.cells[0].experiments)
+
+    @cached_property
+    def rows(self) -> list[SweepCell]:
+        """The cells, and behind its last member each cell that stands for the best of several."""
+        found = list(self.cells)
+        axis = self.file.ranked
+        for name, members in self.file.paper.best.items():
+            places: dict[tuple[str, ...], list[SweepCell]] = {}
+            for cell in self.cells:
+                if cell.values[axis] in members:
+                    rest = tuple(value for key, value in cell.values.items() if key != axis)
+                    places.setdefault(rest, []).append(cell)
+            for each in places.values():
+                best = SweepCell({**each[-1].values, axis: name}, {}, each[-1].target, tuple(each))
+                found.insert(found.index(each[-1]) + 1, best)
+        return found
 
     @property
     def experiments(self) -> dict[str, Experiment]:
@@ -142,7 +170,7 @@ def expand(
     measures = list(_measures(file, cells))
     labels = [measure.label for measure in measures]
     figures = expand(tree, path, seeds=1).figures if small else figures_of(file, labels)
-    return Grid(file, path.stem, small, axes, cells, measures, figures)
+    return Grid(file, path.stem, small, axes, cells, measures, figures, tuple(overrides))
 
 
 def _small(file: SweepFile) -> SweepFile:
@@ -249,7 +277,7 @@ def _measures(file: SweepFile, cells: Sequence[SweepCell]) -> Iterator[Measure]:
 
 def axis_of(file: SweepFile, value: str) -> str:
     """Return the only axis that has a value. Raises InvalidExperiment."""
-    axes = [axis for axis, values in file.axes.items() if value in values]
+    axes = [file.ranked] if value in file.paper.best else [axis for axis, each in file.axes.items() if value in each]
     if len(axes) != 1:
         problem = "several axes have this value" if axes else "no axis has this value"
         remedy = proposal(value, [each for values in file.axes.values() for each in values], what="There are")
@@ -265,7 +293,11 @@ def _label(measure: Measure, *, several: bool) -> str:
         text = f"{measure.label} round {measure.round}".strip()
     elif not measure.label:
         text = f"round {measure.round}" if measure.round else f"best {text}" if measure.best else text
+        text += {"samples": "", "devices": ", mean of devices", "worst": ", worst devices", "spread": ", spread"}[
+            measure.of
+        ]
         text += f" to {100 * measure.target:g} %" if measure.target is not None else ""
+        text += f", {' + '.join(measure.phases)}" if measure.phases else ""
         text += f", {measure.tier}" if measure.tier else ""
         text += f" {measure.direction}" if measure.direction else ""
     if measure.against and not measure.label:

@@ -13,6 +13,7 @@ from deploy.sweeps.schema import SCALES, UNITS, Measure
 DIGITS: Final = {"accuracy": 2, "rounds": 0, "steps": 0, "path_steps": 0}  # decimals; else 1
 SPEED_UP_DIGITS: Final = 2
 PERCENT: Final = 100.0
+OF_DEVICES: Final = {"devices": "mean"}
 
 
 def value_of(rows: Sequence[GlobalRoundRecord], measure: Measure, *, target: float | None, rounds: int) -> float | None:
@@ -31,7 +32,7 @@ def value_of(rows: Sequence[GlobalRoundRecord], measure: Measure, *, target: flo
     done = rows[: last + 1]
     cost = {
         "rounds": lambda: float(done[-1].global_round),
-        "seconds": lambda: done[-1].elapsed_s,
+        "seconds": lambda: _seconds(done, measure),
         "bytes": lambda: float(sum(_bytes(row, measure) for row in done)),
         "steps": lambda: float(sum(row.sgd_steps for row in done)),
         "path_steps": lambda: float(sum(row.path_steps for row in done)),
@@ -64,6 +65,8 @@ def column_of(measure: Measure, head: str = "") -> Column:
 
 def sign_of(measure: Measure) -> float:
     """Return 1 if a larger value of a measure is the better one, -1 if a smaller one is."""
+    if measure.of == "spread":
+        return -1.0
     return 1.0 if measure.name in ("accuracy", "reached") or measure.relation == "speed_up" else -1.0
 
 
@@ -71,14 +74,23 @@ def _accuracy(rows: Sequence[GlobalRoundRecord], measure: Measure, rounds: int) 
     """Return an accuracy as a fraction. That of a round is the last one evaluated until then."""
     if measure.round is not None and measure.round > rounds:
         return None
-    known = [
-        row.accuracy
-        for row in rows
-        if row.accuracy is not None and (measure.round is None or row.global_round <= measure.round)
-    ]
+    until = [row for row in rows if measure.round is None or row.global_round <= measure.round]
+    known = [found for row in until if (found := _of(row, measure)) is not None]
     if not known:
         return None
-    return max(known) if measure.best else mean(known[-(measure.last or 1) :])
+    return (min if measure.of == "spread" else max)(known) if measure.best else mean(known[-(measure.last or 1) :])
+
+
+def _of(row: GlobalRoundRecord, measure: Measure) -> float | None:
+    """Return a row's accuracy over samples, or a statistic of the devices' accuracies."""
+    return row.accuracy if measure.of == "samples" else row.of_devices(OF_DEVICES.get(measure.of, measure.of))
+
+
+def _seconds(done: Sequence[GlobalRoundRecord], measure: Measure) -> float:
+    """Return the seconds of some global rounds, or of their phases that the measure names."""
+    if not measure.phases:
+        return done[-1].elapsed_s
+    return sum(row.phases[phase] for row in done for phase in measure.phases)
 
 
 def _bytes(row: GlobalRoundRecord, measure: Measure) -> int:

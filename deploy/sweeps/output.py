@@ -24,6 +24,7 @@ def notes(results: SweepResults) -> Iterator[str]:
     """Yield the lines below the tables: what is missing, the verdicts, the paper, the conditions."""
     verdicts, paper = Verdicts(results), results.grid.file.paper
     yield from verdicts.missing()
+    yield from changed(results)
     yield from verdicts.agreement()
     yield from verdicts.order()
     if results.grid.small and paper.figures:
@@ -32,6 +33,15 @@ def notes(results: SweepResults) -> Iterator[str]:
         yield f"{paper.label}: {', '.join(part for part in (paper.cite, paper.table) if part)}"
     yield from (f"note: {note}" for note in paper.notes)
     yield from conditions(results)
+
+
+def changed(results: SweepResults) -> Iterator[str]:
+    """Yield a line on keys that the command sets in every cell: the comparison is with other settings then."""
+    grid = results.grid
+    if grid.changes:
+        paper = grid.file.paper
+        those = ": these are not the paper's settings" if paper.figures else ""
+        yield f"changed by --set: {', '.join(grid.changes)}{those}"
 
 
 def _text(results: SweepResults) -> str:
@@ -45,7 +55,8 @@ def _markdown(results: SweepResults) -> str:
 
 
 def _latex(results: SweepResults) -> str:
-    return "\n".join(f"% {table.title}\n{table.latex()}" for table in tables_of(results))
+    lines = "".join(f"% {line}\n" for line in changed(results))
+    return "\n".join(f"% {table.title}\n{lines}{table.latex()}" for table in tables_of(results))
 
 
 def _csv(results: SweepResults) -> str:
@@ -62,9 +73,10 @@ def to_json(results: SweepResults) -> dict[str, Any]:
     return {
         "title": grid.file.title,
         "small": grid.small,
+        "changed": list(grid.changes),
         "runs": len(grid.experiments),
         "finished": len(results.runs),
-        "cells": [_cell(results, cell) for cell in grid.cells],
+        "cells": [_cell(results, cell) for cell in grid.rows],
         "rankings": verdicts.to_json(),
         "contradictions": list(verdicts.contradictions()),
         "paper": grid.file.paper.model_dump(include={"cite", "table", "label", "notes"}),

@@ -9,10 +9,11 @@ from typing import Final
 from common.experiment.training import Score
 from deploy.console.tabular import Cell, Column, Table
 from deploy.results.charts import Curve, curves
+from deploy.results.device_scores import GLOBAL_ROUND, score_axis
 from deploy.results.figures import DASHES, SERIES, Point
 from deploy.results.page import Page
 from deploy.results.run import Run, seconds_of
-from deploy.results.sections import GLOBAL_ROUND, mean_curve, score_axis
+from deploy.results.sections import mean_curve
 from deploy.sweeps.grid import Grid, SweepCell
 from deploy.sweeps.output import notes
 from deploy.sweeps.results import SweepResults
@@ -24,7 +25,7 @@ LINES_MOST: Final = 12  # of a chart
 def page_of(results: SweepResults) -> Page:
     """Return the page."""
     page, grid = Page(), results.grid
-    page.add_heading(1, f"{grid.file.title} (small form)" if grid.small else grid.file.title)
+    page.add_heading(1, grid.title)
     for table, cells in by_table(results):
         page.add_table(table)
         means = {cell.label: mean_curve([*map(_points, results.runs_of(cell).values())]) for cell in cells}

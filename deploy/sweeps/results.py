@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from statistics import mean
 
 from deploy.console.tabular import Spread
 from deploy.results.run import Run
 from deploy.sweeps.figures import PaperFigure
 from deploy.sweeps.grid import Grid, SweepCell, axis_of
-from deploy.sweeps.measuring import value_of
+from deploy.sweeps.measuring import sign_of, value_of
 from deploy.sweeps.schema import Measure
 
 
@@ -19,7 +20,7 @@ class SweepResults:
     def __init__(self, grid: Grid, runs: Mapping[str, Run]) -> None:
         self.grid = grid
         self.runs = runs
-        self._cells = {tuple(cell.values.values()): cell for cell in grid.cells}
+        self._cells = {tuple(cell.values.values()): cell for cell in grid.rows}
         self._known: dict[tuple[str, str], float | None] = {}
 
     def runs_of(self, cell: SweepCell) -> dict[int, Run]:
@@ -61,6 +62,9 @@ class SweepResults:
 
     def _values(self, cell: SweepCell, measure: Measure) -> dict[int, float]:
         """Return the same before the difference."""
+        if cell.members:
+            several = [values for values in (self._values(each, measure) for each in cell.members) if values]
+            return max(several, key=lambda values: sign_of(measure) * mean(values.values()), default={})
         found = {}
         target = measure.target if measure.target is not None else cell.target
         for seed, run in self.runs_of(cell).items():

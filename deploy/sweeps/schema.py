@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from common.errors import InvalidExperiment
 from common.experiment.tables import Count, Fraction, SettingsTable, proposal
+from common.protocol.round_state import GLOBAL_PHASES
 
 EACH_CELL: Final = ("experiment", "skip", "target")  # keys of [[where]] that are no axes
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -20,8 +21,9 @@ Keys = dict[str, Any]  # keys of an experiment, a part of its tree
 SCALES: Final[Mapping[str, float]] = {"s": 1.0, "min": 60.0, "h": 3600.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 UNITS: Final[Mapping[str, tuple[str, ...]]] = {"seconds": ("s", "min", "h"), "bytes": ("MB", "kB", "GB")}
 ONLY_FOR: Final[Mapping[str, str]] = {  # keys of a measure that belong to one name
-    **dict.fromkeys(("last", "best", "round", "every"), "accuracy"),
+    **dict.fromkeys(("last", "best", "round", "every", "of"), "accuracy"),
     **dict.fromkeys(("tier", "direction"), "bytes"),
+    "phases": "seconds",
 }
 
 
@@ -61,8 +63,11 @@ class Measure(SettingsTable):
     best: bool = False  # accuracy: the best of the run
     round: Count | None = None  # accuracy: after this global round
     every: Count | None = None  # accuracy: after every so many global rounds, a curve
+    # accuracy: over all test samples; or over the devices that scored, `worst` for the worst tenth of them.
+    of: Literal["samples", "devices", "worst", "spread"] = "samples"
     target: Fraction | None = None  # costs: the accuracy to reach; without it, the cell's
     until: Literal["target", "end"] = "target"  # costs: until the target is reached, or of the whole run
+    phases: list[str] = Field(default_factory=list)  # seconds: those of these phases, summed
     tier: str = ""  # bytes: of this tier only
     direction: Literal["", "up", "down"] = ""  # bytes: in this direction only
     against: str = ""  # compared with the cell that has this value of its axis, seed by seed
@@ -79,6 +84,10 @@ class Measure(SettingsTable):
             if self.name != name and getattr(self, key) != getattr(default, key):
                 problem = f"it belongs to name = {name!r}; this is {self.name!r}"
                 raise InvalidExperiment(f"measure.{key}", getattr(self, key), problem, f"Remove {key}.")
+        for phase in self.phases:
+            if phase not in GLOBAL_PHASES:
+                remedy = proposal(phase, GLOBAL_PHASES, what="There are")
+                raise InvalidExperiment("measure.phases", phase, "no phase of a global round", remedy)
         chosen = [key for key in ("last", "best", "round", "every") if getattr(self, key)]
         if len(chosen) > 1:
             raise InvalidExperiment("measure", chosen, "only one of these is possible", f"Keep {chosen[0]}.")
@@ -130,6 +139,9 @@ class Paper(SettingsTable):
     # The figures, in the table's units, in nested tables whose keys are values of axes, one or several with commas:
     # a number, [mean, deviation], or { from = ..., to = ... }.
     figures: dict[str, Any] = Field(default_factory=dict)
+    # Names for the best of several values of the ranked axis, if the paper has a figure of the best alone:
+    # FedAdp = ["FedAdp 4", "FedAdp 6"]. They stand in the tables, in `figures`, `baseline` and a measure's `against`.
+    best: dict[str, list[str]] = Field(default_factory=dict)
     order: str = ""  # the axis whose values are ranked; without it `method`, or else the last axis
     baseline: str = ""  # the value with which the others are compared; without it FedAvg, if that is one
 
@@ -197,7 +209,14 @@ class SweepFile(SettingsTable):
         self._check_values("small.only", self.small.only)
         if self.paper.order:
             self.check_axis("paper.order", self.paper.order)
-        if self.paper.baseline:
+        for name, members in self.paper.best.items():
+            for value in members:
+                self.check_value(f"paper.best.{name}", self.ranked, value)
+            if not members or name in self.axes[self.ranked]:
+                problem = "a value of the axis" if members else "the best of nothing"
+                remedy = "Use another name." if members else "Name some values."
+                raise InvalidExperiment("paper.best", name, problem, remedy)
+        if self.paper.baseline and self.paper.baseline not in self.paper.best:
             self.check_value("paper.baseline", self.ranked, self.paper.baseline)
         for key, tree in (("experiment", self.experiment), ("small.experiment", self.small.experiment)):
             if "seed" in tree:

@@ -31,10 +31,10 @@ def by_table(results: SweepResults) -> list[tuple[Table, Sequence[SweepCell]]]:
     found: list[tuple[Table, Sequence[SweepCell]]] = []
     for values in product(*(grid.axes[axis] for axis in names)):
         chosen = dict(zip(names, values, strict=True))
-        cells = [cell for cell in grid.cells if all(cell.values[axis] == value for axis, value in chosen.items())]
+        cells = [cell for cell in grid.rows if all(cell.values[axis] == value for axis, value in chosen.items())]
         if cells:
             name = f"table-{len(found) + 1}"
-            title = grid.file.title if not values else f"{grid.file.title}: {label_of(values)}"
+            title = grid.title if not values else f"{grid.title}: {label_of(values)}"
             found.append((_table(name, title, cells, results), cells))
     return found
 
@@ -47,8 +47,9 @@ def long_table(results: SweepResults) -> Table:
         columns.append(_number(measure))
         if measure in results.compared:
             columns += [Column(f"{measure.label} {end}", digits=4) for end in ("paper", "paper_sd", DIFFERENCE)]
+    columns += [Column("changed", text=True)] if grid.changes else []
     rows = []
-    for cell in grid.cells:
+    for cell in grid.rows:
         row: list[Cell] = [*cell.values.values(), len(results.runs_of(cell)), len(cell.experiments)]
         for measure in grid.measures:
             row.append(results.spread(cell, measure))
@@ -56,8 +57,8 @@ def long_table(results: SweepResults) -> Table:
                 figure = results.figure(cell, measure)
                 row += [figure.mean, figure.deviation] if figure is not None else [None, None]
                 row.append(difference(results, cell, measure))
-        rows.append(row)
-    return Table("cells", grid.file.title, columns, rows)
+        rows.append([*row, *([" ".join(grid.changes)] if grid.changes else [])])
+    return Table("cells", grid.title, columns, rows)
 
 
 def difference(results: SweepResults, cell: SweepCell, measure: Measure) -> float | None:

@@ -53,7 +53,7 @@ class Verdicts:
         results, axis = self._results, self._file.ranked
         found: dict[tuple[str, str], dict[str, SweepCell]] = {}
         for measure in results.ranked:
-            for cell in results.grid.cells:
+            for cell in results.grid.rows:
                 if results.figure(cell, measure) is not None and results.spread(cell, measure) is not None:
                     rest = label_of(value for key, value in cell.values.items() if key != axis)
                     found.setdefault((rest, measure.label), {})[cell.values[axis]] = cell
@@ -147,7 +147,7 @@ class Verdicts:
 
     def _compared(self) -> Iterator[tuple[SweepCell, Measure]]:
         for measure in self._results.compared:
-            for cell in self._results.grid.cells:
+            for cell in self._results.grid.rows:
                 yield cell, measure
 
     def _ranking(self, where: str, measure: Measure, cells: Mapping[str, SweepCell]) -> Ranking:
@@ -183,7 +183,7 @@ def conditions(results: SweepResults) -> list[str]:
     runs = list(results.runs.values())
     if not runs:
         return []
-    hosts = _distinct(f"{run.manifest.get('host')}, {run.manifest.get('cpus')} cores" for run in runs)
+    hosts = _distinct(f"{run.manifest.get('host', 'a host')}, {run.manifest.get('cpus')} cores" for run in runs)
     torch = _distinct(f"torch {(run.manifest.get('packages') or {}).get('torch')}" for run in runs)
     lines = [f"hardware: {'; '.join(hosts)}; {', '.join(torch)}"]
     profiles = _distinct(

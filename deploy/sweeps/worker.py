@@ -31,6 +31,7 @@ def main() -> None:
         from cloud.results import RunFolder
         from common.experiment.reading import parse
         from deploy.local.direct import run_in_process  # imports torch: seconds
+        from deploy.results.kept import cost_noted
 
     def run(request: Record) -> None:
         if "resume" in request:
@@ -43,7 +44,8 @@ def main() -> None:
                 channel.send(event=event, global_round=facts.get("global_round", 0), folder=str(folder.path))
 
         try:
-            run_in_process(folder, resume="resume" in request, accelerator=request["accelerator"], observe=observe)
+            with cost_noted(folder):
+                run_in_process(folder, resume="resume" in request, accelerator=request["accelerator"], observe=observe)
         finally:
             folder.release()
 

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from common.errors import FedstrataError
 from common.learning.computing import resolve_accelerator
 from common.learning.inputs import Inputs
-from device.jobs import Cancelled, Done, Ending, HostedDevice, Prepared, VmappedMode, Work, mode_of
+from device.jobs import (
+    Cancelled,
+    Done,
+    Ending,
+    Examined,
+    HostedDevice,
+    LocalResult,
+    Prepared,
+    VmappedMode,
+    Work,
+    mode_of,
+)
 from device.training.network import NetworkSource
 from device.training.trainer import Trainer
 from device.vmapped.trainer import VmappedTrainer
@@ -27,7 +38,8 @@ class ModuleTrainers:
         mode = mode_of(device, accelerator)
         if mode is not VmappedMode.NEVER:
             self._vmapped_trainer(accelerator).prepare(device, timed=mode is VmappedMode.AUTO)
-        return Prepared(trainer.layout, trainer.samples, trainer.partition, trainer.vectors.kept_bytes)
+        kept_bytes = trainer.vectors.kept_bytes
+        return Prepared(trainer.layout, trainer.samples, trainer.partition, kept_bytes, trainer.tests)
 
     def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
         """Train the models of devices of one experiment; `done` gets each one's number and outcome.
@@ -35,14 +47,23 @@ class ModuleTrainers:
         Raises what `Trainer.prepare` raises.
         """
         trainers = [self._trainer(device, accelerator) for device, _ in work]
-        left = set(range(len(work)))
+        received = self._examined(trainers, work, done)
+        left = set(received)
+        if not work[0][1].epochs and work[0][1].scores:  # the models are not trained
+            for number in left:
+                done(number, LocalResult(trainers[number].samples, 0.0, 0, 0.0, 0.0, tests=received[number].tests))
+            return
         mode = mode_of(work[0][0], accelerator)
-        together = [number for number, trainer in enumerate(trainers) if not trainer.joins]
+        together = [number for number, trainer in enumerate(trainers) if number in left and not trainer.joins]
+
+        def finish(number: int, how: Ending) -> None:
+            done(number, received[number].of(how) if isinstance(how, LocalResult) else how)
+
         if mode is not VmappedMode.NEVER and together:
 
             def end(place: int, how: Ending) -> None:
                 left.remove(together[place])
-                done(together[place], how)
+                finish(together[place], how)
 
             alike = [work[number] for number in together]
             self._vmapped_trainer(accelerator).train(alike, end, timed=mode is VmappedMode.AUTO)
@@ -58,9 +79,26 @@ class ModuleTrainers:
                     cancelled=order.cancelled,
                 )
             except (FedstrataError, Cancelled) as error:
-                done(number, error)
+                finish(number, error)
             else:
-                done(number, result)
+                finish(number, result)
+
+    @staticmethod
+    def _examined(trainers: Sequence[Trainer], work: Sequence[Work], done: Done) -> dict[int, Examined]:
+        """Examine the models received; return what was found, by the numbers of the devices that go on."""
+        found = {}
+        for number, (_, order) in enumerate(work):
+            try:
+                found[number] = trainers[number].examine(
+                    order.row,
+                    scores=order.scores,
+                    trains=order.epochs > 0,
+                    progress=order.progress,
+                    cancelled=order.cancelled,
+                )
+            except (FedstrataError, Cancelled) as error:
+                done(number, error)
+        return found
 
     def forget(self, digest: str) -> None:
         """Drop an experiment's trainers."""

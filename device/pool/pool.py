@@ -293,7 +293,15 @@ class Member:
         return prepared
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, folder: Path | None = None
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train the model in `row` for `epochs` and write it into `out`, as in Order.
 
@@ -308,6 +316,7 @@ class Member:
             progress(done, of)
 
         asked = time.monotonic()
-        order = Order(row, out, epochs, local_round, report, threading.Event(), folder)
+        order = Order(row, out, epochs, local_round, report, threading.Event(), scores, folder)
         result: LocalResult = await self._pool.submit(Job(device=self._device, place=self._place, order=order))
-        return replace(result, wait_s=time.monotonic() - asked - result.train_s)
+        scored_s = 0.0 if result.tests is None else result.tests.seconds
+        return replace(result, wait_s=max(0.0, time.monotonic() - asked - result.train_s - scored_s))

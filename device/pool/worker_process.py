@@ -3,8 +3,8 @@
     {"ready"}                              -> {"ready"}
     {"accelerators"}                       -> {"accelerators"} of this machine
     {"experiment": TEXT, "digest"}            a new experiment
-    {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes", "folder"}
-    {"train": [{"job", "device", "epochs", "round", "folder"}, ...], "row_bytes", "out_bytes"}
+    {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes", "tests", "folder"}
+    {"train": [{"job", "device", "epochs", "round", "scores", "folder"}, ...], "row_bytes", "out_bytes"}
                                            -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
     {"cancel": JOB}
     {"forget": DIGEST}                        an experiment that no device is in any more
@@ -70,13 +70,15 @@ class WorkerServer:
             row.flags.writeable = False
             device, accelerator = self._device(wanted["device"])
             report, cancelled = partial(self._report, wanted["job"]), self._cancelled[wanted["job"]]
-            folder = wanted["folder"] and Path(wanted["folder"])
-            work.append((device, Order(row, out, wanted["epochs"], wanted["round"], report, cancelled, folder)))
+            folder, facts = wanted["folder"] and Path(wanted["folder"]), (wanted["epochs"], wanted["round"])
+            work.append((device, Order(row, out, *facts, report, cancelled, wanted["scores"], folder)))
 
         def done(place: int, how: Ending) -> None:
             number = orders[place]["job"]
             if isinstance(how, LocalResult):
-                self._channel.send(job=number, result=astuple(how))
+                *facts, tests, start_loss = astuple(how)
+                tests = None if tests is None else [*tests[:-1], tests[-1].hex()]  # JSON has no bytes
+                self._channel.send(job=number, result=[*facts, tests, start_loss])
             else:
                 self._channel.send(job=number, failure={} if isinstance(how, Cancelled) else error_record(how))
 

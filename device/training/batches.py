@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.errors import InvalidExperiment
-from common.experiment import schema
-from common.experiment.training import Augmentation
+from common.experiment import own, schema
+from common.experiment.training import Augmentation, OwnAugmentation
 from common.learning import datasets, splits
+from common.learning.computing import seeded
 from common.learning.inputs import Inputs
 from common.methods.mixing import Floats
 from common.randomness import Purpose, generator, torch_seed
@@ -60,9 +62,54 @@ def change_images(images: Tensor, changes: Changes, *, crop: int) -> Tensor:
     return found.permute(0, 3, 1, 2).contiguous()
 
 
+class OwnSamples:
+    """The user's own augmentation: an object of the class, made anew for each local round. Raises InvalidExperiment."""
+
+    def __init__(self, settings: OwnAugmentation) -> None:
+        self._name = settings.name
+        self._augment = own.call(KEY, settings.name, own.load(KEY, settings.name), settings.keywords)
+        if not callable(self._augment):
+            own.refuse(KEY, self._name, f"makes {type(self._augment).__name__}, which is not callable", "Let it be.")
+
+    def __call__(self, samples: Tensor, *, seed: int) -> Tensor:
+        """Return the samples [n, ...] as the object changes each, with the generators seeded. Raises InvalidExperiment.
+
+        A sample keeps its shape and type.
+        """
+        with seeded(seed, samples.device), own.guarded({KEY: self._name}):
+            found = [self._augment(sample) for sample in samples.unbind()]
+        for given, made in zip(samples, found, strict=True):
+            if not isinstance(made, Tensor) or (made.shape, made.dtype) != (given.shape, given.dtype):
+                has = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+                problem = f"returns {has} for a sample of {given.dtype} {list(given.shape)}"
+                own.refuse(KEY, self._name, problem, "Return a tensor of the same shape and type.")
+        return torch.stack(found).to(samples.device)
+
+
+def _try_augmentation(settings: OwnAugmentation, local: LocalDataset) -> None:
+    """Check that an augmentation changes samples, the same ones twice in the same way. Raises InvalidExperiment."""
+    some = local.images.index_select(0, local.samples[:TRIED_SAMPLES])
+    once, again = (OwnSamples(settings)(some.clone(), seed=1) for _ in range(2))
+    if not torch.equal(once, again):
+        remedy = "Draw random numbers from torch's, numpy's or Python's own generator."
+        own.refuse(KEY, settings.name, "the same samples twice become others", remedy)
+
+
 log = logging.getLogger("fedstrata.data")
 
+KEY: Final = "training.augmentation.name"
+TRIED_SAMPLES: Final = 8
+
 BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: they stay in a core's cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredSamples:
+    """`samples` int64 [m], at least one, are a device's test samples: indices in `images` and `labels`, on the CPU."""
+
+    images: Tensor
+    labels: Tensor
+    samples: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +117,7 @@ class LocalDataset:
     """`samples` int64 [n] are the indices of this device's samples in `images` and `labels`, on the accelerator.
 
     `partition` is the digest of the whole split, empty if nothing is split. `joins`: the model cannot train on one
-    sample, which therefore joins the batch before.
+    sample, which therefore joins the batch before. `tests`: the samples on which the device scores models, if it does.
     """
 
     inputs: Inputs
@@ -80,6 +127,7 @@ class LocalDataset:
     normalise: datasets.Normalise
     partition: str
     joins: bool = False
+    tests: ScoredSamples | None = None
 
     def sizes(self, batch_size: int) -> list[int]:
         """Return the sizes of an epoch's batches, whose last one may be partial."""
@@ -101,8 +149,8 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
     dataset = datasets.load(experiment.data, node=node)
     for note in dataset.notes if experiment.data.private else ():  # else the cloud shows them, for all
         log.warning("%s: %s", node, note)
-    asked = experiment.training.augmentation
-    if (asked.flip or asked.crop) and not dataset.inputs.are_images:
+    asked = experiment.training.image_changes
+    if asked.changes and not dataset.inputs.are_images:
         key, value = ("flip", True) if asked.flip else ("crop", asked.crop)
         problem = f"the data set has {dataset.inputs}"
         raise InvalidExperiment(f"training.augmentation.{key}", value, problem, "Omit it.")
@@ -113,10 +161,33 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
         place = experiment.tree.devices.index(node)
         samples, partition = torch.from_numpy(split.partitions[place]), split.digest
     images, labels = dataset.train_images, dataset.train_labels
+    samples, tests = _without_tests(samples, dataset, experiment, node)
     if accelerator.type != "cpu":
         images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
         samples = torch.arange(len(samples), device=accelerator)
-    return LocalDataset(dataset.inputs, images, labels, samples, dataset.normaliser(accelerator), partition)
+    normalise = dataset.normaliser(accelerator)
+    local = LocalDataset(dataset.inputs, images, labels, samples, normalise, partition, tests=tests)
+    if experiment.training.own_augmentation is not None:
+        _try_augmentation(experiment.training.own_augmentation, local)
+    return local
+
+
+def _without_tests(
+    samples: Tensor, dataset: datasets.Dataset, experiment: schema.Experiment, node: str
+) -> tuple[Tensor, ScoredSamples | None]:
+    """Return those of a device's samples on which it trains, and its test samples, None if it has none."""
+    evaluation, devices = experiment.evaluation, experiment.tree.devices
+    if evaluation.takes_samples:
+        taken = splits.taken_of(samples.numpy(), evaluation=evaluation, seed=experiment.seed, node=node)
+        left = torch.from_numpy(np.setdiff1d(samples.numpy(), taken, assume_unique=True))
+        tests = ScoredSamples(dataset.train_images, dataset.train_labels, torch.from_numpy(taken))
+        return left, tests if len(taken) else None
+    if not evaluation.on_devices:
+        return samples, None
+    place, count = devices.index(node), len(dataset.test_labels)
+    part = splits.tests_of(count, devices=len(devices), place=place, seed=experiment.seed)
+    tests = ScoredSamples(dataset.test_images, dataset.test_labels, torch.from_numpy(part))
+    return samples, tests if len(part) else None
 
 
 def batches(
@@ -127,6 +198,8 @@ def batches(
     The order is new in each epoch, and the last batch is kept.
     """
     training = experiment.training
+    augment = None if training.own_augmentation is None else OwnSamples(training.own_augmentation)
+    seeds = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
     sizes = local.sizes(training.batch_size)
     # Whole batches; the result for a sample depends on no other sample, so the block size does not affect it.
     batch_bytes = 4 * training.batch_size * local.images[0].numel()
@@ -140,7 +213,10 @@ def batches(
             some = slice(start, start + sum(here))
             images = local.images.index_select(0, places[some])
             if changes is not None:
-                images = change_images(images, changes[some], crop=training.augmentation.crop)
+                images = change_images(images, changes[some], crop=training.image_changes.crop)
+            if augment is not None:
+                each = [augment(batch, seed=int(seeds.integers(2**63))) for batch in torch.split(images, here)]
+                images = torch.cat(each)
             inputs, labels = local.normalise(images), local.labels.index_select(0, places[some])
             yield from zip(repeat(epoch), torch.split(inputs, here), torch.split(labels, here))
 
@@ -152,10 +228,10 @@ def orders(
     training, device, count = experiment.training, local.samples.device, len(local.samples)
     order = generator(experiment.seed, Purpose.BATCHES, node, local_round)
     source = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
-    changing = training.augmentation.flip or training.augmentation.crop > 0
+    asked = training.image_changes
     for _ in range(epochs):
         places = local.samples[torch.from_numpy(order.permutation(count)).to(device)]
-        changes = draw_changes(training.augmentation, count, source=source, device=device) if changing else None
+        changes = draw_changes(asked, count, source=source, device=device) if asked.changes else None
         yield places, changes
 
 

@@ -21,7 +21,7 @@ from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.losses import try_loss
 from common.learning.models import head_places
-from common.model.layout import ModelLayout
+from common.model.parts import ModelParts
 from device.training.captured import CapturedGradients
 from device.training.objectives.table import objective_of
 from device.training.sgd import (
@@ -62,7 +62,7 @@ class NetworkSource:
     experiment: Experiment
     inputs: Inputs
     accelerator: torch.device
-    layout: ModelLayout
+    parts: ModelParts
     shared: Network | None
     memory_format: torch.memory_format = torch.contiguous_format
     joins: bool = False
@@ -74,7 +74,7 @@ class NetworkSource:
             return self.shared
         module = models.anew(self.experiment, inputs=self.inputs)
         _order(module, self.memory_format)
-        return _network(self.experiment, module, self.layout, self.accelerator)
+        return _network(self.experiment, module, self.parts, self.accelerator)
 
 
 def source_of(experiment: Experiment, inputs: Inputs, *, accelerator: torch.device) -> NetworkSource:
@@ -82,15 +82,15 @@ def source_of(experiment: Experiment, inputs: Inputs, *, accelerator: torch.devi
     training, shared = experiment.training, None
     try_loss(training.loss, inputs)
     module = models.of(experiment, inputs=inputs)
-    layout = models.layout_of(module)
+    parts = models.parts_of(module, experiment.model)
     if not is_own(experiment.model.name):
         if accelerator.type == "cpu":
             _order(module, torch.channels_last)
             if training.precision != "bf16" and not training.compile:
                 as_products(module)
         keep_linear_fp32(module, training, device=accelerator)
-        shared = _network(experiment, module, layout, accelerator)
-    return NetworkSource(experiment, inputs, accelerator, layout, shared)
+        shared = _network(experiment, module, parts, accelerator)
+    return NetworkSource(experiment, inputs, accelerator, parts, shared)
 
 
 def _order(module: nn.Module, memory_format: torch.memory_format) -> None:
@@ -100,7 +100,7 @@ def _order(module: nn.Module, memory_format: torch.memory_format) -> None:
             tensor.data = tensor.data.contiguous(memory_format=memory_format)
 
 
-def _network(experiment: Experiment, module: nn.Module, layout: ModelLayout, accelerator: torch.device) -> Network:
+def _network(experiment: Experiment, module: nn.Module, parts: ModelParts, accelerator: torch.device) -> Network:
     training, objective = experiment.training, objective_of(experiment.training)
     forward = forward_of(module, training, device=accelerator)
     features = None
@@ -110,7 +110,8 @@ def _network(experiment: Experiment, module: nn.Module, layout: ModelLayout, acc
     captured = None
     if is_captured(module, experiment, device=accelerator):
         captured = captured_of(lambda _, batch: forward(batch), training)  # at the module's own weights
-    return Network(module, forward, features, captured, head_places(module, layout) if objective.uses_head else ())
+    head = head_places(module, parts.whole) if objective.uses_head else ()
+    return Network(module, forward, features, captured, head)
 
 
 OUTPUTS_LEAST: Final = 16  # of a first layer's product: with fewer columns oneDNN is faster

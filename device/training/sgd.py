@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, MethodType
 from typing import Final
@@ -52,8 +52,8 @@ def check_features(module: nn.Module, training: TrainingSettings) -> None:
 
 
 def features_of(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> FeaturesAt:
-    """Return a function for a batch's logits and features, at other parameters than the module's if they are given."""
-    names = [name for name, _ in module.named_parameters()]
+    """Return a function for a batch's logits and features, at other trained parameters if they are given."""
+    names = [name for name, weight in module.named_parameters() if weight.requires_grad]
     mixed = torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16")
 
     def features(inputs: Tensor, at: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -131,16 +131,20 @@ def run_sgd(
     captured: CapturedGradients | None = None,
     uniform: Callable[[int], Tensor] | None = None,
     head: Sequence[int] = (),
+    personal: Collection[int] = (),
 ) -> tuple[Tensor, int]:
     """Take one step of SGD for each batch (epoch, inputs, labels), with a fresh momentum.
 
     `watch(steps_done)` is called before each step; an exception that it raises ends the loop. `buffers` are those that
     `forward` updates. `vectors`, `features`, `uniform(samples)` and `head` are what the objective reads (Minibatch),
-    `captured` are the gradients of its losses.
+    `captured` are the gradients of its losses. `personal`: the places of weights that were not received; for these
+    `received` has the present ones.
     Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps.
     """
     objective = objective_of(training)
-    received = [weight.detach().clone() for weight in weights] if objective.uses_received else []
+    received: list[Tensor] = []
+    if objective.uses_received:
+        received = [weight.detach() if i in personal else weight.detach().clone() for i, weight in enumerate(weights)]
     momenta = [torch.zeros_like(weight) if training.momentum else None for weight in weights]
     losses = torch.zeros((), dtype=torch.float64, device=weights[0].device)
     steps, passes = 0, _Passes(forward, features, captured, weights, buffers)

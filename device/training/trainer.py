@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Final
 
 import numpy as np
@@ -23,14 +25,24 @@ from common.experiment import own, schema
 from common.experiment.own import is_own
 from common.host.accelerators import is_lost, out_of_memory
 from common.learning import models
-from common.learning.computing import calls_own_code, first_line, own_code, resolve_accelerator, seeded, set_up
+from common.learning.computing import (
+    calls_own_code,
+    first_line,
+    own_code,
+    resolve_accelerator,
+    seeded,
+    set_up,
+    set_up_evaluation,
+)
+from common.learning.evaluation import BATCH, CPU_BATCH, evaluate
 from common.learning.inputs import Inputs
 from common.learning.models import KEY, random_samples
 from common.learning.nets import reseed
 from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row
+from common.model.scores import CLASSES_MOST, R2, ScoreSums
 from common.randomness import Purpose, torch_seed
-from device.jobs import Cancelled, LocalResult, Progress
+from device.jobs import Cancelled, Examined, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, dropout_seed, load_local_dataset, uniform_numbers
 from device.training.network import Network, NetworkSource, source_of
 from device.training.objectives.table import objective_of
@@ -39,6 +51,7 @@ from device.training.vectors import TaskVectors, finish, vectors_of
 
 PROGRESS_S = 0.5
 TRIED_SAMPLES: Final = 8
+EXAMINED_SAMPLES: Final = 10_000  # gathered at once
 ROUNDING_MOST: Final = 0.1  # of a step; 0.02 was seen (batch norm)
 
 Batches = Iterable[tuple[int, Tensor, Tensor]]
@@ -90,10 +103,11 @@ class Trainer:
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
         known = self._sources.get(local.inputs)
         source = known or source_of(experiment, local.inputs, accelerator=accelerator)
-        vectors = vectors_of(experiment, self._node, source.layout)
+        vectors = vectors_of(experiment, self._node, source.parts)
         made = _Prepared(source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
         if known is None and source.shared is None:
             source = self._formed(made)
+        self._check_scored(local.inputs)
         self._sources[local.inputs] = source
         self._made = made = replace(made, source=source, local=replace(local, joins=source.joins))
         if source.joins and len(local.samples) == 1:
@@ -107,7 +121,7 @@ class Trainer:
     @property
     def layout(self) -> ModelLayout:
         """The model's layout, once prepared."""
-        return self._prepared.source.layout
+        return self._prepared.source.parts.exchanged
 
     @property
     def vectors(self) -> TaskVectors:
@@ -118,6 +132,12 @@ class Trainer:
     def samples(self) -> int:
         """The number of this device's training samples, once prepared."""
         return len(self._prepared.local.samples)
+
+    @property
+    def tests(self) -> int:
+        """The number of this device's test samples, once prepared."""
+        tests = self._prepared.local.tests
+        return 0 if tests is None else len(tests.samples)
 
     @property
     def partition(self) -> str:
@@ -170,6 +190,70 @@ class Trainer:
             raise self._exhausted()
         return LocalResult(self.samples, losses / self.samples, steps, train_s, wait_s=0.0, cpu_s=cpu_s)
 
+    @calls_own_code
+    def examine(
+        self, row: Row, *, scores: bool, trains: bool, progress: Progress, cancelled: threading.Event
+    ) -> Examined:
+        """Return the sums of the model in `row`, uint8, over this device's test samples, if it `scores` and has some.
+
+        If it `trains` and its parent's rule reads that, also those over its training samples. In fp32, with the module
+        in eval mode, as the cloud evaluates. `progress(batches_done, batches)` is called from this thread every half
+        second. Raises Cancelled, and what `train` raises.
+        """
+        local, rule = self._prepared.local, self._experiment.tier_above(self._node).aggregation
+        tests = start = None
+        if scores and local.tests is not None:
+            parts = [(local.tests.images[local.tests.samples], local.tests.labels[local.tests.samples])]
+            tests = self._sums(row, parts, progress=progress, cancelled=cancelled)
+        if trains and rule.reads_losses:
+            parts = [(local.images[some], local.labels[some]) for some in torch.split(local.samples, EXAMINED_SAMPLES)]
+            start = self._sums(row, parts, progress=progress, cancelled=cancelled)
+        return Examined(tests, start)
+
+    def _sums(
+        self, row: Row, parts: Sequence[tuple[Tensor, Tensor]], *, progress: Progress, cancelled: threading.Event
+    ) -> ScoreSums:
+        """Return the sums of a model over some samples and labels, and their seconds."""
+        made, experiment, begun = self._prepared, self._experiment, time.monotonic()
+        set_up(self._accelerator, experiment.training)
+        set_up_evaluation(self._accelerator)
+        network, batch = made.source.network(), CPU_BATCH if self._accelerator.type == "cpu" else BATCH
+        batches_done, reported = 0, begun
+        total = sum(-(-len(labels) // batch) for _, labels in parts)
+        found: list[ScoreSums] = []
+
+        def watch() -> None:
+            nonlocal batches_done, reported
+            batches_done += 1
+            if (now := time.monotonic()) - reported >= PROGRESS_S:
+                progress(batches_done, total)
+                reported = now
+            if cancelled.is_set():
+                raise Cancelled
+
+        own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
+        try:
+            with seeded(own_seed, self._accelerator) if self._own else nullcontext():
+                models.read_row(network.module, made.source.parts.whole, made.vectors.begin(row))
+                models.read_frozen(network.module, made.source.parts)
+                self._move(network, self._accelerator)
+                for samples, labels in parts:
+                    result = evaluate(
+                        network.module,
+                        samples,
+                        labels=labels,
+                        normalise=made.local.normalise,
+                        batch_size=batch,
+                        loss=experiment.training.loss,
+                        score=experiment.score.name,
+                        classes=made.local.inputs.classes if experiment.evaluation.per_class else 0,
+                        watch=watch,
+                    )
+                    found.append(result.sums)
+        finally:
+            self._release(network)
+        return replace(reduce(add, found), seconds=time.monotonic() - begun)
+
     @property
     def joins(self) -> bool:
         """Whether a batch has one sample more than the others, as the model cannot train on one alone."""
@@ -195,15 +279,18 @@ class Trainer:
         watch: Callable[[int], None],
     ) -> tuple[float, int]:
         """Train on some batches, from `row` into `out`; return the sum of the last epoch's losses, and the steps."""
-        experiment, module, layout = self._experiment, network.module, made.source.layout
+        experiment, module, parts, vectors = self._experiment, network.module, made.source.parts, made.vectors
+        inner = vectors.begin(row)
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round)
         with seeded(own_seed, self._accelerator) if self._own else nullcontext(), self._deterministic():
-            models.read_row(module, layout, row)
+            models.read_row(module, parts.whole, inner)
+            models.read_frozen(module, parts)
             self._move(network, self._accelerator)
             reseed(module, dropout_seed(experiment, node=self._node, local_round=local_round), self._accelerator)
+            weights = models.weights_of(module.train(), parts.whole)
             losses, steps = run_sgd(
                 network.forward,
-                list(module.train().parameters()),
+                list(weights.values()),
                 some,
                 training=experiment.training,
                 learning_rate=experiment.learning_rate_in(local_round),
@@ -211,7 +298,8 @@ class Trainer:
                 watch=watch,
                 buffers=list(module.buffers()),
                 vectors={
-                    name: self._tensors(made, network, name, vector) for name, vector in made.vectors.read(row).items()
+                    name: self._tensors(vectors.inner, weights, name, vector)
+                    for name, vector in vectors.inner.read(inner).items()
                 },
                 features=network.features,
                 captured=network.captured,
@@ -219,19 +307,25 @@ class Trainer:
                     experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
                 ),
                 head=network.head,
+                personal=[place for place, name in enumerate(weights) if name in vectors.personal],
             )
             self._move(network, "cpu")
-            models.write_row(module, layout, out)
-            finish(experiment, made.vectors, made.local, row, out, steps=steps, local_round=local_round)
+            models.check_constant(module, parts)
+            if vectors.personal:
+                models.write_row(module, parts.whole, trained := parts.whole.empty())
+                vectors.end(trained, out)
+            else:
+                models.write_row(module, parts.whole, out)
+            finish(experiment, vectors, made.local, row, out, steps=steps, local_round=local_round)
         return float(losses), steps
 
-    def _tensors(self, made: _Prepared, network: Network, name: str, vector: Floats) -> list[Tensor]:
+    def _tensors(self, vectors: TaskVectors, weights: Mapping[str, Tensor], name: str, vector: Floats) -> list[Tensor]:
         """Return a vector as tensors: one of length D like the parameters, in their order, another one as it is."""
-        parts = made.vectors.split(name, vector)
+        parts = vectors.split(name, vector)
         if name in parts:
             return [torch.from_numpy(vector.copy()).to(self._accelerator)]
         found = []
-        for parameter, weight in network.module.named_parameters():
+        for parameter, weight in weights.items():
             part = torch.from_numpy(parts[parameter].copy())
             found.append(torch.empty_like(weight, requires_grad=False).copy_(part))
         return found
@@ -262,9 +356,19 @@ class Trainer:
                     source = fast
         return source
 
+    def _check_scored(self, inputs: Inputs) -> None:
+        """Check that this device's sums have one size. Raises InvalidExperiment."""
+        experiment, evaluation = self._experiment, self._experiment.evaluation
+        if evaluation.on_devices and experiment.score.name == R2 and inputs.classes > 1:
+            problem = f"{inputs.classes} numbers to predict, and devices send the sums of one"
+            raise InvalidExperiment("score.name", R2, problem, 'Use "mean_squared_error".')
+        if evaluation.per_class and inputs.classes > CLASSES_MOST:
+            problem = f"the data set has {inputs.classes} classes, and devices count {CLASSES_MOST} at most"
+            raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
+
     def _near(self, made: _Prepared, once: Row, other: Row) -> bool:
         """Return whether two steps from the first model differ by no more than rounding."""
-        start_D, once_D, other_D = map(made.source.layout.floats, (self._first(made), once, other))
+        start_D, once_D, other_D = map(made.source.parts.exchanged.floats, (self._first(made), once, other))
         return bool(np.linalg.norm(other_D - once_D) <= ROUNDING_MOST * np.linalg.norm(once_D - start_D))
 
     def _tried(self, made: _Prepared, samples: int) -> Row:
@@ -278,7 +382,8 @@ class Trainer:
         if inputs.numbers:
             labels = torch.randn(samples, inputs.classes, generator=draw)
         given, labels = given.to(self._accelerator), labels.to(self._accelerator)
-        row, out, network = self._first(made), made.vectors.returned.empty(), made.source.network()
+        row, network = self._first(made), made.source.network()
+        out = np.zeros(made.vectors.links.up.row_bytes + made.vectors.kept_bytes, np.uint8)
         local = LocalDataset(inputs, given, labels, torch.arange(samples), lambda images: images, "")
         problem = f"fails in training on {samples} samples with {{}}"
         try:
@@ -312,9 +417,8 @@ class Trainer:
 
     def _first(self, made: _Prepared) -> Row:
         """Return the first model of a run, with zeros behind it."""
-        row = made.vectors.received.empty()
-        row[:] = 0
-        models.write_row(made.source.network().module, made.source.layout, row)
+        row = np.zeros(made.vectors.links.down.row_bytes + made.vectors.kept_bytes, np.uint8)
+        models.write_row(made.source.network().module, made.source.parts.exchanged, row)
         return row
 
     def _exhausted(self) -> RunFailed:

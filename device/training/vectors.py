@@ -1,9 +1,15 @@
 """The vectors behind the models of a device's tasks, float32, and what an objective makes of them.
 
-    row = [ model | sent by the parent | kept by the device ]
-    out = [ model | returned to the parent | kept by the device ]
+    row = [ model | sent by the parent | kept by the device | personal arrays ]
+    out = [ model | returned to the parent | kept by the device | personal arrays ]
 
 Those that are kept are the state of the device's objective, [D], zeros at first, D being the model's trainable columns.
+The personal arrays (`common/model/parts.py`) are zeros before a device has any. It trains on a row in which they are
+part of the model (`TaskVectors.inner`):
+
+    row = [ model with personal arrays | sent by the parent | kept by the device ]
+
+There each vector of length D has a number for each personal column, too: 0.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from common.methods.mixing import Floats
 from common.methods.rule import link_layouts
 from common.model.codecs import Codec, codec_of
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
+from common.model.parts import ModelParts
 from common.runtime.models import decode_row
 from device.training.batches import LocalDataset
 from device.training.objectives.objective import LocalUpdate
@@ -31,10 +38,14 @@ from device.training.objectives.table import objective_of
 
 @dataclass(frozen=True)
 class TaskVectors:
-    """What an experiment's tasks have behind the model: what the links carry, and the names of what is kept."""
+    """What an experiment's tasks have behind the model: what the links carry, and the names of what is kept.
+
+    `parts`: of the model, if any is personal.
+    """
 
     links: LinkLayouts
     kept: tuple[str, ...] = ()
+    parts: ModelParts | None = None
 
     @property
     def layout(self) -> ModelLayout:
@@ -63,8 +74,49 @@ class TaskVectors:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the vectors that are kept."""
-        return 4 * self.layout.parameters * len(self.kept)
+        """Bytes of the vectors and the personal arrays that are kept."""
+        return 4 * self.layout.parameters * len(self.kept) + (self.parts.kept_bytes if self.parts else 0)
+
+    @cached_property
+    def inner(self) -> TaskVectors:
+        """Those of training, whose model has the personal arrays; the same object without any."""
+        if self.parts is None:
+            return self
+        whole, long = self.parts.whole, (self.layout.parameters,)
+        down, up = (
+            whole.with_extras({name: (whole.parameters,) if shape == long else shape for name, shape in found.items()})
+            for found in (self.links.down.extra_shapes, self.links.up.extra_shapes)
+        )
+        return TaskVectors(LinkLayouts(whole, down, up), self.kept)
+
+    @property
+    def personal(self) -> frozenset[str]:
+        """The names of the personal arrays."""
+        return frozenset(self.parts.personal if self.parts else ())
+
+    def begin(self, row: Row) -> Row:
+        """Return a task's row as training has it, read-only."""
+        if self.parts is None:
+            return row
+        inner, long = self.inner, (self.layout.parameters,)
+        found = np.zeros(inner.received.row_bytes, np.uint8)
+        self.parts.join(
+            row[: self.layout.model_bytes], row[-self.parts.kept_bytes :], found[: inner.layout.model_bytes]
+        )
+        given = self.read(row)
+        for name, place in inner.read(found).items():
+            if given[name].shape == long:
+                place[self.parts.columns] = given[name]
+            else:
+                place[...] = given[name]
+        return found
+
+    def end(self, model: Row, out: Row) -> None:
+        """Write a trained model, as training has it: what is returned of it, and what is kept."""
+        if self.parts is None:
+            out[: model.size] = model
+        else:
+            self.parts.split(model, out[: self.layout.model_bytes], out[-self.parts.kept_bytes :])
 
     def read(self, row: Row) -> dict[str, Floats]:
         """Return the vectors of a row by name, as views."""
@@ -91,7 +143,7 @@ class TaskVectors:
 KEY: Final = "training.objective.name"
 
 
-def vectors_of(experiment: Experiment, node: str, layout: ModelLayout) -> TaskVectors:
+def vectors_of(experiment: Experiment, node: str, parts: ModelParts) -> TaskVectors:
     """Return the vectors of a device's tasks. Raises InvalidExperiment."""
     rule, objective = experiment.tier_above(node).aggregation, objective_of(experiment.training)
     for what, given, wanted in (
@@ -103,7 +155,7 @@ def vectors_of(experiment: Experiment, node: str, layout: ModelLayout) -> TaskVe
             problem = f"it {what} {needs} with the model, and the rule {rule.name!r} has {has}"
             remedy = "Name the same vectors in extras_down and extras_up of the rule, and in the objective's class."
             raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)
-    return TaskVectors(link_layouts(rule, layout), tuple(objective.keeps))
+    return TaskVectors(link_layouts(rule, parts.exchanged), tuple(objective.keeps), parts if parts.personal else None)
 
 
 def finish(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from common.experiment.schema import Experiment
 from common.model.layout import Row
 from common.protocol.messages import Task
 from common.runtime.round import NUMBERS, WorkResult
@@ -16,21 +17,57 @@ def result_of(node: str, task: Task, out: Row, result: LocalResult) -> WorkResul
     """Return the result of a device's task: the trained model and its extras in `out`, uint8, and its costs."""
     costs = (task.epochs, result.steps, result.train_s, result.wait_s)
     plans = {node: [{NUMBERS: result.numbers}]} if result.numbers else {}
-    return WorkResult(out, result.samples, result.loss, *costs, plans=plans, path=result.path)
+    return WorkResult(
+        out,
+        result.samples,
+        result.loss,
+        *costs,
+        plans=plans,
+        path=result.path,
+        tests=result.tests,
+        start_loss=result.start_loss,
+    )
+
+
+def scored_by(experiment: Experiment, node: str) -> Callable[[Task], bool]:
+    """Return whether a device scores the model of a task, as a function of the task."""
+
+    def scores(task: Task) -> bool:
+        key, last = task.key, not task.epochs
+        return experiment.scores(node, global_round=key.global_round, local_round=key.local_round, last=last)
+
+    return scores
 
 
 class LocalWork:
-    """A device's results; each overwrites the model of the previous one. `train`: trains as ordered."""
+    """A device's results; each overwrites the model of the previous one.
 
-    def __init__(self, node: str, train: Callable[[Order], LocalResult], memory: DeviceMemory) -> None:
+    `train`: trains as ordered. `samples`: of the device. `scores`: whether it scores a task's model.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        train: Callable[[Order], LocalResult],
+        memory: DeviceMemory,
+        *,
+        samples: int,
+        scores: Callable[[Task], bool],
+    ) -> None:
         self._node = node
         self._train = train
         self._memory = memory
+        self._samples = samples
+        self._scores = scores
 
     def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> WorkResult:
         """Train the model in `row`, uint8 [row_bytes], as the task requires. Raises what `train` raises."""
-        memory = self._memory
+        memory, scores = self._memory, self._scores(task)
+        if not task.epochs and not scores:
+            return result_of(self._node, task, row, LocalResult(self._samples, 0.0, 0, 0.0, 0.0))
         begun, number = memory.begin(task, row), memory.number(task)
-        result = self._train(Order(begun, memory.out, task.epochs, number, progress, cancelled, memory.folder))
+        result = self._train(Order(begun, memory.out, task.epochs, number, progress, cancelled, scores, memory.folder))
+        if not task.epochs:
+            return result_of(self._node, task, row, result)
         memory.end(task)
         return result_of(self._node, task, memory.result, result)

@@ -259,6 +259,7 @@ def _alone(
             yield 0, recipe.inputs(places, changes), recipe.labels.index_select(0, places)
 
     models.read_row(module, layout, turn.row)
+    weights = models.weights_of(module, layout)
     reseed(module, turn.seed, recipe.accelerator)
     found = recipe.vectors.read(turn.row)
     vectors = {name: list(recipe.parts_of(name, vector).values()) for name, vector in found.items()}
@@ -266,7 +267,7 @@ def _alone(
     uniform = None if drawn is None else drawn[:size].to(recipe.accelerator, dtype)
     run_sgd(
         network.forward if network else forward_of(module, recipe.training, device=recipe.accelerator),
-        list(module.parameters()),
+        list(weights.values()),
         batches(),
         training=recipe.training,
         learning_rate=recipe.learning_rate,
@@ -278,6 +279,7 @@ def _alone(
         captured=None if network is None else network.captured,
         uniform=None if uniform is None else lambda samples: uniform[:samples],
         head=head_places(module, layout) if objective_of(recipe.training).uses_head else (),
+        personal=[place for place, name in enumerate(weights) if name in recipe.personal],
     )
     row = layout.empty()
     models.write_row(module, layout, row)

@@ -51,6 +51,7 @@ class Recipe:
 
     `captured`: the gradients of the objective's losses for A models, or None. `anew` makes the module of one training
     of a device alone, if any code of the experiment is the user's own, which may keep anything beside its state.
+    `vectors` are those of training, `personal` the names of the weights that no device has received.
     """
 
     module: nn.Module
@@ -62,6 +63,7 @@ class Recipe:
     learning_rate: float
     captured: CapturedGradients | None = None
     anew: Callable[[], nn.Module] | None = None
+    personal: frozenset[str] = frozenset()
 
     @property
     def layout(self) -> ModelLayout:
@@ -87,7 +89,7 @@ class Recipe:
         """Return the model's inputs for samples with these indices, int64 [n]."""
         images = self.images.index_select(0, places)
         if changes is not None:
-            images = change_images(images, changes, crop=self.training.augmentation.crop)
+            images = change_images(images, changes, crop=self.training.image_changes.crop)
         return self.normalise(images)
 
 
@@ -110,8 +112,8 @@ def _of_fp32(forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
 
 
 def logits_of(module: nn.Module) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
-    """Return the pass of A models at once: weights [A, ...] and inputs [A, W, ...]; the module has no buffers."""
-    names = [name for name, _ in module.named_parameters()]
+    """Return the pass of A models at once: trained weights [A, ...], inputs [A, W, ...]; the module has no buffers."""
+    names = [name for name, weight in module.named_parameters() if weight.requires_grad]
 
     def one(weights: Tensors, inputs: Tensor) -> Tensor:
         logits: Tensor = functional_call(module, weights, (inputs,))
@@ -156,7 +158,7 @@ class VmappedModels:
         self._objective = objective_of(recipe.training)
         self._weights, self._buffers = _tensors(recipe, np.stack([row[: recipe.layout.model_bytes] for row in rows]))
         kept = self._weights if self._objective.uses_received else {}
-        self._received = {name: weight.clone() for name, weight in kept.items()}
+        self._received = {name: weight.clone() for name, weight in kept.items() if name not in recipe.personal}
         found = [recipe.vectors.read(row) for row in rows]
         self._vectors = {
             name: recipe.parts_of(name, np.stack([each[name] for each in found])) for name in recipe.vectors.shapes
@@ -165,7 +167,6 @@ class VmappedModels:
         moving = self._weights if recipe.training.momentum else {}
         self._momenta = {name: torch.zeros_like(weight) for name, weight in moving.items()}
         self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
-        self._frozen = {name for name, weight in recipe.module.named_parameters() if not weight.requires_grad}
         self._hidden = self._hidden_now()
 
     def step(self, places: int | Tensor, batch: Batch) -> None:
@@ -174,10 +175,7 @@ class VmappedModels:
         Nothing has changed if memory runs out.
         """
         recipe = self._recipe
-        weights = {
-            name: tensor.detach().requires_grad_(name not in self._frozen)
-            for name, tensor in _some(self._weights, places).items()
-        }
+        weights = {name: tensor.detach().requires_grad_() for name, tensor in _some(self._weights, places).items()}
         momenta, buffers = _some(self._momenta, places), _some(self._buffers, places)
         passes: list[Tensors] = []
 
@@ -196,7 +194,7 @@ class VmappedModels:
             forward,
             recipe.labels[batch.samples],
             list(weights.values()),
-            list(_some(self._received, places).values()),
+            self._received_at(places, weights),
             batch.weights,
             {name: list(_some(parts, places).values()) for name, parts in self._vectors.items()},
             features,
@@ -246,7 +244,7 @@ class VmappedModels:
         """Return the places from start to stop as a separate state, on the CPU until it is moved."""
         made = object.__new__(VmappedModels)
         made._recipe, made._objective, made._head = self._recipe, self._objective, self._head
-        made._layers, made._frozen, made._hidden = self._layers.part(start, stop), self._frozen, self._hidden
+        made._layers, made._hidden = self._layers.part(start, stop), self._hidden
         made._weights, made._received, made._momenta, made._buffers = (
             _part(tensors, start, stop) for tensors in (self._weights, self._received, self._momenta, self._buffers)
         )
@@ -259,6 +257,13 @@ class VmappedModels:
         for tensors in (self._weights, self._received, self._momenta, self._buffers, *self._vectors.values()):
             tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
         self._losses = self._losses.to(device)
+
+    def _received_at(self, places: int | Tensor, weights: Tensors) -> list[Tensor]:
+        """Return the received weights; the present ones in place of those that were not received."""
+        if not self._objective.uses_received:
+            return []
+        received = _some(self._received, places)
+        return [received[name] if name in received else weight.detach() for name, weight in weights.items()]
 
     def _hidden_now(self) -> bytes:
         recipe = self._recipe

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -171,7 +172,8 @@ class _Shared:
         inputs = self._local[node].inputs
         self._module = self._build(inputs)
         self._anew = partial(self._build, inputs) if any(map(is_own, self._experiment.code_at(node).values())) else None
-        self._vectors = vectors_of(self._experiment, node, models.layout_of(self._module))
+        parts = models.parts_of(self._module, self._experiment.model)
+        self._vectors = vectors_of(self._experiment, node, parts)
         self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, inputs.classes)
         self._captured = self._capture(RECORDED_USE)
         # On a CPU a device alone is trained with another form of the model.
@@ -197,9 +199,8 @@ class _Shared:
         if timed and self._prepared != 2:
             return
         self.know([device.node])
-        row, layout = self._vectors.received.empty(), self._vectors.layout
-        row[:] = 0
-        models.write_row(self._module, layout, row)
+        row = np.zeros(self._vectors.links.down.row_bytes + self._vectors.kept_bytes, np.uint8)
+        models.write_row(self._module, self._vectors.layout, row)
         order = Order(row, row, 1, 0, lambda *_: None, threading.Event())
         recipe, turn = self.recipe(self.rate(order)), self.turn(device, order, lambda _: None)
         if timed:
@@ -215,8 +216,9 @@ class _Shared:
 
     def recipe(self, rate: float) -> Recipe:
         """Return what the devices share at this learning rate."""
-        shared = (self._module, self._vectors, self._images, self._labels, self._normalise)
-        return Recipe(*shared, self._experiment.training, rate, self._captured, self._anew)
+        shared = (self._module, self._vectors.inner, self._images, self._labels, self._normalise)
+        personal = self._vectors.personal
+        return Recipe(*shared, self._experiment.training, rate, self._captured, self._anew, personal)
 
     def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
         """Return a device's order as a turn of vmapped training."""
@@ -241,7 +243,7 @@ class _Shared:
             if not isinstance(how, VmappedResult):
                 done(how)
                 return
-            order.out[: how.row.size] = how.row
+            self._vectors.end(how.row, order.out)
             local_round = order.local_round
             finish(
                 self._experiment, self._vectors, local, order.row, order.out, steps=how.steps, local_round=local_round
@@ -250,7 +252,7 @@ class _Shared:
             done(LocalResult(load.samples, how.loss, how.steps, *costs, TrainingPath.VMAPPED, how.wall_s))
 
         seed = dropout_seed(self._experiment, node=device.node, local_round=order.local_round)
-        return Turn(order.row, load, visits, order.progress, order.cancelled, end, seed)
+        return Turn(self._vectors.begin(order.row), load, visits, order.progress, order.cancelled, end, seed)
 
     def trial(self, recipe: Recipe, turn: Turn, *, timed: bool) -> tuple[int, StepTimes | None]:
         """Return how many fit in one group, 0 for none, and the step times if `timed`: tried once, with any turn."""

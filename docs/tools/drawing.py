@@ -49,6 +49,7 @@ class Report:
     samples: int
     loss: float = 0.5
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 class MixingProbe:

@@ -18,7 +18,14 @@ from common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionS
 from common.experiment.short_form import ShortForm
 from common.experiment.tiers import Tier
 from common.experiment.trainers import TRAINERS, OwnTrainer, TrainerTable
-from common.experiment.training import OBJECTIVES, ObjectiveTable, OwnObjective
+from common.experiment.training import (
+    AUGMENTATIONS,
+    OBJECTIVES,
+    AugmentationTable,
+    ObjectiveTable,
+    OwnAugmentation,
+    OwnObjective,
+)
 from common.methods.selection import OwnSelection
 from common.methods.single_model import OwnRule
 
@@ -52,9 +59,11 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     " each.\nRounds are the node's own count: the cloud's global rounds, an institution's local rounds.",
     "cloud.selection": "One of the selectors below, selected by `name`. [Client selection](algorithms/selection.md)"
     " has the formulas.",
+    "evaluation": "[Evaluation](evaluation.md) explains what devices score, and what comes back.",
     "score": "[Your model, your data](own.md#the-score) has the functions of one's own.",
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
+    "training.augmentation": "Flips and crops of images, or [one's own](extend.md#an-augmentation).",
     "training.trainer": "One of the trainers below, selected by `name`. [Your own method](extend.md#a-trainer) explains"
     " how to write one.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
@@ -70,11 +79,12 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     RuleSettings: {**RULES, "package.module:Name": OwnRule},
     SelectionSettings: {**SELECTORS, "package.module:Name": OwnSelection},
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
+    AugmentationTable: {**AUGMENTATIONS, "package.module:Name": OwnAugmentation},
     TrainerTable: {**TRAINERS, "package.module:Name": OwnTrainer},
 }
 ORDER: Final = (
-    "", "score", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers", "profiles", "links",
-    "transfer", "hardware", "availability",
+    "", "score", "evaluation", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers",
+    "profiles", "links", "transfer", "hardware", "availability",
 )  # fmt: skip
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables
 COMMENT: Final = re.compile(r"^(?P<code>.*?)(?:^| ) *# (?P<text>.*)$")
@@ -114,9 +124,15 @@ def values(schema: Mapping[str, Any]) -> str:
         "boolean": "true, false",
         "string": "a name" if "pattern" in schema else "text",
         "array": f"{schema['minItems']} numbers" if "minItems" in schema else f"a list of {of}",
-        "object": "a table of tables of numbers" if each.get("type") == "object" else f"a table of lists of {of}",
+        "object": _object(each, of) if each is not schema else "a table",
     }
     return kinds.get(schema["type"]) or _range(schema)
+
+
+def _object(each: Mapping[str, Any], of: str) -> str:
+    if "items" in each:
+        return f"a table of lists of {of}"
+    return "a table of tables of numbers" if each.get("type") == "object" else "a table of numbers"
 
 
 def meanings(table: type[BaseModel]) -> dict[str, str]:

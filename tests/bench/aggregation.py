@@ -52,6 +52,7 @@ class Report:
     samples: int
     loss: float
     path_steps: int = 1
+    start_loss: float | None = None
 
 
 def least_s(*works: Callable[[], object], repeats: int = REPEATS) -> list[float]:

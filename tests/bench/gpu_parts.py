@@ -54,6 +54,7 @@ INPUTS: Final = MappingProxyType(  # of models that do not take images of 3 x 32
         "cnn_digits": Inputs((1, 8, 8), 10),
         **dict.fromkeys(("lenet5", "cnn_fedavg", "cnn_fedavg_padded"), Inputs((1, 28, 28), 10)),
         **dict.fromkeys(("cnn_femnist", "vgg_femnist"), Inputs((1, 28, 28), 62)),
+        "cnn_motions": Inputs((6, 1, 128), 7),
         "char_lstm": Inputs((80,), 80, tokens=80),
         "sent_lstm": Inputs((25,), 2, tokens=10_000),
     }
@@ -293,8 +294,8 @@ topology = {{ institutions = 2, devices = {devices} }}
 data = {{ dataset = "synthetic", classes = 10, image_shape = [1, 28, 28], samples = {samples}, test_samples = 1000 }}
 model = {{ name = "lenet5" }}
 links = {{ check = "off" }}
-[cloud]
-evaluate_on = "auto"
+[evaluation]
+accelerator = "auto"
 """
     with tempfile.TemporaryDirectory(prefix="fedstrata-bench-") as home:
         file = Path(home) / "lab.toml"

@@ -50,13 +50,21 @@ class NullMember(SimulatedMember):
         return replace(prepared, partition=digest) if device == self._node else prepared
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, folder: Path | None = None
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train once this round is released."""
         held, _, release = os.environ.get("NULL_LAB_HOLD", "").partition(":")
         if release and local_round >= int(held):
             await asyncio.to_thread(wait_for, Path(release))
-        return await super().train(row, out, epochs=epochs, local_round=local_round, progress=progress)
+        return await super().train(row, out, epochs=epochs, local_round=local_round, progress=progress, scores=scores)
 
 
 class NullPool(SimulatedPool):

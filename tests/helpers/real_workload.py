@@ -25,6 +25,10 @@ class RealWorkload:
         """Return the number of a device's training samples."""
         return self._trainer(node).samples
 
+    def kept_bytes(self, experiment: Experiment) -> int:
+        """Return those of any device."""
+        return self._trainer(experiment.tree.devices[0]).vectors.kept_bytes
+
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Train for `epochs`."""
         never = threading.Event()

@@ -17,8 +17,10 @@ _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     "fedlaw": {"epochs": 0},
     "fedgen": {"steps": 0},  # without a refiner
 }
-# Of rules whose children must be devices with an objective: they stand in the last tier.
-WITH_OBJECTIVE: Final[Mapping[str, str]] = {name: rule.objective for name, rule in RULES.items() if rule.objective}
+# Of rules whose children must be devices with an objective, or with their losses: they stand in the last tier.
+WITH_OBJECTIVE: Final[Mapping[str, str]] = {
+    name: rule.objective or "cross_entropy" for name, rule in RULES.items() if rule.objective or rule.reads_losses
+}
 LEAST: Final[Mapping[str, dict[str, Any]]] = {name: {"name": name, **_NEEDED.get(name, {})} for name in RULES}
 
 

@@ -36,6 +36,8 @@ NEWER: Final = 0.4  # share of the tiers whose rule is not one of the papers'
 STATES: Final = 0.15  # shares of the labs whose devices keep vectors,
 CLUSTERS: Final = 0.1  # whose tiers select by clusters,
 BUFFERS: Final = 0.2  # and whose tiers aggregate buffers
+SCORES: Final = 0.3  # share of the labs whose devices score models
+PERSONAL: Final = 0.4  # of the labs in which devices alone score
 BUSY: Final = 0.1  # share of the others whose nodes and brokers are busy with each byte,
 SEVERAL: Final = 0.12  # and that have several runs, if these are short
 ROUNDS_MOST: Final = 8
@@ -49,6 +51,7 @@ RULES: Final[tuple[Mapping[str, Any], ...]] = (
     {"name": "fedyogi", "learning_rate": 0.1},
     {"name": "fedexp"},
     {"name": "fednova"},
+    {"name": "qfedavg", "q": 1.0},
     *({"name": "trimmed_mean", "trim": 0.0},) * 2,  # for any number of children, as the next one
     {"name": "krum", "wrong": 0},
 )
@@ -121,7 +124,8 @@ def draw_lab(seed: int) -> DrawnLab:
     for _ in range(TRIES):
         durations = _durations(rng)
         try:
-            experiment = parse(_with_methods(rng, _with_layers(rng, _tree(rng, durations), durations)))
+            tree = _with_methods(rng, _with_layers(rng, _tree(rng, durations), durations))
+            experiment = _with_scores(random.Random(f"{seed} evaluation"), parse(tree))
         except InvalidExperiment:
             continue
         drawn = _around(seed, rng, experiment, durations)
@@ -131,6 +135,19 @@ def draw_lab(seed: int) -> DrawnLab:
             return _with_absences(rng, drawn)
         return _with_more(rng, drawn) if drawn.permanent is None else drawn
     raise AssertionError(f"seed {seed} gives no valid experiment")
+
+
+def _with_scores(rng: random.Random, experiment: Experiment) -> Experiment:
+    """Return a lab whose devices score models, and keep personal parts, if it can and chance will."""
+    if rng.random() >= SCORES or any(tier.aggregation.buffers for tier in experiment.tiers):
+        return experiment
+    evaluation = {"at": rng.choice(["devices", "devices", "both"]), "every": rng.choice([1, 1, 2])}
+    evaluation |= {"participation": rng.choice([1.0, 1.0, 0.5]), "data": rng.choice(["held_out", "test"])}
+    tree = experiment.model_dump(mode="json") | {"evaluation": evaluation}
+    whole = any(tier.aggregation.reads_samples for tier in experiment.tiers) or not experiment.training.objective.parts
+    if evaluation["at"] == "devices" and not whole and rng.random() < PERSONAL:
+        tree["model"] = tree["model"] | {"personal": ["b.*"]}
+    return parse(tree)
 
 
 def _around(seed: int, rng: random.Random, experiment: Experiment, durations: Durations) -> DrawnLab:

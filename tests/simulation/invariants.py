@@ -250,7 +250,7 @@ def _is_fatal(fault: Fault) -> bool:
 
 def forgets(drawn: DrawnLab) -> bool:
     """Return whether a restart may lose the state of an institution's rule or client selection, or of a device."""
-    devices = drawn.experiment.training.objective.remembers
+    devices = drawn.experiment.devices_remember
     if not devices and not any(tier.remembers for tier in drawn.experiment.tiers[1:]):
         return False
     return any(fault.restarts and fault.node != CLOUD and (not fault.keep or not drawn.spool) for fault in drawn.faults)

@@ -130,7 +130,7 @@ class Monitor:
         if not isinstance(topic, topics.InboxTopic):
             return
         experiment = self.lab.agents.experiment
-        if isinstance(content, Result) and topic.sender in self.lab.homes:
+        if isinstance(content, Result) and content.epochs and topic.sender in self.lab.homes:
             number = content.key.global_round * experiment.device_rounds + content.key.local_round
             if not self.lab.hardware.trained[topic.sender, number]:
                 self.evidence.misled.append(f"{topic.sender} announces round {number}, which it has not trained")

@@ -3,6 +3,7 @@
 - the digits that come with fedstrata, and synthetic images of any size
 - MNIST's format: `<root>/<name>/raw/train-images-idx3-ubyte` etc., or .gz
 - CIFAR's Python version, pickles: `<root>/cifar-10-batches-py/data_batch_1` ..., `<root>/cifar-100-python/train`
+- motions of a watch: `<root>/motions/watch_dataset.npy`, or that of the installed package seglearn
 - LEAF's JSON: FEMNIST, Shakespeare, Sent140, as `<root>/<name>/data/{train,test}/*.json`
 
 A file of LEAF is {"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}. `num_samples`
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import InvalidExperiment
-from common.experiment.data import FOLDERS, Data
+from common.experiment.data import FOLDERS, Data, seglearn_file
 from common.experiment.topology import CLOUD
 from common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples
 from common.randomness import Purpose, generator
@@ -49,6 +50,11 @@ OPTIONS: Final = {
     "sent140": "-s niid --sf 1.0 -k 0 -t sample",
 }
 
+MOTIONS: Final = "watch_dataset.npy"
+WINDOW: Final = 128  # of 50 samples a second
+STEP: Final = 64  # from one window to the next
+TRAIN_SHARE: Final = 0.8  # of each recording: its beginning
+
 _Token = re.compile(r"[\w']+|[.,!?;]")
 Encode = Callable[[list[Any]], Samples]
 
@@ -60,6 +66,8 @@ def check_files(data: Data, *, node: str = CLOUD) -> None:
         find_mnist_like(root, FOLDERS[name])
     elif name in ("cifar10", "cifar100"):
         (find_cifar10 if name == "cifar10" else find_cifar100)(root)
+    elif name == "motions":
+        find_motions(root)
     elif name in ("femnist", "shakespeare", "sent140"):
         for part in ("train", "test"):
             _leaf_paths(root, name, part)
@@ -201,11 +209,74 @@ class _ArraysOnly(pickle.Unpickler):
     """Unpickler for numpy arrays and Python's basic containers that rejects every other class or function."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == ("_codecs", "encode"):  # Python 2's bytes, as protocols before 3 have them
+            return _latin1
         if module_name in ("numpy.core.multiarray", "numpy._core.multiarray") and global_name == "_reconstruct":
             return np.ndarray(0).__reduce__()[0]  # its module differs between versions of numpy
         if module_name == "numpy" and global_name in ("ndarray", "dtype"):
             return getattr(np, global_name)
         raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed")
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"the encoding {encoding} is not allowed")
+    return text.encode("latin1")
+
+
+def read_motions(root: Path) -> Parts:
+    """Read windows of a watch's motions, float32 [N, 6, 1, 128]: acceleration and rotation in three axes, 50 a second.
+
+    140 recordings of ten people, each exercising a shoulder in seven ways on both sides (D. Burns et al. 2018, of the
+    package seglearn, BSD). Windows of the first four fifths of a recording are for training, those of the rest for
+    testing. The people are the users. Raises InvalidExperiment.
+    """
+    path = find_motions(root)
+    try:
+        with path.open("rb") as file:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError("of another version of numpy's format")
+            shape, _, kind = np.lib.format.read_array_header_1_0(file)
+            if shape != () or kind != np.dtype(object):
+                raise ValueError(f"an array {kind} {list(shape)}")
+            content = _ArraysOnly(file, encoding="latin1").load().item()
+        recordings = [np.asarray(each, np.float32) for each in content["X"]]
+        labels, people = (np.asarray(content[key], np.int64) for key in ("y", "subject"))
+        if not len(recordings) == len(labels) == len(people) or any(each.shape[1:] != (6,) for each in recordings):
+            raise ValueError("its recordings are not of six columns, with a label and a subject each")
+    except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
+        raise _damaged(path, f"is not seglearn's ({type(error).__name__}: {error})") from None
+    numbers = sorted(set(people.tolist()))
+    parts: dict[str, list[tuple[Samples, int, int]]] = {"train": [], "test": []}
+    for motion, label, person in zip(recordings, labels.tolist(), people.tolist(), strict=True):
+        end = int(TRAIN_SHARE * len(motion))
+        for name, piece in (("train", motion[:end]), ("test", motion[end:])):
+            parts[name].append((windows(piece), label, numbers.index(person)))
+    (train, train_labels, owners), (test, test_labels, _) = (_joined(each) for each in parts.values())
+    users = tuple(f"{number:02d}" for number in numbers)
+    return Parts(train, train_labels, test, test_labels, classes=7, users=users, owners=owners)
+
+
+def find_motions(root: Path) -> Path:
+    """Return the file. Raises InvalidExperiment."""
+    installed = seglearn_file()
+    places = [root / FOLDERS["motions"] / MOTIONS, *([installed] if installed is not None else [])]
+    return _find(root, [places], fetch="pip install seglearn, on each host that reads it")[0]
+
+
+def windows(motion: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return a recording, float32 [T, 6], as windows that overlap by half, [N, 6, 1, 128]."""
+    if len(motion) < WINDOW:
+        return np.empty((0, motion.shape[1], 1, WINDOW), np.float32)
+    found = np.lib.stride_tricks.sliding_window_view(motion, WINDOW, axis=0)[::STEP]
+    return np.ascontiguousarray(found)[:, :, None]
+
+
+def _joined(pieces: Sequence[tuple[Samples, int, int]]) -> tuple[Samples, Labels, Labels]:
+    """Return the windows of recordings with the label and the owner of each."""
+    counts = [len(found) for found, _, _ in pieces]
+    labels, owners = (np.repeat(np.array([piece[i] for piece in pieces]), counts) for i in (1, 2))
+    return np.concatenate([found for found, _, _ in pieces]), labels.astype(np.int64), owners.astype(np.int64)
 
 
 def read_femnist(root: Path) -> Parts:

@@ -20,6 +20,11 @@ COMPARE: Final = [
         f"Test accuracy of both global models over time. {RANGE}",
         "`fedstrata compare` has the same over rounds, seconds and bytes, with the seconds to a target.", SHARE, most=1,
     ),
+    Panel(
+        "Worst tenth of devices", [(f'fedstrata_devices_score{{{BOTH}, role="cloud", statistic="worst"}}', "{{run}}")],
+        f"Where devices score models: the mean score of the worst tenth of them. {RANGE}",
+        "`fedstrata report` of both runs has the whole distribution.", least=None,
+    ),
     *(
         Panel(
             title, [(f"max by (run{more}) (max_over_time({expr}[$__range]))", legend)], shows, remedy, unit, "bargauge",

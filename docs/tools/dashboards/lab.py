@@ -66,6 +66,14 @@ LAB: Final = [
         width=8, least=None,
     ),
     Panel(
+        "Score over devices",
+        [(f"fedstrata_devices_score{{{CLOUD}}}", "{{statistic}}")],
+        "Where devices score models (`evaluation.at`): the mean over devices, that of the worst tenth of them, and "
+        "the standard deviation.",
+        "If the worst tenth stays behind: `devices.csv` names them. A fairer rule helps: `qfedavg`.",
+        width=8, least=None,
+    ),
+    Panel(
         "Loss",
         [
             (f"fedstrata_test_loss{{{CLOUD}}}", "test"),

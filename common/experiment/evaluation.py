@@ -1,0 +1,93 @@
+"""Where and when the models of a run are scored: by the cloud on the test set, by the devices, or by both."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from common.errors import InvalidExperiment
+from common.experiment.data import CLASSES, Data
+from common.experiment.tables import AcceleratorName, Count, Fraction, SettingsTable
+from common.experiment.trainers import KEY as TRAINER
+from common.experiment.training import ACCURACY, Score, TrainingSettings
+
+ON_DEVICES: Final = ("data", "held_out", "participation", "per_class")  # keys of what devices do
+
+
+class EvaluationSettings(SettingsTable):
+    """Where the models of a run are scored, and after which global rounds. `[score]` names the score.
+
+    The cloud scores on the test set. A device scores the model that it receives with its first task of a global round,
+    before it trains: that is the model of the global round before, whose row has the scores. The last model is sent
+    once more, to be scored alone.
+    """
+
+    at: Literal["cloud", "devices", "both"] = "cloud"  # who scores
+    every: Count = 1  # score the model of every so many global rounds, and of the last one
+    # Where the cloud evaluates: `cpu`, `cuda`, `cuda:1` (a GPU's number), or `auto`, a GPU if its machine has one. It
+    # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
+    accelerator: AcceleratorName = "cpu"
+    # What devices score on: `held_out`, a share of their own samples, or `test`, the test set, of which each sample is
+    # on exactly one device.
+    data: Literal["held_out", "test"] = "held_out"
+    # Of `data = "held_out"`: the share of a device's samples that it never trains on, at least one of two or more.
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    # Share of all devices that score in a global round, drawn anew for each. Those without a task do not score.
+    participation: Fraction = 1.0
+    per_class: bool = False  # count the samples of each class, and the right ones, too; of accuracy
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if key not in self.unused}
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """The keys that have no effect."""
+        unused = {"accelerator"} if self.at == "devices" else set() if self.at == "both" else set(ON_DEVICES)
+        return frozenset(unused | ({"held_out"} if self.data == "test" else set()))
+
+    @property
+    def on_cloud(self) -> bool:
+        """Whether the cloud scores."""
+        return self.at != "devices"
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether devices score."""
+        return self.at != "cloud"
+
+    @property
+    def takes_samples(self) -> bool:
+        """Whether devices hold out samples of theirs."""
+        return self.on_devices and self.data == "held_out"
+
+    def taken_of(self, samples: int) -> int:
+        """Return how many of a device's samples it holds out."""
+        return min(samples - 1, max(1, round(self.held_out * samples))) if self.takes_samples else 0
+
+    def scoring(self, devices: int) -> int:
+        """Return how many devices of so many are drawn to score in a global round."""
+        return ceil(self.participation * devices)
+
+
+def check_evaluation(evaluation: EvaluationSettings, data: Data, training: TrainingSettings, score: Score) -> None:
+    """Check the keys against each other, the data, the trainer and the score. Raises InvalidExperiment."""
+    for key in sorted(evaluation.model_fields_set & evaluation.unused):
+        by = 'evaluation.data = "held_out"' if key == "held_out" and evaluation.on_devices else "evaluation.at"
+        problem = f"no effect with evaluation.at = {evaluation.at!r}"
+        if key == "held_out" and evaluation.on_devices:
+            problem = f"no effect with evaluation.data = {evaluation.data!r}"
+        raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, f"Omit it, or set {by}.")
+    if not evaluation.on_devices:
+        return
+    if not training.trainer.learns_module:
+        problem = f"devices with {TRAINER} {training.trainer.whose} do not score models"
+        raise InvalidExperiment("evaluation.at", evaluation.at, problem, 'Use "cloud".')
+    if evaluation.data == "test" and data.private:
+        problem = "every device has samples of its own, and the cloud alone has the test set"
+        raise InvalidExperiment("evaluation.data", "test", problem, "Use held_out.")
+    if evaluation.per_class and (data.targets != CLASSES or score.name != ACCURACY):
+        problem = "it counts right classes, and the score is not accuracy"
+        raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")

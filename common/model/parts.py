@@ -1,0 +1,138 @@
+"""The parts of a model: which of its arrays nodes exchange, which are frozen, and which each device keeps.
+
+Arrays have the names of the model's state. Frozen ones are the same at every node, which makes them with the model; the
+layout has their digest, so that a node with others is refused. Personal ones are in no row that is sent. A device
+trains the exchanged and the personal ones, whose row has the layout `whole`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import InvalidExperiment
+from common.experiment.data import Model
+from common.experiment.tables import proposal
+from common.model import tensors
+from common.model.layout import ModelLayout, Row, Section
+
+MARK_BYTES: Final = 4  # before a device's personal arrays: zeros if it has none yet
+
+
+class Part(StrEnum):
+    """What becomes of an array."""
+
+    EXCHANGED = "exchanged"
+    FROZEN = "frozen"
+    PERSONAL = "personal"
+
+
+def part_of_each(model: Model, arrays: Mapping[str, Sequence[str]], *, constant: Collection[str]) -> dict[str, Part]:
+    """Return the part of each array, by its first name; `arrays` has all names of each.
+
+    `constant`: those that are frozen in any case. Raises InvalidExperiment for a pattern without an array, and an array
+    of two parts.
+    """
+    found = dict.fromkeys(arrays, Part.EXCHANGED)
+    for part, patterns in ((Part.FROZEN, model.frozen), (Part.PERSONAL, model.personal)):
+        for pattern in patterns:
+            key = f"model.{part}"
+            named = [first for first, names in arrays.items() if any(fnmatchcase(name, pattern) for name in names)]
+            if not named:
+                remedy = proposal(pattern, list(arrays), what="It has")
+                raise InvalidExperiment(key, pattern, f"{model.name} has no array of such a name", remedy)
+            for name in named:
+                if part is Part.PERSONAL and found[name] is Part.FROZEN:
+                    raise InvalidExperiment(key, pattern, f"{name} is frozen, too", "Let the patterns differ.")
+                found[name] = part
+    return found | dict.fromkeys(constant, Part.FROZEN)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelParts:
+    """A model's layouts: of what is exchanged, and of the `whole` that a device trains; the same without personal ones.
+
+    `frozen`: the arrays by name, of any type. `first`: the personal arrays with which a device begins, one after
+    another in the order of `whole`, uint8. `constant`: names of parameters that are frozen because of `requires_grad`.
+    """
+
+    exchanged: ModelLayout
+    whole: ModelLayout
+    frozen: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    first: Row = field(default_factory=lambda: np.zeros(0, np.uint8))
+    constant: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Sequence[tuple[str, Sequence[int], Section]],
+        parts: Mapping[str, Part],
+        values: Mapping[str, npt.NDArray[Any]],
+        *,
+        constant: Collection[str] = (),
+    ) -> ModelParts:
+        """Return the parts of arrays, names with shapes in the order of the state; `values`: of those not exchanged."""
+        frozen = {name: array.copy() for name, array in values.items() if parts[name] is Part.FROZEN}
+        digest = tensors.content(frozen, {}) if frozen else ""
+        listed = [(name, shape, section) for name, shape, section in arrays if name not in frozen]
+        exchanged = [each for each in listed if parts[each[0]] is Part.EXCHANGED]
+        layout = ModelLayout.build(exchanged, digest)
+        if len(exchanged) == len(listed):
+            return cls(layout, layout, frozen, constant=frozenset(constant))
+        made = cls(layout, ModelLayout.build(listed, digest), frozen, constant=frozenset(constant))
+        row = made.whole.empty()
+        views = made.whole.views(row)
+        for name in made.personal:
+            views[name][...] = values[name]
+        return cls(layout, made.whole, frozen, made.personal_of(row), frozenset(constant))
+
+    @cached_property
+    def personal(self) -> tuple[str, ...]:
+        """The names of the personal arrays, in the order of `whole`."""
+        exchanged = {entry.name for entry in self.exchanged.entries}
+        return tuple(entry.name for entry in self.whole.entries if entry.name not in exchanged)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what a device keeps of its personal arrays, 0 without any."""
+        return MARK_BYTES + self.first.size if self.personal else 0
+
+    @cached_property
+    def columns(self) -> npt.NDArray[np.int64]:
+        """The places in `whole` of the exchanged trainable columns, int64 [D]."""
+        places = {entry.name: np.arange(entry.start, entry.stop) for entry in self.whole.entries}
+        named = [entry.name for entry in self.exchanged.entries if entry.section is Section.PARAMETER]
+        return np.concatenate([places[name] for name in named])
+
+    def join(self, model: Row, kept: Row, whole: Row) -> None:
+        """Write a row of `whole`: the exchanged arrays of a model, and the personal ones that a device has kept."""
+        exchanged, personal = self.exchanged.views(model), kept[MARK_BYTES:] if kept[:MARK_BYTES].any() else self.first
+        start = 0
+        for name, view in self.whole.views(whole).items():
+            if name in exchanged:
+                view[...] = exchanged[name]
+            else:
+                stop = start + view.nbytes
+                view[...] = np.frombuffer(personal[start:stop].tobytes(), view.dtype).reshape(view.shape)
+                start = stop
+
+    def split(self, whole: Row, model: Row, kept: Row) -> None:
+        """Write what is exchanged and what is kept of a row of `whole`."""
+        views = self.whole.views(whole)
+        for name, view in self.exchanged.views(model).items():
+            view[...] = views[name]
+        kept[:MARK_BYTES] = 1
+        kept[MARK_BYTES:] = self.personal_of(whole)
+
+    def personal_of(self, whole: Row) -> Row:
+        """Return the personal arrays of a row of `whole`, one after another, uint8."""
+        views = self.whole.views(whole)
+        parts = [np.ascontiguousarray(views[name]).reshape(-1).view(np.uint8) for name in self.personal]
+        return np.concatenate(parts)

@@ -1,0 +1,592 @@
+"""Devices score the models that they receive: sums, samples, tables, what a run does by them, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from cloud.agent import evaluator_of
+from cloud.evaluator import needs_process
+from cloud.records import DEVICES_COLUMNS, DISPATCHED_COLUMNS
+from cloud.results import RunFolder
+from common.accounting.child_report import ChildReport
+from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.experiment.data import check_alike
+from common.experiment.reading import parse
+from common.experiment.topology import CLOUD
+from common.learning import evaluation as learning
+from common.learning import splits
+from common.model.scores import ScoreSums, distribution, packed, summed, unpacked
+from common.protocol import serialization, topics
+from common.protocol.limits import ChildLimits, TaskLimits, check_report, limits_below
+from common.protocol.messages import Key, Manifest, Result, Task
+from deploy.local.direct import run_in_process
+from deploy.local.replay import replayed
+from deploy.results.compare import groups_of, table, to_json
+from deploy.results.page import compose
+from deploy.results.run import Run
+from deploy.results.series import series_of
+from deploy.simulation.broker import Routed
+from deploy.simulation.lab import SimulatedLab
+from deploy.sweeps.measuring import sign_of, value_of
+from deploy.sweeps.merging import merged
+from deploy.sweeps.schema import Measure
+from tests.helpers.examples import PROFILE, examples
+
+LAB: dict[str, Any] = {
+    "name": "scored",
+    "seed": 5,
+    "rounds": 3,
+    "topology": {"institutions": 2, "devices": 5},
+    "data": {"partition": "dirichlet", "concentration": 0.5},
+    "model": {"name": "mlp_digits"},
+    "training": {"batch_size": 50, "learning_rate": 0.05},
+    "institution": {"rounds": 2},
+}
+TESTED = {"at": "both", "data": "test"}
+EXTRA_MOST = 200  # bytes for each device and round, without counts of classes
+
+
+def run_direct(root: Path, *changes: Mapping[str, Any], stop_after: int = 0) -> Path:
+    """Run a lab without a network; with `stop_after` fail after so many global rounds, and resume."""
+    folder = RunFolder.create(root, parse(merged(LAB, *changes)), direct=True)
+
+    def observe(event: str, facts: dict[str, object]) -> None:
+        if event == "global_round" and facts["global_round"] == stop_after:
+            raise KeyboardInterrupt
+
+    if stop_after:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_process(folder, resume=False, accelerator="cpu", observe=observe)
+        folder.release()
+        folder = RunFolder.reopen(folder.path, direct=True)
+    run_in_process(folder, resume=bool(stop_after), accelerator="cpu", observe=lambda event, facts: None)
+    return folder.path
+
+
+def rows(folder: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
+    with (folder / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def without_seconds(found: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{key: cell for key, cell in row.items() if not key.endswith("_s")} for row in found]
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+# Sums
+
+
+def outputs_and_targets(score: str, draw: np.random.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if score == "accuracy":
+        return torch.from_numpy(draw.normal(size=(count, 4))), torch.from_numpy(draw.integers(0, 4, count))
+    outputs, targets = draw.normal(size=(2, count, 1))
+    if score == "binary_accuracy":
+        targets = (targets > 0).astype(float)
+    return torch.from_numpy(outputs), torch.from_numpy(targets.astype(np.float32))
+
+
+class Outputs(torch.nn.Linear):
+    """A model whose outputs are its inputs."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given.float()
+
+
+@examples(60)
+@given(
+    score=st.sampled_from(["accuracy", "r2", "mean_squared_error", "mean_absolute_error", "binary_accuracy"]),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    seed=st.integers(0, 2**32),
+)
+def test_the_sums_of_parts_give_the_score_of_the_whole(score: str, sizes: list[int], seed: int) -> None:
+    found, wanted = outputs_and_targets(score, np.random.default_rng(seed), sum(sizes))
+    loss, classes = ("cross_entropy", 4) if score == "accuracy" else ("mean_squared_error", 0)
+
+    def evaluate(outputs: torch.Tensor, targets: torch.Tensor) -> learning.Evaluation:
+        return learning.evaluate(
+            Outputs(1, 1), outputs, labels=targets, normalise=lambda rows: rows, loss=loss, score=score, classes=classes
+        )
+
+    whole = evaluate(found, wanted)
+    parts = zip(torch.split(found, sizes), torch.split(wanted, sizes), strict=True)
+    total = summed(evaluate(*part).sums for part in parts)
+    assert total is not None and total.samples == whole.sums.samples
+    assert total.score_by(score) == pytest.approx(whole.score, rel=1e-6, abs=1e-9)
+    assert total.mean_loss == pytest.approx(whole.loss, rel=1e-6)
+    if classes:
+        right = found.argmax(1) == wanted
+        by_hand = [(int((wanted == c).sum()), int(right[wanted == c].sum())) for c in range(classes)]
+        assert unpacked(total.classes) == [count for pair in by_hand for count in pair]
+
+
+def test_r2_of_a_constant_target_is_one_if_it_is_met() -> None:
+    assert ScoreSums(3, 0.0, 0.0, targets=0.3, squares=0.03).score_by("r2") == 1.0
+    assert ScoreSums(3, 0.0, 0.5, targets=0.3, squares=0.03).score_by("r2") == 0.0
+
+
+@given(scores=st.lists(st.floats(0, 1), min_size=1, max_size=40), higher=st.booleans())
+def test_the_distribution_is_that_of_a_plain_twin(scores: list[float], higher: bool) -> None:
+    found = distribution(scores, higher=higher)
+    assert found is not None
+    worst = np.sort(scores)[:: 1 if higher else -1][: math.ceil(len(scores) / 10)]
+    assert [found.mean, found.worst, found.spread] == pytest.approx([np.mean(scores), np.mean(worst), np.std(scores)])
+
+
+@given(values=st.lists(st.floats(), min_size=4, max_size=4), other=st.lists(st.floats(), min_size=4, max_size=4))
+def test_no_numbers_from_the_network_raise_an_error(values: list[float], other: list[float]) -> None:
+    one, two = (ScoreSums(1, *each, classes=packed([2**32 - 1, 7])) for each in (values, other))
+    total = one + two
+    scores = [each.score_by(name) for each in (one, two, total) for name in ("accuracy", "r2")]
+    assert unpacked(total.classes) == [2**32 - 1, 14]
+    over = distribution(scores, higher=True)
+    assert over is None or isinstance(over.spread, float)
+
+
+# The wire
+
+
+MANIFEST = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
+RESULT = Result(Key(0, 3, 0), MANIFEST, None, 120, 0.5, 1, 12, 12, 1.5, 0.1, 0.0, (), "")
+SUMS = ScoreSums(2_000_000, 1234.5, 1_900_000.0, 0.0, 0.0, 12.5)
+
+
+def test_scores_cost_few_bytes_of_a_device_at_each_hop() -> None:
+    for kind in (RESULT, ChildReport("device-12", 120, 1, 1, 12, 0.5, 1.5)):
+        sizes = []
+        for tests in (None, SUMS):
+            report = replace(kind, tests=tests)
+            message = report if isinstance(report, Result) else replace(RESULT, children=(report,))
+            sizes.append(len(serialization.encode(message, "s")))
+            assert serialization.decode(serialization.encode(message, "s"))[1] == message
+        assert 0 < sizes[1] - sizes[0] <= 60 < EXTRA_MOST
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"samples": 0}, {"seconds": -1.0}, {"seconds": math.nan}, {"classes": b"12345678"}, {"samples": 10**13}],
+    ids=str,
+)
+def test_impossible_sums_are_refused(lie: dict[str, Any]) -> None:
+    check_report(replace(RESULT, tests=SUMS))
+    with pytest.raises(RefusedModel, match="a score of"):
+        check_report(replace(RESULT, tests=replace(SUMS, **lie)))
+
+
+def test_counts_of_classes_are_bounded_by_the_experiment() -> None:
+    counted = replace(RESULT, tests=replace(SUMS, classes=packed([5, 4] * 10)))
+    limits = limits_below(parse({**LAB, "evaluation": {**TESTED, "per_class": True}}), CLOUD)["institution-0"]
+    check_report(counted, limits=replace(limits, samples=10**6))
+    with pytest.raises(RefusedModel, match="a score of"):
+        check_report(counted, limits=ChildLimits())
+    with pytest.raises(WireError):
+        serialization.decode(serialization.encode(replace(RESULT, tests=replace(SUMS, samples=-1)), "s"))
+
+
+def test_a_task_without_epochs_is_one_of_runs_whose_devices_score() -> None:
+    task = Task(Key(1, 3, 0), 0, MANIFEST, None)
+    TaskLimits(3, 2, 5, scored=True).check(task)
+    for limits, wrong in (
+        (TaskLimits(3, 2, 5), task),
+        (TaskLimits(2, 2, 5, scored=True), task),
+        (TaskLimits(3, 2, 5, scored=True), replace(task, key=Key(1, 3, 1))),
+        (TaskLimits(3, 2, 5, scored=True), replace(task, epochs=1)),
+    ):
+        with pytest.raises(RefusedModel):
+            limits.check(wrong)
+
+
+# Samples
+
+
+def test_held_out_samples_are_never_trained_on() -> None:
+    from device.training.trainer import Trainer
+
+    lab = parse(merged(LAB, {"evaluation": {"at": "devices", "held_out": 0.2}}))
+    split = splits.split_of(lab)
+    for name, part in zip(lab.tree.devices, split.partitions, strict=True):
+        trainer = Trainer(lab, node=name, accelerator="cpu")
+        trainer.prepare()
+        local = trainer._prepared.local
+        assert local.tests is not None
+        trained, tested = set(local.samples.tolist()), set(local.tests.samples.tolist())
+        assert not trained & tested and trained | tested == set(part.tolist())
+        assert len(tested) == trainer.tests == round(0.2 * len(part))
+    again = parse(merged(LAB, {"evaluation": {"at": "devices", "held_out": 0.2}, "seed": 6}))
+    assert splits.split_of(again).digest != split.digest  # everything is drawn from the seed
+
+
+def test_a_device_with_one_sample_trains_on_it() -> None:
+    settings = parse({"evaluation": {"at": "devices"}}).evaluation
+    assert [settings.taken_of(samples) for samples in (1, 2, 3, 10, 100)] == [0, 1, 1, 1, 10]
+    assert len(splits.taken_of(np.array([7]), evaluation=settings, seed=1, node="device-0")) == 0
+
+
+@given(count=st.integers(0, 200), devices=st.integers(1, 30), seed=st.integers(0, 99))
+def test_each_test_sample_is_on_one_device(count: int, devices: int, seed: int) -> None:
+    parts = [splits.tests_of(count, devices=devices, place=place, seed=seed) for place in range(devices)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# Runs
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """Return a random lab of two to four layers, whose devices have the test set."""
+    draw = np.random.default_rng(seed)
+    data = {"partition": str(draw.choice(["iid", "quantity", "dirichlet"])), "min_samples": 2}
+    made: dict[str, Any] = {
+        "seed": int(draw.integers(1000)), "rounds": int(draw.integers(1, 4)), "data": data,
+        "evaluation": {**TESTED, "every": int(draw.integers(1, 3))},
+        "model": {"name": str(draw.choice(["mlp_digits", "cnn_digits"]))}, "training": LAB["training"],
+    }  # fmt: skip
+    layers, aggregation = int(draw.integers(2, 5)), {"name": str(draw.choice(["fedavg", "fedexp", "median"]))}
+    if layers == 2:
+        return made | {"topology": {"institutions": 0, "devices": int(draw.integers(1, 9))}}
+    if layers == 3:
+        institutions = int(draw.integers(1, 4))
+        devices = institutions + int(draw.integers(0, 5))
+        made["institution"] = {"rounds": int(draw.integers(1, 3)), "aggregation": aggregation}
+        return made | {"topology": {"institutions": institutions, "devices": devices}}
+    names = [("world", "region"), ("country", "institution"), ("lan", "device")]
+    numbers = np.cumsum(draw.integers(1, 3, 3))
+    return made | {
+        "tiers": [
+            {"name": name, "children": children, "number": int(number), "rounds": 1 if name == "world" else 2}
+            for (name, children), number in zip(names, numbers, strict=True)
+        ]
+    }
+
+
+@pytest.mark.parametrize("seed", range(100 if PROFILE == "thorough" else 8))
+def test_devices_with_the_test_set_find_what_the_cloud_finds(seed: int, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, parse(drawn(seed)), direct=True)
+    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    found = rows(folder.path)
+    last = len(found)
+    for row in found:
+        due = int(row["global_round"]) % folder.experiment.evaluation.every == 0 or int(row["global_round"]) == last
+        assert bool(row["accuracy"]) == bool(row["devices_score"]) == due
+        assert row["devices_score"] == row["accuracy"]
+        if due:
+            assert row["devices_samples"] == "359"
+            assert float(row["devices_loss"]) == pytest.approx(float(row["loss"]), abs=2e-6)
+    for event in events(folder.path, "evaluated"):
+        assert event["devices_score"] == event["score"]  # the same number of right ones
+        assert event["devices_loss"] == pytest.approx(event["loss"], abs=1e-6)
+
+
+def test_the_tables_agree_and_training_is_not_changed(tmp_path: Path) -> None:
+    plain, scored = run_direct(tmp_path / "plain"), run_direct(tmp_path / "scored", {"evaluation": TESTED})
+    models = [load_file(folder / "model.safetensors") for folder in (plain, scored)]
+    assert all(np.array_equal(models[0][name], models[1][name]) for name in models[0])
+    assert [row["accuracy"] for row in rows(plain)] == [row["accuracy"] for row in rows(scored)]
+    assert not set(DEVICES_COLUMNS) & rows(plain)[0].keys()
+    assert {row["test_samples"] for row in rows(plain, "devices.csv")} == {""}
+    for row in rows(scored):
+        each = [one for one in rows(scored, "devices.csv") if one["global_round"] == row["global_round"]]
+        assert len(each) == int(row["devices_scored"]) == 5
+        scores, samples = ([float(one[f"test_{name}"]) for one in each] for name in ("score", "samples"))
+        assert sum(samples) == int(row["devices_samples"])
+        assert np.average(scores, weights=samples) == pytest.approx(float(row["devices_score"]), abs=1e-5)
+        assert np.mean(scores) == pytest.approx(float(row["devices_mean"]), abs=1e-5)
+        assert np.std(scores) == pytest.approx(float(row["devices_spread"]), abs=1e-5)
+        assert min(scores) == pytest.approx(float(row["devices_worst"]), abs=1e-5)
+        assert all(float(one["evaluate_s"]) > 0 for one in each)
+
+
+def test_a_run_goes_by_the_scores_of_its_devices(tmp_path: Path) -> None:
+    by = {"evaluation": {"at": "devices", "data": "test"}, "rounds": 8}
+    whole = run_direct(tmp_path / "whole", by)
+    course = [float(row["accuracy"]) for row in rows(whole)]
+    assert [row["accuracy"] for row in rows(whole)] == [row["devices_score"] for row in rows(whole)]
+    reached = next(r for r, score in enumerate(course) if score >= 0.7)
+    stop = {"stop": {"target": 0.7, "best": True}}
+    run = Run(run_direct(tmp_path / "stopped", by, stop))
+    assert len(run.rounds) == min(reached + 2, 8)  # one more, which brought that score
+    assert [row.score for row in run.rounds] == pytest.approx(course[: len(run.rounds)], abs=1e-6)
+    (finished,) = events(run.path, "finished")
+    assert finished["stopped"] == "target" and finished["best_round"] == 1 + int(np.argmax(course[: len(run.rounds)]))
+    assert (run.path / "best.safetensors").exists()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("at", ["devices", "both"])
+def test_a_resumed_run_has_the_tables_of_an_undisturbed_one(at: str, every: int, tmp_path: Path) -> None:
+    changes = {
+        "evaluation": {"at": at, "participation": 0.6, "per_class": True}, "rounds": 4,
+        "cloud": {"checkpoint_every": every}, "stop": {"best": True},
+    }  # fmt: skip
+    folders = [run_direct(tmp_path / str(k), changes, stop_after=k) for k in (0, 1, 3, 4)]
+    models = [load_file(folder / "model.safetensors") for folder in folders]
+    for folder, model in zip(folders, models, strict=True):
+        assert all(np.array_equal(model[name], models[0][name]) for name in model)
+        for name in ("rounds.csv", "devices.csv"):
+            assert without_seconds(rows(folder, name)) == without_seconds(rows(folders[0], name)), name
+
+
+def test_devices_that_are_drawn_to_score_are_named(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"evaluation": {"at": "devices", "participation": 0.4, "per_class": True}}
+    folder = run_direct(tmp_path, changes)
+    lab = parse(merged(LAB, changes))
+    for row in rows(folder):
+        r = int(row["global_round"])
+        each = [one for one in rows(folder, "devices.csv") if int(one["global_round"]) == r]
+        scored = [one["node"].rpartition("/")[2] for one in each if one["test_samples"]]
+        assert scored == [n for n in lab.tree.devices if lab.scores(n, global_round=r, local_round=0, last=True)]
+        assert len(scored) == int(row["devices_scored"]) == 2
+    counts = [(sum(e["samples"]), sum(e["right"])) for e in events(folder, "classes")]
+    right = [round(float(row["devices_score"]) * int(row["devices_samples"])) for row in rows(folder)]
+    assert counts == [(int(row["devices_samples"]), hits) for row, hits in zip(rows(folder), right, strict=True)]
+
+
+def test_devices_without_a_task_have_a_row_if_they_score(tmp_path: Path) -> None:
+    selected = {"cloud": {"participation": 0.5}, "institution": {"participation": 0.5}}
+    folder = run_direct(tmp_path, selected, {"evaluation": {"at": "devices"}})
+    found = rows(folder, "devices.csv")
+    scored = [row for row in found if row["test_samples"]]
+    assert {int(row["global_round"]) for row in scored} == {1, 2, 3}
+    assert any(row["local_rounds"] == "0" for row in scored)
+
+
+def test_several_models_are_named_as_dispatched(tmp_path: Path) -> None:
+    rule = {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}}
+    folder = run_direct(tmp_path, rule, {"evaluation": TESTED})
+    for row in rows(folder):
+        assert set(DISPATCHED_COLUMNS) <= row.keys() and not set(DEVICES_COLUMNS) & row.keys()
+        assert row["dispatched_samples"] == "359"
+    assert Run(folder).rounds[-1].of_devices("samples") == 359
+
+
+def test_a_replay_scores_alike(tmp_path: Path) -> None:
+    selection = {"cloud": {"selection": {"name": "power_of_choice"}, "participation": 0.5}}
+    folder = run_direct(tmp_path / "runs", selection, {"evaluation": {"at": "devices"}})
+    again = replayed(Run(folder), tmp_path / "again", accelerator="cpu", observe=lambda event, facts: None)
+    for name in ("rounds.csv", "devices.csv"):
+        assert without_seconds(rows(again, name)) == without_seconds(rows(folder, name))
+
+
+def test_numbers_are_scored_by_their_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(1)
+    x = draw.normal(size=(300, 3))
+    y = x @ [1.0, -2.0, 0.5] + 0.1 * draw.normal(size=300) + 3
+    lines = "".join(f"{a},{b},{c},{target}\n" for (a, b, c), target in zip(x, y, strict=True))
+    (tmp_path / "t.csv").write_text(f"a,b,c,y\n{lines}")
+    (tmp_path / "linear_scored.py").write_text(
+        "from torch import nn\ndef build(*, shape, outputs): return nn.Linear(shape[0], outputs)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    data = {"dataset": "t.csv", "root": str(tmp_path), "target_column": "y", "targets": "numbers"}
+    lab = LAB | {"data": data, "model": {"name": "linear_scored:build"}, "evaluation": TESTED}
+    folder = RunFolder.create(tmp_path / "runs", parse(lab), direct=True)
+    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    for row in rows(folder.path):
+        assert row["accuracy"] == "" and row["score"]
+        assert float(row["devices_score"]) == pytest.approx(float(row["score"]), abs=1e-5)
+
+
+# Results
+
+
+def test_reports_comparisons_and_sweeps_have_the_devices_scores(tmp_path: Path) -> None:
+    runs = [Run(run_direct(tmp_path, {"evaluation": {"at": "devices"}, "seed": seed})) for seed in (1, 2)]
+    page, _ = compose(runs[:1])
+    (course, order) = (figure for figure in page.figures if figure.name.startswith("device-"))
+    assert course.title == "Accuracy of devices over global rounds" and order.table is not None
+    assert "Scores of the global model by devices" in [table.title for table in page.tables]
+    heads = {"mean over devices", "worst tenth", "spread over devices"}
+    together, _ = compose(runs)
+    assert heads <= {column.name for table in together.tables for column in table.columns if table.name == "series"}
+    groups = groups_of(series_of(runs), 0.3)
+    assert heads <= {column.name for column in table(groups, 0.3).columns}
+    worst = [run.of_devices("worst") for run in runs]
+    (group,) = to_json(groups, 0.3)["groups"]
+    assert group["devices_worst"]["mean"] == pytest.approx(np.mean(worst))
+    rounds = runs[0].rounds
+    for of, statistic in (("worst", "worst"), ("devices", "mean"), ("spread", "spread"), ("samples", "score")):
+        found = value_of(rounds, Measure(of=of), target=None, rounds=3)
+        assert found == pytest.approx(100 * (rounds[-1].of_devices(statistic) or math.nan))
+    course_of = [row.of_devices("spread") or math.nan for row in rounds]
+    best = value_of(rounds, Measure(of="spread", best=True), target=None, rounds=3)
+    assert best == pytest.approx(100 * min(course_of)) and sign_of(Measure(of="spread")) < 0
+    with pytest.raises(InvalidExperiment, match=r"^measure\.of"):
+        Measure(name="seconds", of="worst")
+
+
+# Labs in virtual time
+
+
+def test_a_killed_device_loses_its_own_scores_alone() -> None:
+    closing = {"rule": "quorum", "quorum": 2, "deadline_s": 8.0}
+    tree = {"rounds": 4, "topology": {"institutions": 0, "devices": 4}, "evaluation": {"at": "devices"}}
+    second, tables = asyncio.Event(), list[list[dict[str, str]]]()
+
+    def observe(event: str, facts: Mapping[str, Any]) -> None:
+        if event == "global_round" and facts["global_round"] == 2:
+            second.set()
+
+    async def scenario(lab: SimulatedLab) -> None:
+        await second.wait()
+        lab.kill("device-3")
+
+    def keep(lab: SimulatedLab) -> None:
+        (folder,) = lab.agents.runs.glob("*")
+        tables.extend([rows(folder), rows(folder, "devices.csv")])
+
+    lab = SimulatedLab(
+        parse({**tree, "cloud": {"closing": closing}}), seed=3, scenario=scenario, observe=observe, at_end=keep
+    )
+    outcome = lab.run()
+    assert outcome.ended[CLOUD] == ""
+    rounds, devices = tables
+    assert [row["devices_scored"] for row in rounds] == ["4", "3", "3", "3"]
+    scored = {(row["global_round"], row["node"]) for row in devices if row["test_score"]}
+    nodes = [f"cloud/device-{number}" for number in range(4)]
+    assert scored == {(str(r), node) for r in range(1, 5) for node in nodes} - {(str(r), nodes[3]) for r in (2, 3, 4)}
+    assert [row["samples"] for row in devices if row["node"] == nodes[3]][1] and ("2", nodes[3]) not in scored
+
+
+def tables_of(victim: str = "", global_round: int = 0) -> list[list[dict[str, str]]]:
+    """Return the tables of a small lab, in which a node is killed at its task of a global round, and comes back.
+
+    The cloud is killed at the first one.
+    """
+    tables, reached, tasks = list[list[dict[str, str]]](), asyncio.Event(), set[str]()
+
+    def hook(message: Routed) -> None:
+        topic = topics.parse(message.topic)
+        if message.body and isinstance(topic, topics.InboxTopic) and not reached.is_set():
+            _, content = serialization.decode(message.body)
+            if isinstance(content, Task) and content.key.global_round == global_round:
+                tasks.add(topic.node)
+            if tasks & {victim} or (tasks and victim == CLOUD):
+                reached.set()
+
+    async def scenario(lab: SimulatedLab) -> None:
+        lab.network.hooks.append(hook)
+        await reached.wait()
+        if victim:
+            lab.kill(victim)
+            await asyncio.sleep(0.4)
+            lab.start(victim)
+
+    def keep(lab: SimulatedLab) -> None:
+        (folder,) = lab.agents.runs.glob("*")
+        tables.extend(without_seconds(rows(folder, name)) for name in ("rounds.csv", "devices.csv"))
+
+    tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 3}, "institution": {"rounds": 2}}
+    tree |= {"links": {"check": "off"}, "evaluation": {"at": "devices", "per_class": True}}
+    lab = SimulatedLab(parse(tree), seed=3, scenario=scenario, at_end=keep)
+    assert lab.run().ended[CLOUD] == ""
+    return [[{key: cell for key, cell in row.items() if "bytes" not in key} for row in table] for table in tables]
+
+
+@pytest.mark.parametrize("global_round", [1, 2], ids=["with the next task", "alone"])
+@pytest.mark.parametrize("victim", [CLOUD, "institution-0", "device-0"])
+def test_a_node_killed_while_a_model_is_scored_changes_no_score(victim: str, global_round: int) -> None:
+    undisturbed = tables_of()
+    assert tables_of(victim, global_round) == undisturbed
+    rounds, devices = undisturbed
+    assert [row["devices_scored"] for row in rounds] == ["3", "3"]
+    assert all(row["test_samples"] for row in devices)
+
+
+# A cloud without PyTorch
+
+
+def test_the_cloud_needs_neither_pytorch_nor_data(tmp_path: Path) -> None:
+    before = run_direct(tmp_path / "before", {"rounds": 1})
+    lab = merged(LAB, {"evaluation": {"at": "devices"}, "model": {"initial": str(before)}})
+    experiment = parse(lab)
+    assert not needs_process(experiment)
+    for changes in ({"evaluation": {"at": "both"}}, {"model": {"initial": None}}):
+        assert needs_process(parse(merged(lab, changes)))
+    evaluator = evaluator_of(experiment, tmp_path)
+    beginning = asyncio.run(evaluator.start())
+    tester = learning.ModelTester(experiment)
+    assert beginning.layout.digest == tester.layout.digest and np.array_equal(beginning.row, tester.first)
+    assert beginning.initial == tester.initial and beginning.partition == ""
+    check_alike(experiment.data, "device-0", partition="0123", clouds=beginning.partition)
+    code = (
+        "import sys; sys.modules['torch'] = None; from common.experiment.reading import parse\n"
+        "import asyncio, pathlib, deploy.local.beforehand as b; from cloud.agent import evaluator_of\n"
+        f"lab = parse({lab!r}); b.check_cloud(lab, None)\n"
+        "print(asyncio.run(evaluator_of(lab, pathlib.Path('.')).start()).layout.digest)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == tester.layout.digest
+
+
+def test_another_file_is_no_beginning_without_pytorch(tmp_path: Path) -> None:
+    save_file({"weight": np.zeros((2, 2), np.float32)}, tmp_path / "other.safetensors")
+    model = {"name": "mlp_digits", "initial": str(tmp_path / "other.safetensors")}
+    experiment = parse({"evaluation": {"at": "devices"}, "model": model})
+    with pytest.raises(InvalidExperiment, match=r"^model\.initial .* evaluate at the cloud"):
+        asyncio.run(evaluator_of(experiment, tmp_path).start())
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("tree", "named"),
+    [
+        ({"evaluation": {"held_out": 0.2}}, "evaluation.held_out = 0.2: no effect with evaluation.at = 'cloud'"),
+        ({"evaluation": {"at": "devices", "accelerator": "auto"}}, "evaluation.accelerator = 'auto': no effect"),
+        ({"evaluation": {"at": "devices", "data": "test", "held_out": 0.2}}, "evaluation.held_out = 0.2: no effect"),
+        ({"evaluation": {"at": "devices", "held_out": 1.0}}, "evaluation.held_out = 1.0"),
+        ({"evaluation": {"at": "devices", "participation": 0.0}}, "evaluation.participation = 0.0"),
+        (
+            {"evaluation": {"at": "both"}, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 1}}},
+            "evaluation.at = 'both': cloud.aggregation.name = 'fedbuff' has tasks of several rounds. Use \"cloud\".",
+        ),
+        (
+            {
+                "evaluation": {"at": "devices", "data": "test"},
+                "data": {"dataset": "folder", "partition": "private", "classes": ["a", "b"]},
+                "model": {"name": "cnn_fedavg"},
+            },
+            "evaluation.data = 'test': every device has samples of its own",
+        ),
+        ({"cloud": {"evaluate_every": 2}}, "cloud.evaluate_every"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_scored_is_named(tree: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidExperiment) as refused:
+        parse(tree)
+    assert named in str(refused.value)
+
+
+def test_the_effective_experiment_has_the_keys_that_count() -> None:
+    assert parse({}).model_dump()["evaluation"] == {"at": "cloud", "every": 1, "accelerator": "cpu"}
+    devices = parse({"evaluation": {"at": "devices"}})
+    assert devices.model_dump()["evaluation"].keys() == {
+        "at",
+        "every",
+        "data",
+        "held_out",
+        "participation",
+        "per_class",
+    }
+    assert parse(devices.model_dump(mode="json")).digest == devices.digest

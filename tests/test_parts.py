@@ -1,0 +1,530 @@
+"""Parts of a model: frozen arrays, which no node sends, and personal ones, which each device keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from cloud.results import RunFolder
+from common.accounting.child_report import TrainingPath
+from common.errors import InvalidExperiment
+from common.experiment.data import Model
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.learning import datasets, models
+from common.learning.computing import seeded
+from common.learning.evaluation import ModelTester
+from common.methods.rule import link_layouts
+from common.model.layout import ModelLayout, Section
+from common.model.parts import ModelParts, Part, part_of_each
+from common.randomness import Purpose, torch_seed
+from deploy.local.direct import run_in_process
+from deploy.results.run import Run
+from deploy.simulation.lab import LabOutcome, SimulatedLab
+from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
+from device.pool.trainers import Trainers
+from device.training import batches
+from device.training.trainer import Trainer
+from tests.helpers.commands import DEMO, run_lab, table
+from tests.helpers.real_workload import RealWorkload
+
+CPU = torch.device("cpu")
+ODD = "tests.helpers.odd_models"
+ROUNDS = 10
+LAB: dict[str, Any] = {
+    "name": "parts",
+    "rounds": ROUNDS,
+    "topology": {"institutions": 2, "devices": 6},
+    "data": {"partition": "dirichlet", "concentration": 0.5},
+    "model": {"name": "mlp_digits"},
+    "training": {"batch_size": 50, "learning_rate": 0.05, "momentum": 0.5, "weight_decay": 0.01},
+    "institution": {"participation": 0.67},
+}
+PERSONAL = {  # FedPer: the classifier; FedBN: batch norm, with its statistics
+    "fedper": {"name": "mlp_digits", "personal": ["fc2.*"]},
+    "fedbn": {"name": f"{ODD}:Normed", "personal": ["norm.*"]},
+}
+
+
+def experiment(model: Mapping[str, Any], **changes: Any) -> Experiment:
+    """Return a lab with a model; with personal parts devices score."""
+    scored = {"evaluation": {"at": "devices"}} if "personal" in model else {}
+    return parse({**LAB, "model": model, **scored, **changes})
+
+
+def run_direct(root: Path, lab: Experiment) -> Path:
+    folder = RunFolder.create(root, lab, direct=True)
+    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    return folder.path
+
+
+def plain(lab: Experiment, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Return the shared arrays, and those of each device, after a plain loop over a run's recorded choices."""
+    inputs = datasets.load(lab.data).inputs
+    module = models.of(lab, inputs=inputs)
+    personal = models.parts_of(module, lab.model).personal
+    shared = {name: tensor.clone() for name, tensor in module.state_dict().items() if name not in personal}
+    first = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in personal}
+    own = dict.fromkeys(lab.tree.devices, first)
+    took = {(row.global_round, row.node) for row in Run(path).devices if row.samples}
+    samples = {node: len(batches.load_local_dataset(lab, node, accelerator=CPU).samples) for node in lab.tree.devices}
+    for r in range(lab.rounds):
+        means, totals = [], []
+        for institution in lab.tree.children["cloud"]:
+            found, weights = [], []
+            for node in lab.tree.children[institution]:
+                if (r + 1, lab.tree.path(node)) not in took:
+                    continue
+                trained = one_round(lab, node, {**shared, **own[node]}, local_round=r)
+                own = {**own, node: {name: trained[name] for name in personal}}
+                found.append(trained)
+                weights.append(samples[node])
+            means.append(mean(found, weights, list(shared)))
+            totals.append(sum(samples[node] for node in lab.tree.children[institution]))
+        shared = mean(means, totals, list(shared))
+    return shared, own
+
+
+def one_round(lab: Experiment, node: str, state: dict[str, torch.Tensor], *, local_round: int) -> dict[str, Any]:
+    module, training = models.of(lab, inputs=datasets.load(lab.data).inputs), lab.training
+    module.load_state_dict(state)
+    local = replace(batches.load_local_dataset(lab, node, accelerator=CPU), joins="Normed" in lab.model.name)
+    optimiser = torch.optim.SGD(
+        [weight for weight in module.parameters() if weight.requires_grad],
+        training.learning_rate,
+        training.momentum,
+        weight_decay=training.weight_decay,
+    )
+    with seeded(torch_seed(lab.seed, Purpose.OWN_CODE, node, local_round)):
+        for _, inputs, labels in batches.batches(local, lab, node=node, epochs=1, local_round=local_round):
+            optimiser.zero_grad()
+            functional.cross_entropy(module.train()(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def mean(states: list[dict[str, Any]], weights: list[int], names: list[str]) -> dict[str, torch.Tensor]:
+    def of(name: str) -> torch.Tensor:
+        each = torch.stack([state[name].double() for state in states])
+        shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+        return torch.tensordot(shares, each, 1).to(states[0][name].dtype)
+
+    return {name: of(name) for name in names}
+
+
+@pytest.mark.parametrize("name", PERSONAL)
+def test_ten_rounds_with_partial_participation_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
+    lab = experiment(PERSONAL[name])
+    path = run_direct(tmp_path, lab)
+    shared, own = plain(lab, path)
+    final = load_file(path / "model.safetensors")
+    assert final.keys() == shared.keys()
+    rows = [row for row in Run(path).devices if row.samples]
+    assert len(rows) == ROUNDS * 4 and len({row.node for row in rows}) == 6
+    apart = {key: float((final[key].double() - shared[key].double()).abs().max()) for key in shared}
+    assert max(apart.values()) < 2e-6, apart
+    heads = [torch.cat([tensor.double().flatten() for tensor in each.values()]) for each in own.values()]
+    assert min(float((one - other).abs().max()) for one, other in pairwise(heads)) > 1e-2
+
+
+@pytest.mark.parametrize("name", PERSONAL)
+def test_each_device_scores_the_received_model_with_its_personal_parts(name: str, tmp_path: Path) -> None:
+    lab = experiment(PERSONAL[name], rounds=3, institution={})
+    path = run_direct(tmp_path, lab)
+    shared, own = plain(lab, path)
+    rows = {row.node: row for row in Run(path).devices if row.global_round == lab.rounds}
+    module = models.of(lab, inputs=datasets.load(lab.data).inputs).eval()
+    scores = set()
+    for node in lab.tree.devices:
+        module.load_state_dict({**shared, **own[node]})
+        local = batches.load_local_dataset(lab, node, accelerator=CPU)
+        assert local.tests is not None
+        logits = module(local.normalise(local.tests.images[local.tests.samples]))
+        loss = functional.cross_entropy(logits, local.tests.labels[local.tests.samples])
+        row = rows[lab.tree.path(node)]
+        assert row.test_samples == len(local.tests.samples)
+        assert row.test_loss == pytest.approx(loss.item(), abs=2e-5)
+        scores.add(row.test_loss)
+    assert len(scores) == len(rows)
+
+
+def test_a_plain_mean_of_the_whole_model_is_another(tmp_path: Path) -> None:
+    whole = load_file(run_direct(tmp_path, experiment({"name": "mlp_digits"})) / "model.safetensors")
+    body = load_file(run_direct(tmp_path, experiment(PERSONAL["fedper"])) / "model.safetensors")
+    assert whole.keys() - body.keys() == {"fc2.weight", "fc2.bias"}
+    assert float((whole["fc1.weight"] - body["fc1.weight"]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", PERSONAL)
+def test_a_run_with_personal_parts_that_is_interrupted_and_resumed_is_the_same(name: str, tmp_path: Path) -> None:
+    lab = experiment(PERSONAL[name], rounds=5, institution={"participation": 0.67, "rounds": 2})
+    whole = run_direct(tmp_path / "whole", lab)
+    broken = RunFolder.create(tmp_path / "broken", lab, direct=True)
+
+    def observe(event: str, facts: Mapping[str, object]) -> None:
+        if event == "global_round" and facts["global_round"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(broken, resume=False, accelerator="cpu", observe=observe)
+    broken.release()
+    again = RunFolder.reopen(broken.path, direct=True)
+    run_in_process(again, resume=True, accelerator="cpu", observe=lambda event, facts: None)
+    assert (whole / "model.safetensors").read_bytes()[-1000:] == (again.path / "model.safetensors").read_bytes()[-1000:]
+    found, wanted = load_file(again.path / "model.safetensors"), load_file(whole / "model.safetensors")
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> LabOutcome:
+    return played()
+
+
+def played(**options: Any) -> LabOutcome:
+    lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
+    outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), **options).run()
+    assert outcome.ok, outcome.result
+    return outcome
+
+
+@pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0", "device-5"])
+def test_a_killed_node_continues_with_the_same_personal_parts(node: str, undisturbed: LabOutcome) -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        for share in (0.4, 0.4):
+            await asyncio.sleep(share * undisturbed.virtual_s)
+            lab.kill(node)
+            await asyncio.sleep(1.0)
+            lab.start(node)
+
+    assert played(scenario=kill).digest == undisturbed.digest
+
+
+def test_a_device_that_lost_its_personal_parts_ends_the_run(undisturbed: LabOutcome) -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        await asyncio.sleep(0.7 * undisturbed.virtual_s)
+        lab.kill("device-0")
+        lab.start("device-0", keep_files=False)
+
+    lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
+    outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), scenario=kill).run()
+    assert "that this device kept after its task" in outcome.result
+
+
+@pytest.mark.slow
+def test_a_lab_of_processes_gives_the_model_of_one_process(tmp_path: Path) -> None:
+    pairs = ["rounds=2", 'model.frozen=["conv1.*"]', 'model.personal=["fc.*"]']
+    direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
+    real = run_lab(DEMO, tmp_path / "real", *pairs)
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (real, direct))
+    assert found.keys() == wanted.keys() == {"conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"}
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    for folder in (direct, real):  # conv2 alone, down and up in each of 2 x 2 local rounds
+        rows = [row for row in table(folder / "links.csv") if row["kind"] == "model" and row["tier"] == "lan"]
+        assert {int(row["payload_bytes"]) for row in rows} == {4 * 4 * (32 * 16 * 9 + 32)}
+
+
+# Frozen
+
+
+@pytest.mark.parametrize("model", [{"name": f"{ODD}:FrozenPart"}, {"name": f"{ODD}:Net", "frozen": ["conv.*"]}])
+def test_frozen_arrays_never_travel_nor_move_and_the_final_model_has_them(
+    model: Mapping[str, Any], tmp_path: Path
+) -> None:
+    lab = experiment(model, rounds=3)
+    module = models.of(lab, inputs=datasets.load(lab.data).inputs)
+    path = run_direct(tmp_path, lab)
+    final = load_file(path / "model.safetensors")
+    assert all(torch.equal(final[key], module.state_dict()[key]) for key in ("conv.weight", "conv.bias"))
+    assert not torch.equal(final["last.weight"], module.state_dict()["last.weight"])
+    module.load_state_dict(final)
+    shared, _ = plain(lab, path)
+    assert max(float((final[key] - shared[key]).abs().max()) for key in shared) < 2e-5
+    sent = 4 * (1440 + 10)
+    assert Run(path).manifest["model_bytes"] == sent
+    spent = Run(path).rounds[0].bytes_
+    assert spent["lan_up_bytes"] == spent["lan_down_bytes"] == 4 * sent  # of four devices
+    again = ModelTester(lab)
+    row = again.layout.empty()
+    again.layout.flatten({key: tensor.numpy() for key, tensor in final.items()}, row)
+    assert again.evaluate(row).score == pytest.approx(Run(path).rounds[-1].score, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bool_buffer", "half_buffer", "double_buffer", "short_counter"])
+def test_constant_buffers_of_any_type_may_be_frozen(name: str, tmp_path: Path) -> None:
+    path = run_direct(tmp_path, experiment({"name": f"{ODD}:{name}", "frozen": ["mask"]}, rounds=1))
+    module = models.anew(
+        experiment({"name": f"{ODD}:{name}"}), inputs=datasets.load(experiment(LAB["model"]).data).inputs
+    )
+    module.load_state_dict(load_file(path / "model.safetensors"))
+    assert module.state_dict()["mask"].dtype == load_file(path / "model.safetensors")["mask"].dtype != torch.float32
+
+
+def test_frozen_statistics_of_a_norm_begin_each_training_as_they_were_built() -> None:
+    lab = experiment({"name": "resnet20", "frozen": ["*running_mean", "*running_var", "*num_batches_tracked"]})
+    lab = parse(
+        {
+            **json.loads(lab.to_json()),
+            "data": {"dataset": "synthetic", "samples": 60, "test_samples": 10, "classes": 10},
+        }
+    )
+    trainer = Trainer(lab, node="device-0", accelerator="cpu")
+    trainer.prepare()
+    row, outs = ModelTester(lab).first, [trainer.layout.empty() for _ in range(2)]
+    for out in outs:
+        trainer.train(row, out, epochs=1, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+    assert np.array_equal(*outs)
+    assert not trainer.layout.counters
+
+
+def test_a_parameter_without_gradients_that_training_changes_is_refused() -> None:
+    trainer = Trainer(experiment({"name": "tests.test_parts:Teacher"}), node="device-0", accelerator="cpu")
+    with pytest.raises(InvalidExperiment, match=r"training changes its parameter teacher.*Keep.*in a buffer"):
+        trainer.prepare()
+
+
+class Teacher(torch.nn.Module):
+    """A moving average that is no buffer."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(64, 10)
+        self.teacher = torch.nn.Parameter(torch.zeros(10), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(x.flatten(1))
+        if self.training:
+            self.teacher.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+        return out
+
+
+def test_a_file_with_other_frozen_arrays_is_no_first_model(tmp_path: Path) -> None:
+    path = run_direct(tmp_path, experiment({"name": f"{ODD}:Net"}, rounds=1))
+    model = {"name": f"{ODD}:Net", "initial": str(path)}
+    ModelTester(experiment(model))
+    with pytest.raises(InvalidExperiment, match=r"model.initial = .*its conv.weight is frozen, and differs"):
+        ModelTester(experiment({**model, "frozen": ["conv.*"]}))
+    assert (
+        ModelTester(experiment({**model, "personal": ["last.*"]}))
+        .notes[-1]
+        .startswith("model.initial: last.weight is personal")
+    )
+
+
+# Objectives, and training in common steps
+
+
+def trained(lab: Experiment) -> list[tuple[np.ndarray[Any, Any], TrainingPath]]:
+    """Train two devices of one process for two tasks each; return what they upload and keep, and how they trained."""
+    trainers, nodes = Trainers(), ["device-0", "device-1"]
+    devices = [HostedDevice(lab, lab.digest, node) for node in nodes]
+    kept, _ = (trainers.prepare(device, "cpu").kept_bytes for device in devices)
+    tester = ModelTester(lab)
+    links = link_layouts(lab.tier_above("device-0").aggregation, tester.layout)
+    rows = [np.zeros(links.down.row_bytes + kept, np.uint8) for _ in nodes]
+    outs = [np.zeros(links.up.row_bytes + kept, np.uint8) for _ in nodes]
+    paths: list[TrainingPath] = []
+    for local_round in range(2):
+        ended: dict[int, Ending] = {}
+        for row, out in zip(rows, outs, strict=True):
+            row[: tester.layout.row_bytes] = tester.first
+            row[tester.layout.row_bytes : links.down.row_bytes].view(np.float32)[:] = 0.01
+            row[links.down.row_bytes :] = out[links.up.row_bytes :]
+        orders = [
+            Order(row, out, 1, local_round, lambda *_: None, threading.Event())
+            for row, out in zip(rows, outs, strict=True)
+        ]
+        trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
+        results = [ended[number] for number in range(2)]
+        assert all(isinstance(result, LocalResult) for result in results), results
+        paths = [result.path for result in results if isinstance(result, LocalResult)]
+    return list(zip(outs, paths, strict=True))
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "fedprox", "fedsam", "scaffold", "feddyn"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        PERSONAL["fedper"],
+        PERSONAL["fedbn"],
+        {"name": f"{ODD}:FrozenPart"},
+        {"name": "cnn_digits", "frozen": ["conv1*"]},
+    ],
+    ids=["fedper", "fedbn", "own frozen", "frozen"],
+)
+def test_in_common_steps_devices_train_as_alone(
+    model: Mapping[str, Any], objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {"training": {**LAB["training"], "objective": objective}}
+    if objective in ("scaffold", "feddyn"):
+        changes["institution"] = {"aggregation": objective}
+    lab = experiment(model, **changes)
+    alone = trained(lab)
+    monkeypatch.setenv(VARIABLE, "always")
+    together = trained(lab)
+    assert {path for _, path in together} == {TrainingPath.VMAPPED} != {path for _, path in alone}
+    for (one, _), (other, _) in zip(alone, together, strict=True):
+        apart = np.abs(one.view(np.float32)[:-4] - other.view(np.float32)[:-4])
+        assert apart[np.isfinite(apart)].max() < 1e-3
+        assert not np.array_equal(one, np.zeros_like(one))
+
+
+def test_the_proximal_term_is_of_the_exchanged_parameters_alone(tmp_path: Path) -> None:
+    """With a huge weight they stay, and the personal ones train on."""
+    training: dict[str, Any] = {**LAB["training"], "learning_rate": 0.01}
+    found = {}
+    for mu in (0.0, 90.0):
+        training["objective"] = {"name": "fedprox", "mu": mu}
+        lab = experiment({"name": "mlp_digits", "personal": ["fc2.*"]}, training=training)
+        trainer = Trainer(lab, node="device-1", accelerator="cpu")
+        trainer.prepare()
+        vectors, first = trainer.vectors, ModelTester(lab)
+        row = np.zeros(vectors.links.down.row_bytes + vectors.kept_bytes, np.uint8)
+        row[: first.layout.row_bytes] = first.first
+        out = np.zeros_like(row)
+        trainer.train(row, out, epochs=1, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+        moved = first.layout.floats(out) - first.layout.floats(row)
+        personal = out[-vectors.kept_bytes + 4 :].view(np.float32) - first.parts.first.view(np.float32)
+        found[mu] = float(np.linalg.norm(moved)), float(np.linalg.norm(personal))
+    assert found[90.0][0] < 0.2 * found[0.0][0]
+    assert found[90.0][1] > 0.5 * found[0.0][1]
+
+
+# The page's examples
+
+PAGE = (Path(__file__).parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+LORA = re.findall(r"^```python\n# lora\.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+LINES_MOST = 30
+
+
+def test_of_lora_its_factors_alone_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = LORA
+    assert len(code.splitlines()) + 1 <= LINES_MOST
+    (tmp_path / "lora.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    lab = experiment({"name": "lora:build"}, rounds=2)
+    path = run_direct(tmp_path / "runs", lab)
+    factors = {"1.down", "1.up", "3.down", "3.up"}
+    final, first = load_file(path / "model.safetensors"), ModelTester(lab)
+    sent = 4 * sum(final[name].numel() for name in factors)
+    assert sent == 3232 == Run(path).manifest["model_bytes"]
+    assert Run(path).rounds[0].bytes_["lan_up_bytes"] == Run(path).rounds[0].bytes_["lan_down_bytes"] == 4 * sent
+    assert {entry.name for entry in first.layout.entries} == factors
+    assert final.keys() - factors == first.parts.frozen.keys()
+    assert all(torch.equal(final[name], torch.from_numpy(array)) for name, array in first.parts.frozen.items())
+    assert sum(tensor.numel() for name, tensor in final.items() if name not in factors) == 19_240 // 4
+    assert f"{sent:,} bytes" in PAGE
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "problem"),
+    [
+        (
+            {"personal": ["fc2.*"]},
+            {"evaluation": {"at": "both"}},
+            r"evaluation\.at = 'both': the cloud has no whole model",
+        ),
+        (
+            {"frozen": ["conv.*"]},
+            {},
+            r"model\.frozen = 'conv\.\*': mlp_digits has no array of such a name. It has: fc1",
+        ),
+        ({"personal": ["head"]}, {}, r"model\.personal = 'head': mlp_digits has no array"),
+        ({"frozen": ["*"]}, {}, r"model\.frozen = '\*': they leave no parameter that devices exchange"),
+        ({"personal": ["*"]}, {}, r"model\.personal = '\*': they leave no parameter that devices exchange"),
+        ({"frozen": ["fc2.*"], "personal": ["fc2.bias"]}, {}, r"model\.personal = 'fc2.bias': fc2.bias is frozen, too"),
+        (
+            {"personal": ["fc2.*"]},
+            {"training": {"objective": "moon"}},
+            r"model\.personal.*'moon' needs the whole model",
+        ),
+        (
+            {"personal": ["fc2.*"]},
+            {"institution": {"aggregation": "feddf"}, "data": {"node_samples": 100}},
+            r"model\.personal.*institution\.aggregation\.name = 'feddf' needs the whole model",
+        ),
+        (
+            {"frozen": ["fc1.*"]},
+            {"cloud": {"aggregation": "fedma"}},
+            r"cloud\.aggregation\.name = 'fedma': it permutes the neurons of all layers",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_key(
+    model: Mapping[str, Any], changes: Mapping[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        ModelTester(experiment({"name": "mlp_digits", **model}, **changes))
+
+
+def test_an_experiment_without_parts_has_the_keys_of_before() -> None:
+    assert json.loads(experiment({"name": "mlp_digits"}).to_json())["model"].keys() == {"name", "projection", "initial"}
+    assert json.loads(experiment(PERSONAL["fedper"]).to_json())["model"]["personal"] == ["fc2.*"]
+
+
+# Layouts
+
+
+def test_a_layout_knows_its_frozen_arrays_by_their_digest() -> None:
+    layout = ModelLayout.build([("w", (2,), Section.PARAMETER)])
+    frozen = replace(layout, frozen="0123456789abcdef")
+    assert ModelLayout.from_json(frozen.to_json()) == frozen != layout
+    assert ModelLayout.from_json(layout.to_json()) == layout
+    assert frozen.digest != layout.digest and frozen.row_bytes == layout.row_bytes
+    assert frozen.with_extras({"v": (3,)}).frozen == frozen.frozen
+
+
+NAMES = [f"{layer}.{kind}" for layer in ("a", "b", "c") for kind in ("weight", "bias", "mean", "count")]
+SECTIONS = {"weight": Section.PARAMETER, "bias": Section.PARAMETER, "mean": Section.BUFFER, "count": Section.COUNTER}
+
+
+@given(st.lists(st.sampled_from(list(Part)), min_size=12, max_size=12), st.randoms(use_true_random=False))
+def test_parts_join_and_split_any_arrays(chosen: list[Part], random: Any) -> None:
+    parts = {**dict(zip(NAMES, chosen, strict=True)), "a.weight": Part.EXCHANGED}
+    arrays = [(name, (random.randint(0, 3), 2), SECTIONS[name.partition(".")[2]]) for name in NAMES]
+    draw = np.random.default_rng(random.randint(0, 1000))
+    values = {
+        name: draw.normal(size=shape).astype(np.float32) if section is not Section.COUNTER
+        else draw.integers(0, 9, shape)
+        for name, shape, section in arrays
+    }  # fmt: skip
+    made = ModelParts.of(arrays, parts, {name: values[name] for name in NAMES if parts[name] is not Part.EXCHANGED})
+    assert set(made.personal) == {name for name in NAMES if parts[name] is Part.PERSONAL}
+    assert made.frozen.keys() == {name for name in NAMES if parts[name] is Part.FROZEN}
+    assert (made.whole is made.exchanged) == (not made.personal)
+    if not made.personal:
+        return
+    model, kept, whole = made.exchanged.empty(), np.zeros(made.kept_bytes, np.uint8), made.whole.empty()
+    made.exchanged.flatten(values, model)
+    made.join(model, kept, whole)  # a device that has none yet begins with those of the model
+    assert all(np.array_equal(view, values[name]) for name, view in made.whole.views(whole).items())
+    made.whole.floats(whole)[:] += 1
+    made.split(whole, model, kept)
+    again = made.whole.empty()
+    made.join(model, kept, again)
+    assert np.array_equal(whole, again)
+    assert np.array_equal(made.whole.floats(whole)[made.columns], made.exchanged.floats(model)[: len(made.columns)])
+
+
+def test_patterns_match_any_name_of_an_array() -> None:
+    arrays = {"first.weight": ["first.weight", "second.weight"], "last.weight": ["last.weight"]}
+    found = part_of_each(Model(frozen=["second.*"]), arrays, constant=())
+    assert found == {"first.weight": Part.FROZEN, "last.weight": Part.EXCHANGED}
+    assert part_of_each(Model(personal=["*"]), arrays, constant={"last.weight"})["last.weight"] is Part.FROZEN
