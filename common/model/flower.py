@@ -17,7 +17,7 @@ import numpy as np
 
 from common.experiment import own
 from common.experiment.trainers import KEY, FlowerTrainer
-from common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Scored, Site, Trained
+from common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Scored, Trained, TrainingSite
 
 CLIENT: Final = f"{KEY}.client_fn"
 LOSSES: Final = ("train_loss", "loss")  # in what `fit` returns
@@ -41,7 +41,7 @@ class ClientTrainer(ArrayTrainer):
     def __init__(self, settings: FlowerTrainer) -> None:
         """Import nothing yet: each node imports the functions that it calls."""
         self._settings = settings
-        self._site: Site | None = None
+        self._site: TrainingSite | None = None
 
     @property
     def evaluates(self) -> bool:
@@ -62,7 +62,7 @@ class ClientTrainer(ArrayTrainer):
             self._refuse("its client has no get_parameters", f"Name a function of the arrays in {KEY}.initial.")
         return _by_place(found)
 
-    def prepare(self, site: Site) -> int:
+    def prepare(self, site: TrainingSite) -> int:
         """Return the length of the client's `trainloader.dataset`, else what a first `fit` reports."""
         self._site = site
         client = self._client(place=site.place, places=site.places)

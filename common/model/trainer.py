@@ -36,7 +36,7 @@ NUMBER_NAME_MOST: Final = 64  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class TrainingSite:
     """The device that trains: its name, its place among the `places` devices of the lab, and its data folder.
 
     `seed`: of the run. `epochs`, `settings`: of its first local round, as in `LocalTask`. `accelerator`: where it
@@ -111,7 +111,7 @@ class ArrayTrainer:
         """Return the first arrays of a run, float32 or int64, which depend on the seed alone."""
         raise NotImplementedError
 
-    def prepare(self, site: Site) -> int:
+    def prepare(self, site: TrainingSite) -> int:
         """Load this device's samples, once before its tasks, and return their number, at least 1."""
         raise NotImplementedError
 
@@ -160,7 +160,7 @@ class TrainerCode:
         self._write(layout, found, row, "initial")
         return layout, row
 
-    def prepare(self, site: Site) -> int:
+    def prepare(self, site: TrainingSite) -> int:
         """Let the device load its samples; return their number. Raises InvalidExperiment."""
         with self._guarded():
             self._trainer.load("prepare")

@@ -12,7 +12,7 @@ from typing import Final
 
 from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
-from common.model.trainer import LocalTask, Site, TrainerCode
+from common.model.trainer import LocalTask, TrainerCode, TrainingSite
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, Done, HostedDevice, LocalResult, Order, Prepared, Work
 
@@ -31,7 +31,7 @@ class ArrayTraining:
         self._code = TrainerCode(experiment.training.trainer)
         self._layout, self.first = self._code.first(experiment.seed)
         devices, data = experiment.tree.devices, Path(experiment.data.root.replace("{node}", node))
-        self._site = Site(
+        self._site = TrainingSite(
             node=node,
             place=devices.index(node),
             places=len(devices),
