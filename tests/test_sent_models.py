@@ -87,7 +87,7 @@ def play(rule: Rule, links: LinkLayouts, r: int) -> tuple[list[bytes], Aggregate
     draw = np.random.default_rng(r)
     LAYOUT.floats(rows_K)[:] += draw.normal(scale=0.1, size=(len(sent), LAYOUT.columns)).astype(np.float32)
     links.up.extra_columns(rows_K)[:] = draw.normal(size=(len(sent), links.up.extras))
-    reports = tuple(None if child == "c" else Trained(10 * (k + 1), 0.5, k + 1) for k, child in enumerate(sent))
+    reports = tuple(None if child == "c" else Trained(10 * k + 9, 0.5, k + 1, k + 0.1) for k, child in enumerate(sent))
     return received, rule.aggregate(r, Uploads(tuple(sent), rows_K, reports, lambda: None))
 
 

@@ -250,13 +250,13 @@ def test_nodes_of_another_release_are_left_out_of_the_lab_that_is_there(capsys: 
     def answer(node: str, role: str, parent: str, protocol: int = serialization.VERSION) -> Answer:
         return Answer(node, Here("n", role, parent, "", "9.1", "h", "", "", "", 0.0, ()), 0.0, protocol)
 
-    found = [answer("device-0", "device", CLOUD), answer("device-1", "device", CLOUD, 9)]
+    found = [answer("device-0", "device", CLOUD), answer("device-1", "device", CLOUD, NEXT[1])]
     others = {each.node: each.other_release for each in found if each.other_release}
     assert roles._topology(found, others) == {"institutions": 0, "devices": ["device-0"]}
-    assert "device-1 is left out: it is of release 9.1 (protocol 9)" in capsys.readouterr().err
+    assert f"device-1 is left out: it is of release 9.1 (protocol {NEXT[1]})" in capsys.readouterr().err
     with pytest.raises(InvalidExperiment, match=r"no device is there that could take part\. Fix the 1 nodes"):
         roles._topology(found[1:], others)
-    assert "device-1 is left out: it is of release 9.1 (protocol 9)" in capsys.readouterr().err
+    assert f"device-1 is left out: it is of release 9.1 (protocol {NEXT[1]})" in capsys.readouterr().err
 
 
 def test_an_experiment_names_all_its_nodes_that_cannot_take_part(capsys: pytest.CaptureFixture[str]) -> None:
