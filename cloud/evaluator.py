@@ -35,6 +35,7 @@ class Beginning:
     """Initial model of a run, uint8 [row_bytes], digest of the data split, and where models are evaluated.
 
     `notes`: what the user should know of the data, a line each. `initial`: the digest of the file of `model.initial`.
+    `evaluates`: models can be evaluated at the cloud; a trainer of the user's own may not be able to.
     `frozen`: the model's frozen arrays, by name.
     """
 
@@ -44,6 +45,7 @@ class Beginning:
     accelerator: str = "cpu"
     notes: Sequence[str] = ()
     initial: str = ""
+    evaluates: bool = True
     frozen: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
@@ -97,13 +99,12 @@ class Evaluator:
         """Start the process and return the initial model. Raises RunFailed, InvalidExperiment."""
 
         async def first(channel: SubprocessChannel) -> Beginning:
-            begun = self._begun
-            layout = ModelLayout.from_json(begun["layout"])
-            (shared,) = channel.memory.rows(1, layout.row_bytes + begun["frozen_bytes"])
+            begun = dict(self._begun)
+            layout, frozen_bytes = ModelLayout.from_json(begun.pop("layout")), begun.pop("frozen_bytes")
+            (shared,) = channel.memory.rows(1, layout.row_bytes + frozen_bytes)
             row = await offload(shared[: layout.row_bytes].copy)
-            frozen = load(shared[layout.row_bytes :].tobytes()) if begun["frozen_bytes"] else {}
-            facts = begun["partition"], begun["accelerator"], begun["notes"], begun["initial"]
-            return Beginning(layout, row, *facts, frozen)
+            frozen = load(shared[layout.row_bytes :].tobytes()) if frozen_bytes else {}
+            return Beginning(layout, row, **begun, frozen=frozen)
 
         return await self._process.do(first)
 

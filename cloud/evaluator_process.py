@@ -1,19 +1,23 @@
 """The evaluator, in its own process: the cloud agent never imports torch, and evaluation does not delay its rounds.
 
+With a trainer of the user's own this process does not import it either.
+
 The requests on the channel, and the row in shared memory that has the model:
 
-    {"experiment": TEXT, "folder"}         -> {"layout", "partition", "accelerator", "notes", "initial",
-                                               "frozen_bytes"}, the model, and behind it so many bytes of frozen
-                                              arrays (safetensors)
+    {"experiment": TEXT, "folder"}         -> {"layout", "frozen_bytes", and the rest of `Beginning`}, the model, and
+                                              behind it so many bytes of frozen arrays (safetensors)
     {}, and a model                        -> {"score", "loss"}
 
-The data split is written into the folder. Each batch is progress. Instead of a reply there may be an error.
+The data split is written into the folder. Each batch is progress; with a trainer of the user's own, the use of a core
+is. Instead of a reply there may be an error.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,37 +25,50 @@ from common.experiment.reading import parse
 from common.host.memory import frozen_imports
 from common.host.subprocess_channel import AgentChannel, error_record
 from common.model import tensors
+from common.model.trainer import TrainerTester
+
+if TYPE_CHECKING:
+    from common.learning.evaluation import ModelTester
 
 
 def main() -> None:
     """Serve one cloud agent until it ends."""
     channel = AgentChannel()
-    with channel.busy(), frozen_imports():
-        from common.learning import splits
-        from common.learning.evaluation import ModelTester, accelerator_of  # imports torch: seconds
-
     request = channel.receive()
     experiment = parse(request["experiment"])
+    facts: dict[str, object]
+    tester: ModelTester | TrainerTester
     try:
         with channel.busy():
-            partition = splits.keep(experiment, Path(request["folder"]))
-            accelerator = accelerator_of(experiment)
-            tester = ModelTester(experiment, accelerator=accelerator, watch=channel.moved)
+            if experiment.training.trainer.learns_module:
+                with frozen_imports():
+                    from common.learning import splits
+                    from common.learning.evaluation import ModelTester, accelerator_of  # imports torch: seconds
+
+                partition = splits.keep(experiment, Path(request["folder"]))
+                accelerator = accelerator_of(experiment)
+                tester = ModelTester(experiment, accelerator=accelerator, watch=channel.moved)
+                facts = {"partition": partition, "accelerator": str(accelerator), "evaluates": True}
+            else:
+                tester = TrainerTester(experiment)
+                facts = {"partition": "", "accelerator": "cpu", "evaluates": tester.evaluates}
     except Exception as error:  # noqa: BLE001 - the cloud reports it
         channel.send(**error_record(error))
         return
-    if tester.parts.frozen:
-        tensors.write(frozen := BytesIO(), tester.parts.frozen, {})
-    behind = frozen.getvalue() if tester.parts.frozen else b""
+    behind = b""
+    if tester.frozen:
+        tensors.write(frozen := BytesIO(), tester.frozen, {})
+        behind = frozen.getvalue()
     (shared,) = channel.memory.rows(1, tester.layout.row_bytes + len(behind))
     row = shared[: tester.layout.row_bytes]
     row[:], shared[row.size :] = tester.first, np.frombuffer(behind, np.uint8)
-    facts = {"partition": partition, "accelerator": str(accelerator), "notes": tester.notes, "initial": tester.initial}
-    channel.send(layout=tester.layout.to_json(), frozen_bytes=len(behind), **facts)
+    facts |= {"frozen_bytes": len(behind), "notes": tester.notes, "initial": tester.initial}
+    channel.send(layout=tester.layout.to_json(), **facts)
     while True:
         channel.receive()
         try:
-            result = tester.evaluate(row)
+            with nullcontext() if experiment.training.trainer.learns_module else channel.busy():
+                result = tester.evaluate(row)
         except Exception as error:  # noqa: BLE001 - the cloud reports it
             channel.send(**error_record(error))
         else:

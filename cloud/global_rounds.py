@@ -21,7 +21,7 @@ from cloud.records import DEVICES_COLUMNS, DISPATCHED_COLUMNS, GlobalRoundRecord
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import lint
-from common.experiment.stopping import Course, StopReason
+from common.experiment.stopping import Course, StopReason, check_evaluated
 from common.experiment.topology import CLOUD
 from common.experiment.training import ACCURACY
 from common.host.files import replacing, until_written
@@ -38,7 +38,7 @@ from common.protocol.limits import plans_of
 from common.protocol.messages import Result
 from common.randomness import Purpose, generator
 from common.runtime.refining import run_refining
-from common.runtime.round import Children, ClosedRound, Dispatch, Observe, unreported
+from common.runtime.round import NUMBERS, Children, ClosedRound, Dispatch, Observe, unreported
 from common.storage.spool import Spool
 
 LABELS: Final = NodeLabels("cloud", CLOUD)
@@ -84,6 +84,7 @@ class GlobalRounds:
         self._folder = folder
         self._experiment = experiment = folder.experiment
         self._beginning = beginning
+        check_evaluated(experiment.stop, evaluates=beginning.evaluates)
         self._layout = layout = beginning.layout
         self._row = beginning.row
         tier = experiment.tier_below(CLOUD)
@@ -363,7 +364,9 @@ class GlobalRounds:
         for name, result in results.items():
             work = {report.name: report for report in (result.work_of(name), *result.children)}
             self._folder.add_devices(self._state.global_round, [work[n] for n in self._devices[name] if n in work])
-            plans |= {node: found for node, found in plans_of(result).items() if node in self._aggregators[name]}
+            found = plans_of(result)
+            plans |= {node: made for node, made in found.items() if node in self._aggregators[name]}
+            self._report_numbers({node: found[node] for node in self._devices[name] if node in found})
         steps = sum(result.steps for result in results.values())
         spreads = self._report_plans(plans)
         record = GlobalRoundRecord(
@@ -403,6 +406,13 @@ class GlobalRounds:
             return {}
         return {"omegas": dict(omegas), "next_epochs": self._state.epochs}
 
+    def _report_numbers(self, numbers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Record what the trainers of devices report with each of their results."""
+        for node, found in numbers.items():
+            for i, each in enumerate(found):
+                facts = {"global_round": self._state.global_round, "node": node, "result": i}
+                self._folder.event("trained", {**facts, NUMBERS: each.get(NUMBERS, {})})
+
     def _report_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
         """Record each node's aggregation decisions; return the last spread of each multi-model node."""
         global_round = self._state.global_round
@@ -421,7 +431,8 @@ class GlobalRounds:
         return spreads
 
     def _evaluates(self, global_round: int) -> bool:
-        return global_round == self._experiment.rounds or global_round % self._experiment.evaluation.every == 0
+        due = global_round == self._experiment.rounds or global_round % self._experiment.evaluation.every == 0
+        return due and self._beginning.evaluates
 
     def _evaluate(self, record: GlobalRoundRecord, mixed: Row | None, *, by_cloud: bool) -> None:
         """Expect the scores of a global round's model: of the devices with the next results, and those of the cloud.

@@ -72,7 +72,7 @@ class _Part:
 class DeviceAgent:
     """One device, which initially knows only its host's broker, its name and its parent.
 
-    `states`: the folder of what it keeps from task to task, None: in memory.
+    `states`: the folder of what it keeps from task to task, None: a temporary one.
     """
 
     def __init__(
@@ -191,6 +191,7 @@ class DeviceAgent:
             rounds=experiment.device_rounds,
             rounds_back=experiment.cloud.rounds_back,
             spool=part.states,
+            keeps_folder=prepared.folder,
         )
         run, model = up.identity.run, experiment.model.name
         activity.info("%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples)
@@ -198,7 +199,7 @@ class DeviceAgent:
 
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, joined: _Joined) -> None:
         up.set_state(NodeState.READY, samples=joined.prepared.samples)
-        machine, memory, keeps = experiment.machine(self._name), joined.memory, joined.prepared.kept_bytes > 0
+        machine, memory, keeps = experiment.machine(self._name), joined.memory, joined.prepared.keeps
         scores, self._score = scored_by(experiment, self._name), experiment.score.name
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
@@ -246,12 +247,17 @@ class DeviceAgent:
         waiting = asyncio.create_task(report_waiting(), name=f"{self._name} waits")
         try:
             trained = await self._training.train(
-                row, memory.out, epochs=task.epochs, local_round=memory.number(task), progress=report_training,
+                row,
+                memory.out,
+                epochs=task.epochs,
+                local_round=memory.number(task),
+                progress=report_training,
                 scores=scores,
-            )  # fmt: skip
+                folder=memory.folder,
+            )
         finally:
             waiting.cancel()
-        result = result_of(task, memory.result, trained)
+        result = result_of(self._name, task, memory.result, trained)
         self._observe_tests(result)
         if not task.epochs:
             return result

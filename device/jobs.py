@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from common.accounting.child_report import TrainingPath
@@ -34,9 +35,9 @@ class LocalResult:
 
     `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
     In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
-    `cpu_s` are the CPU seconds of the training's thread, 0 if it was vmapped. `tests`: of the model received, where the
-    order asks for them; their seconds are in none of the others. `start_loss`: the training loss of that model, where
-    the parent's rule reads it; its seconds belong to the training.
+    `cpu_s` are the CPU seconds of the training's thread, 0 if it was vmapped. `numbers`: of the trainer's choice.
+    `tests`: of the model received, where the order asks for them; their seconds are in none of the others.
+    `start_loss`: the training loss of that model, where the parent's rule reads it; its seconds belong to the training.
     """
 
     samples: int
@@ -47,6 +48,7 @@ class LocalResult:
     path: TrainingPath = TrainingPath.IN_PROCESS
     wall_s: float = 0.0
     cpu_s: float = 0.0
+    numbers: Mapping[str, float] = field(default_factory=dict)
     tests: ScoreSums | None = None
     start_loss: float | None = None
 
@@ -73,7 +75,8 @@ Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
 class Prepared:
     """A device's model layout, the number of its training samples, and the digest of the split of its files.
 
-    `kept_bytes`: of the vectors that its objective keeps from task to task. `tests`: its test samples.
+    `kept_bytes`: of the vectors that its objective keeps from task to task. `tests`: its test samples. `folder`: its
+    trainer keeps a folder, too.
     """
 
     layout: ModelLayout
@@ -81,6 +84,12 @@ class Prepared:
     partition: str
     kept_bytes: int = 0
     tests: int = 0
+    folder: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the device has state that persists between its tasks."""
+        return self.kept_bytes > 0 or self.folder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +97,8 @@ class Order:
     """Train the model in `row` for `epochs` and write it into `out`, uint8; `device.training.vectors` has their form.
 
     `scores`: score it before, on the device's test samples; without epochs it is not trained.
-    `progress(steps_done, steps_total)` is called in the thread of the training.
+    `progress(steps_done, steps_total)` is called in the thread of the training. `folder`: the state of a trainer that
+    keeps one, which the training changes.
     """
 
     row: Row
@@ -98,15 +108,17 @@ class Order:
     progress: Progress
     cancelled: threading.Event
     scores: bool = False
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HostedDevice:
-    """A device in its experiment, with the experiment's `digest`, computed once."""
+    """A device in its experiment, with the experiment's `digest`, computed once. `alone`: it is never vmapped."""
 
     experiment: Experiment
     digest: str
     node: str
+    alone: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -159,6 +171,26 @@ class Job(PoolRequest):
         self.on_cancel()
 
 
+Work: TypeAlias = tuple[HostedDevice, Order]
+Done: TypeAlias = Callable[[int, Ending], None]
+
+
+class DeviceTrainers(Protocol):
+    """The trainers of a process's devices, of one kind: the interface that a pool asks; see `device.pool.trainers`."""
+
+    def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
+        """Return a device's facts. Raises InvalidExperiment."""
+
+    def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
+        """Train for devices of one experiment; `done` gets each one's number and outcome.
+
+        Raises what `prepare` raises.
+        """
+
+    def forget(self, digest: str) -> None:
+        """Drop what was made for an experiment."""
+
+
 class PoolMember(Protocol):
     """One device's access to a pool of trainings; see `device.pool.pool.Member`."""
 
@@ -181,7 +213,15 @@ class PoolMember(Protocol):
         """Join an experiment. Raises InvalidExperiment, RunFailed."""
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, scores: bool = False
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train the model in `row` and write it into `out`, as in Order. Raises RunFailed."""
 
@@ -213,7 +253,8 @@ def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
 
     This host's environment variable decides, then the experiment, then the kind of accelerator.
     """
-    if training.deterministic or training.compile or training.own_augmentation is not None:
+    without = training.deterministic or training.compile or training.own_augmentation is not None
+    if without or not training.trainer.learns_module:
         return VmappedMode.NEVER
     default = VmappedMode.NEVER if accelerator == "cpu" else VmappedMode.AUTO
     given = os.environ.get(VARIABLE, training.vmapped or default)
@@ -221,6 +262,11 @@ def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
         return VmappedMode(given)
     except ValueError:
         raise InvalidExperiment(VARIABLE, given, "no such choice", f"Use {', '.join(VmappedMode)}.") from None
+
+
+def mode_of(device: HostedDevice, accelerator: str) -> VmappedMode:
+    """Return when a device is trained vmapped here. Raises InvalidExperiment."""
+    return VmappedMode.NEVER if device.alone else vmapped_mode(device.experiment.training, accelerator)
 
 
 def most_together(training: TrainingSettings, accelerator: str) -> int:

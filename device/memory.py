@@ -1,11 +1,12 @@
-"""A device's rows, and the vectors that it keeps from task to task.
+"""A device's rows, and its state: the vectors, or the folder of its trainer, that it keeps from task to task.
 
-A task names the one whose vectors it follows: the parent may repeat a task after a restart, or not use a result. So the
-vectors of all devices and those of their parent belong together, whoever was killed.
+A task names the one whose state it follows: the parent may repeat a task after a restart, or not use a result. So the
+states of all devices and that of their parent belong together, whoever was killed.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,27 +14,41 @@ from typing import Any, Final
 import numpy as np
 
 from common.errors import StateLost
+from common.host.files import writing
 from common.model.layout import LinkLayouts, Row
 from common.protocol.messages import Task
 from common.storage.spool import Spool
 from common.storage.task_states import TaskStates
 
 FILE: Final = "vectors"
+OWN: Final = "own"  # the trainer's folder, within a state
 
 
 class DeviceMemory:
     """One device's rows in one run: `out` is written by its training, `result` is the part for its parent.
 
-    `kept_bytes`: of the vectors that persist, behind the others in a row. `rounds`: local rounds in each global round;
-    `rounds_back`: global rounds that the cloud may return.
+    `kept_bytes`: of the vectors that persist, behind the others in a row. `keeps_folder`: `folder`, which a training
+    changes, persists. `rounds`: local rounds in each global round; `rounds_back`: global rounds that the cloud may
+    return.
     """
 
-    def __init__(self, layouts: LinkLayouts, *, kept_bytes: int, rounds: int, rounds_back: int, spool: Spool) -> None:
+    def __init__(
+        self,
+        layouts: LinkLayouts,
+        *,
+        kept_bytes: int,
+        rounds: int,
+        rounds_back: int,
+        spool: Spool,
+        keeps_folder: bool = False,
+    ) -> None:
         self.out: Row = np.zeros(layouts.up.row_bytes + kept_bytes, np.uint8)
         self.result: Row = self.out[: layouts.up.row_bytes]
         self._kept = self.out[layouts.up.row_bytes :]
         self._row: Row = np.zeros(layouts.down.row_bytes + kept_bytes if kept_bytes else 0, np.uint8)
-        self._states = TaskStates(spool.states(), rounds_back=rounds_back) if kept_bytes else None
+        keeps = kept_bytes > 0 or keeps_folder
+        self._states = TaskStates(spool.states(), rounds_back=rounds_back) if keeps else None
+        self.folder = spool.states() / OWN if keeps_folder else None
         self._rounds = rounds
         self._last = 0, self._kept.copy()
 
@@ -45,12 +60,16 @@ class DeviceMemory:
         """Return the row of a task: what was received, and the vectors kept. Raises StateLost if they are lost."""
         if self._states is None:
             return received
+        if self.folder is not None:
+            self._restore(self._states, task.follows, self.folder)
+        if not self._kept.size:
+            return received
         self._row[: received.size] = received
         self._row[received.size :] = self._after(self._states, task.follows)
         return self._row
 
     def end(self, task: Task) -> None:
-        """Keep the vectors that the task's training has written. Raises StorageFailed."""
+        """Keep the state that the task's training has left. Raises StorageFailed."""
         if self._states is None:
             return
         number = self.number(task) + 1
@@ -58,8 +77,25 @@ class DeviceMemory:
         self._last = number, self._kept.copy()
 
     def _save(self, folder: Path) -> dict[str, object]:
-        (folder / FILE).write_bytes(self._kept.data)
+        if self._kept.size:
+            (folder / FILE).write_bytes(self._kept.data)
+        if self.folder is not None:
+            shutil.copytree(self.folder, folder / OWN)
         return {}
+
+    def _restore(self, states: TaskStates, task: int, folder: Path) -> None:
+        """Let the trainer's folder be as it was after a task, counted from 1; empty before the first one."""
+        with writing(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            if task == 0:
+                folder.mkdir(parents=True)
+                return
+
+            def read(state: Path, _: Mapping[str, Any]) -> None:
+                shutil.copytree(state / OWN, folder)
+
+            if not states.read(task, read):
+                raise _lost(task)
 
     def _after(self, states: TaskStates, task: int) -> Row:
         """Return the vectors after a task, counted from 1; zeros before the first one."""
@@ -72,8 +108,12 @@ class DeviceMemory:
             row[:] = np.fromfile(folder / FILE, np.uint8)
 
         if task and not states.read(task, read):
-            raise StateLost(
-                f"the vectors that this device kept after its task {task} are lost. Start devices with the same "
-                "--spool DIR after a restart, or start a new run."
-            )
+            raise _lost(task)
         return row
+
+
+def _lost(task: int) -> StateLost:
+    return StateLost(
+        f"what this device kept after its task {task} is lost. Start devices with the same --spool DIR "
+        "after a restart, or start a new run."
+    )

@@ -46,7 +46,7 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "run": [("demo", *TORCH), ("demo --direct", *TORCH), ("demo --plan", *TORCH), ("demo --dry-run", 0, "")],
     "cloud": [(f"demo {NOWHERE}", *TORCH)],
     "institution": [(f"--name i {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")],
-    "device": [(f"--name d {NOWHERE}", *TORCH)],
+    "device": [(f"--name d {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")],
     "broker": [("--kind embedded", 3, "no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'")],
     "report": [
         ("{run} --out report.html", 0, ""),

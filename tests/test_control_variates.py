@@ -337,7 +337,7 @@ def test_the_nodes_vector_is_the_mean_of_those_that_devices_keep(rounds: list[li
 def test_lost_vectors_are_an_error_with_its_remedy(tmp_path: Path) -> None:
     links = LinkLayouts.plain(ModelLayout.build([("w", (3,), Section.PARAMETER)]))
     memory = DeviceMemory(links, kept_bytes=12, rounds=1, rounds_back=2, spool=Spool(tmp_path))
-    with pytest.raises(RunFailed, match=r"after its task 2 are lost.*--spool"):
+    with pytest.raises(RunFailed, match=r"after its task 2 is lost.*--spool"):
         memory.begin(task(3, 2), links.down.empty())
 
 
@@ -490,7 +490,7 @@ def test_a_device_that_lost_its_vectors_ends_the_run(undisturbed: LabOutcome) ->
         lab.start("device-0", keep_files=False)
 
     outcome = SimulatedLab(parse(FAULTY), seed=1, model_bytes=10_000, scenario=kill).run()
-    assert "the vectors that this device kept after its task" in outcome.result
+    assert "what this device kept after its task" in outcome.result
 
 
 # Bad input

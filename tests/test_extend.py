@@ -121,7 +121,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_example_is_short() -> None:
-    assert EXAMPLES.keys() == {"mine", "clipping", "fair", "focal", "jitter", "control", "corrected", "rings", "nets"}
+    names = {"mine", "clipping", "fair", "focal", "jitter", "control", "corrected", "rings", "nets", "softmax"}
+    assert EXAMPLES.keys() == names
     assert all(len(text.splitlines()) + 1 <= LINES_MOST for text in EXAMPLES.values())
 
 
@@ -191,7 +192,7 @@ def test_an_assignment_writes_a_vector_that_is_kept(home: Path) -> None:
         ("mine", "not of the form package.module:Name"),
         ("mine:absent", "cannot be imported"),
         ("os:getcwd", "in Python's standard library"),
-        ("rings:load", "neither a rule"),
+        ("rings:load", "is no rule"),
     ],
 )
 def test_what_is_no_own_code_is_refused(name: str, problem: str, home: Path) -> None:

@@ -432,7 +432,10 @@ class _Lane:
     def most(self, _: object) -> int:
         return 100
 
-    async def start(self) -> Sequence[str]:
+    async def start(self) -> None:
+        pass
+
+    async def accelerators(self) -> Sequence[str]:
         return ["cpu", "cuda:0"]
 
     async def prepare(self, device: HostedDevice) -> Prepared:

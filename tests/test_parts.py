@@ -222,7 +222,7 @@ def test_a_device_that_lost_its_personal_parts_ends_the_run(undisturbed: LabOutc
 
     lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
     outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), scenario=kill).run()
-    assert "that this device kept after its task" in outcome.result
+    assert "what this device kept after its task" in outcome.result
 
 
 @pytest.mark.slow

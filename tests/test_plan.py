@@ -183,7 +183,15 @@ class FakeMember:
         return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 1, "")
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, scores: bool = False
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         self.pool.running.add(self.node)
         await asyncio.sleep(0)

@@ -823,6 +823,7 @@ NAMES: dict[str, str] = {  # by key of a table that its name stands for
     "training.objective": "fedprox",
     "training.augmentation": "images",
     "training.schedule": "cosine",
+    "training.trainer": "mine:Trainer",
     "cloud.aggregation": "fedcross",
     "cloud.selection": "round_robin",
     "cloud.epoch_control": "tempo",

@@ -10,7 +10,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from common.errors import InvalidExperiment
 from common.experiment.data import CLASSES, Data
 from common.experiment.tables import AcceleratorName, Count, Fraction, SettingsTable
-from common.experiment.training import ACCURACY, Score
+from common.experiment.trainers import KEY as TRAINER
+from common.experiment.training import ACCURACY, Score, TrainingSettings
 
 ON_DEVICES: Final = ("data", "held_out", "participation", "per_class")  # keys of what devices do
 
@@ -71,8 +72,8 @@ class EvaluationSettings(SettingsTable):
         return ceil(self.participation * devices)
 
 
-def check_evaluation(evaluation: EvaluationSettings, data: Data, score: Score) -> None:
-    """Check the keys against each other, the data and the score. Raises InvalidExperiment."""
+def check_evaluation(evaluation: EvaluationSettings, data: Data, training: TrainingSettings, score: Score) -> None:
+    """Check the keys against each other, the data, the trainer and the score. Raises InvalidExperiment."""
     for key in sorted(evaluation.model_fields_set & evaluation.unused):
         by = 'evaluation.data = "held_out"' if key == "held_out" and evaluation.on_devices else "evaluation.at"
         problem = f"no effect with evaluation.at = {evaluation.at!r}"
@@ -81,6 +82,9 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, score: Score) -
         raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, f"Omit it, or set {by}.")
     if not evaluation.on_devices:
         return
+    if not training.trainer.learns_module:
+        problem = f"devices with {TRAINER} {training.trainer.whose} do not score models"
+        raise InvalidExperiment("evaluation.at", evaluation.at, problem, 'Use "cloud".')
     if evaluation.data == "test" and data.private:
         problem = "every device has samples of its own, and the cloud alone has the test set"
         raise InvalidExperiment("evaluation.data", "test", problem, "Use held_out.")

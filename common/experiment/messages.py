@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from common.errors import InvalidExperiment
 from common.experiment.methods import RULES, SELECTORS, STEPS
 from common.experiment.tables import FORMS, proposal, stands_for
+from common.experiment.trainers import TRAINERS
 from common.experiment.training import AUGMENTATIONS, OBJECTIVES
 
 # Keys of tables that are selected by `name`: what the name is of, and the tables.
@@ -21,6 +22,7 @@ SELECTED: Final = {
     "objective": ("objective", OBJECTIVES),
     "selection": ("selector", SELECTORS),
     "step": ("step of a server", STEPS),
+    "trainer": ("trainer", TRAINERS),
 }
 NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")
 # By pydantic's type of error. {gt} and the like are the bound; `string_pattern_mismatch` and `literal_error` are below.

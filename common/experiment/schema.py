@@ -50,12 +50,14 @@ from common.experiment.tables import (
 )
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, check_rounds, check_tiers, layers_of, sizes_of
 from common.experiment.topology import CLOUD, Tree
+from common.experiment.trainers import check_trainer, with_trainer
 from common.experiment.training import (
     Score,
     TrainingSettings,
     check_score,
     check_training,
     learning_rate,
+    settings_in,
     with_loss_and_score,
 )
 from common.randomness import Purpose, generator
@@ -130,7 +132,7 @@ class ExperimentSettings(SettingsTable):
     def _with_profiles(cls, tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
-        return with_loss_and_score(with_machines(with_profiles(with_tables(tree))))
+        return with_loss_and_score(with_machines(with_profiles(with_trainer(with_tables(tree)))))
 
 
 class Experiment(ExperimentSettings):
@@ -147,10 +149,11 @@ class Experiment(ExperimentSettings):
         if len(self.tiers) == 1 and self.data.partition.startswith("institution_"):
             problem = "this lab has no institution"
             raise InvalidExperiment("data.partition", self.data.partition, problem, "Use a partition over the devices.")
+        check_trainer(self.training.trainer, self.data, self.model)
         check_data(self.data, self.model)
         check_training(self.training, self.data)
         check_score(self.data.targets, self.training.loss, self.score)
-        check_evaluation(self.evaluation, self.data, self.score)
+        check_evaluation(self.evaluation, self.data, self.training, self.score)
         check_stop(self.stop, self.score)
         for tier, sizes in zip(self.tiers, self.sizes(), strict=True):
             key = self.key(tier)
@@ -244,15 +247,15 @@ class Experiment(ExperimentSettings):
         """Return whether a parent below the cloud has state between its tasks. Raises KeyError.
 
         Its rule or its selection may have some. So may a node below it: then it must know what that node's next task
-        follows.
+        follows. Devices have some if the objective, the trainer or the model has.
         """
         below = self.tiers[self.tree.depth(parent) :]
         return self.devices_remember or any(tier.remembers for tier in below)
 
     @property
     def devices_remember(self) -> bool:
-        """Whether a device has state that persists between its tasks: its objective's, or personal arrays."""
-        return self.training.objective.remembers or bool(self.model.personal)
+        """Whether a device has state that persists between its tasks: its objective's or trainer's, personal arrays."""
+        return self.training.remembers or bool(self.model.personal)
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
@@ -311,10 +314,17 @@ class Experiment(ExperimentSettings):
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
             return names | (self._learned if tier.aggregation.reads_samples else {})
         training = self.training
+        if not training.trainer.learns_module:
+            return dict(training.trainer.code)
         names = {"training.loss": training.loss, "training.objective.name": training.objective.name}
         if training.own_augmentation is not None:
             names |= {"training.augmentation.name": training.augmentation.name}
         return self._learned | names
+
+    def settings_in(self, local_round: int) -> dict[str, float]:
+        """Return the numbers of one of the devices' local rounds for a trainer, counted as in `learning_rate_in`."""
+        global_round, rate = local_round // self.device_rounds, self.learning_rate_in(local_round)
+        return settings_in(self.training, global_round=global_round, rate=rate)
 
     @property
     def _learned(self) -> dict[str, str]:
@@ -352,6 +362,13 @@ class Experiment(ExperimentSettings):
         objective, key = self.training.objective, "training.objective.name"
         *above, last = self.tiers
         last_key = self.key(last)
+        trainer = self.training.trainer
+        for tier in () if trainer.learns_module else self.tiers:
+            given = tier.aggregation
+            if given.objective or given.sends or given.returns or given.refines or given.reads_losses:
+                problem = f"it needs fedstrata's own training, and training.trainer is {trainer.whose}"
+                at = f"{self.key(tier)}.aggregation.name"
+                raise InvalidExperiment(at, given.name, problem, "Use another rule, or omit training.trainer.")
         for tier in above:
             rule = tier.aggregation
             if rule.objective or rule.sends or rule.returns or rule.reads_losses:

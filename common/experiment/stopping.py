@@ -43,6 +43,14 @@ def check_stop(stop: Stop, score: Score) -> None:
                 raise InvalidExperiment(f"stop.{key}", value, "nothing goes by it", remedy)
 
 
+def check_evaluated(stop: Stop, *, evaluates: bool) -> None:
+    """Check that nothing goes by evaluations if there are none. Raises InvalidExperiment."""
+    for key in () if evaluates else ("target", "patience", "best"):
+        if value := getattr(stop, key):
+            problem = "the trainer has no `evaluate`, so the cloud has no evaluations"
+            raise InvalidExperiment(f"stop.{key}", value, problem, "Write one, or omit the key.")
+
+
 class Course:
     """The evaluations of a run so far. They count as rounds.csv has them, so that a resumed run decides alike.
 

@@ -28,7 +28,7 @@ ALIKE: Final = 0.8  # from which it surely is
 FORMS: Final[dict[str, str]] = {}  # of texts: by pattern, what to write
 # Tables of an experiment for which their `name` stands: `objective = "fedprox"`.
 NAMED: Final = (
-    "score", "model", "aggregation", "selection", "objective", "augmentation", "schedule", "epoch_control"
+    "score", "model", "aggregation", "selection", "objective", "augmentation", "trainer", "schedule", "epoch_control"
 )  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from common.experiment import own
 from common.experiment.data import CLASSES, NUMBERS, OWN_FORM, TEXTS, Data, is_csv
 from common.experiment.own import OwnName, OwnSettings, is_own
 from common.experiment.tables import Count, Fraction, Positive, Selected, SettingsTable, proposal
+from common.experiment.trainers import KEY as TRAINER
+from common.experiment.trainers import ByRound, SgdTrainer, TrainerSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ACCURACY: Final = "accuracy"
@@ -204,6 +206,10 @@ AugmentationSettings = Annotated[
 ]
 
 
+OF_MODULES: Final = ("loss", "objective", "augmentation", "precision", "compile", "deterministic", "vmapped")
+OF_TASKS: Final = ("epochs", "learning_rate")  # what others decide, or need to know
+
+
 class TrainingSettings(SettingsTable):
     """One local round on a device: SGD with a fresh optimiser and shuffled batches, on the loss and its objective."""
 
@@ -233,12 +239,25 @@ class TrainingSettings(SettingsTable):
     # faster. Not set: `never` on a CPU, `auto` on a GPU. The last bits of a result then depend on who trains together,
     # so two runs may differ by rounding.
     vmapped: Literal["never", "auto", "always"] | None = None
+    trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower client, or a class of one's own
+    # Numbers for a trainer that is not `sgd`, by the global round from which they hold: `mu = { 1 = 0.0, 10 = 0.1 }`.
+    by_round: ByRound = Field(default_factory=dict)
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the objective of the loss alone, which is named after cross-entropy, where the loss is another."""
-        named = self.loss == CROSS_ENTROPY or not self.plain
-        return {key: value for key, value in dump(self).items() if named or key != "objective"}
+        """Leave out what has no effect with the trainer.
+
+        That is also the objective of the loss alone, which is named after cross-entropy, where the loss is another.
+        """
+        unused: tuple[str, ...] = ("trainer", "by_round") if self.trainer.learns_module else OF_MODULES
+        if self.loss != CROSS_ENTROPY and self.plain:
+            unused += ("objective",)
+        return {key: value for key, value in dump(self).items() if key not in unused}
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a device has state that persists between its tasks."""
+        return self.objective.remembers or self.trainer.remembers
 
     @property
     def image_changes(self) -> Augmentation:
@@ -306,6 +325,17 @@ def learning_rate(training: TrainingSettings, *, global_round: int, global_round
     return training.learning_rate * share
 
 
+def settings_in(training: TrainingSettings, *, global_round: int, rate: float) -> dict[str, float]:
+    """Return the numbers for a trainer in a global round (0-based), whose learning rate is `rate`."""
+    numbers = {"batch_size": training.batch_size, "learning_rate": rate, "momentum": training.momentum}
+    numbers |= {"weight_decay": training.weight_decay}
+    numbers |= {} if training.clip_norm is None else {"clip_norm": training.clip_norm}
+    for name, values in training.by_round.items():
+        begun = [begin for begin in map(int, values) if begin <= global_round + 1]
+        numbers |= {name: values[str(max(begun))]} if begun else {}
+    return numbers
+
+
 def with_loss_and_score(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an experiment's keys with the loss and the score that its targets have by default."""
     data, training, score = (tree.get(key, {}) for key in ("data", "training", "score"))
@@ -330,6 +360,12 @@ def check_score(targets: str, loss: str, score: Score) -> None:
 
 def check_training(training: TrainingSettings, data: Data) -> None:
     """Check the keys against each other and against the data. Raises InvalidExperiment."""
+    if not training.trainer.learns_module:
+        _check_foreign(training)
+        return
+    if training.by_round:
+        problem, remedy = "it is for trainers of one's own", "Omit it, or use training.schedule."
+        raise InvalidExperiment("training.by_round", dict(training.by_round), problem, remedy)
     if training.nesterov and not training.momentum:
         raise InvalidExperiment(
             "training.nesterov", True, "it is a form of momentum", "Set training.momentum above 0, or omit it."
@@ -358,6 +394,20 @@ def check_training(training: TrainingSettings, data: Data) -> None:
     if data.targets == NUMBERS and training.objective.name == "fedgen":
         problem = "it needs labels, and data.targets are numbers"
         raise InvalidExperiment("training.objective.name", "fedgen", problem, "Use another objective and rule.")
+
+
+def _check_foreign(training: TrainingSettings) -> None:
+    """Check the keys of a trainer that is not fedstrata's. Raises InvalidExperiment."""
+    for key in OF_MODULES:
+        if key in training.model_fields_set:
+            value = getattr(training, key)
+            shown = value.model_dump() if isinstance(value, SettingsTable) else value
+            problem = f"{TRAINER} {training.trainer.whose} trains in its own way"
+            raise InvalidExperiment(f"training.{key}", shown, problem, "Omit it.")
+    for key in OF_TASKS:
+        if key in training.by_round:
+            remedy = "Use training.schedule." if key == "learning_rate" else f"Use training.{key}."
+            raise InvalidExperiment(f"training.by_round.{key}", training.by_round[key], "has keys of its own", remedy)
 
 
 def _check_name(key: str, name: str, known: Mapping[str, tuple[str, ...]], targets: str) -> None:

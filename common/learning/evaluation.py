@@ -147,7 +147,7 @@ class ModelTester:
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
         self.parts = models.parts_of(self._module, experiment.model)
-        self.layout = self.parts.exchanged
+        self.layout, self.frozen = self.parts.exchanged, self.parts.frozen
         self.first, self.initial, notes = models.first_of(experiment, self._module, self.parts)
         self.notes = [*self._data.notes, *notes]
 

@@ -18,7 +18,7 @@ from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
 from common.methods.mixing import Floats, MixedColumns
 from common.methods.selection import Choose
-from common.methods.statistics import Gram, Statistics, Trained
+from common.methods.statistics import Gram, Statistics, TrainingReport
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.model.refinement import Refiner
 
@@ -40,7 +40,7 @@ class Uploads:
 
     children: tuple[str, ...]
     rows_K: npt.NDArray[np.uint8]
-    reports: tuple[Trained | None, ...]
+    reports: tuple[TrainingReport | None, ...]
     release: Callable[[], None]
     extras: Mapping[str, Floats] = field(default_factory=dict)
 

@@ -24,7 +24,7 @@ PIECE_COLUMNS: Final = 8_192
 PIECE_NUMBERS: Final = 2**20  # of all rows together
 
 
-class Trained(Protocol):
+class TrainingReport(Protocol):
     """A child's training statistics."""
 
     @property
@@ -57,7 +57,7 @@ class Statistics:
     start_losses_K: Doubles
 
     @classmethod
-    def of(cls, results: Sequence[Trained]) -> Statistics:
+    def of(cls, results: Sequence[TrainingReport]) -> Statistics:
         """Collect the statistics from the children's results."""
         samples = np.array([result.samples for result in results], np.int64)
         losses, steps = ([result.loss for result in results], [result.path_steps for result in results])

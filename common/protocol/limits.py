@@ -169,7 +169,8 @@ class ChildLimits:
     """Limits of one child's presence and results.
 
     `samples`: of its training data; `rounds`: local rounds of a device below it for each of its tasks; `below`: the
-    most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children.
+    most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children, or
+    whose trainer may report numbers.
     `online`: when a device is there by its trace; at other times nothing is expected of it. `class_bytes`: of the
     counts of classes in a report. `start_loss`: whether its results have the loss of the model received.
     """
@@ -226,7 +227,7 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
     """Return the limits of each child of a node."""
     tree, each = experiment.tree, samples_most(experiment.data, devices=len(experiment.tree.devices))
     rounds = experiment.device_rounds // experiment.rounds_of(tree.depth(parent))
-    found = {}
+    numbers, found = not experiment.training.trainer.learns_module, {}
     for child, names in tree.below_each(parent).items():
         everybody = (child, *names)
         devices = {name: sum(below not in tree.children for below in (name, *tree.below(name))) for name in everybody}
@@ -234,7 +235,7 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
             samples=each * devices[child],
             rounds=rounds,
             below={name: each * devices[name] for name in names},
-            aggregators=frozenset(name for name in everybody if name in tree.children),
+            aggregators=frozenset(name for name in everybody if numbers or name in tree.children),
             online=experiment.online(child),
             class_bytes=CLASSES_MOST * CLASS_BYTES if experiment.evaluation.per_class else 0,
             start_loss=experiment.tier_below(parent).aggregation.reads_losses,

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.ledger import Ledger
@@ -22,6 +22,8 @@ from common.runtime.world import nothing
 from common.text import JSON_MOST
 
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]  # takes an event: its name, and facts that JSON can hold
+
+NUMBERS: Final = "numbers"  # of a device's trainer, in place of decisions
 
 log = logging.getLogger("fedstrata.round")
 
@@ -122,6 +124,9 @@ class WorkResult:
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the result announcement; `model` is the manifest of the row's blob."""
         plans = json.dumps(self.plans) if self.plans else ""
+        if len(plans) > JSON_MOST:  # a replay needs the decisions, nothing needs the numbers of trainers
+            numbers = {name for name, found in self.plans.items() if all(NUMBERS in each for each in found)}
+            plans = json.dumps({name: found for name, found in self.plans.items() if name not in numbers})
         if len(plans) > JSON_MOST:
             log.warning("the decisions of %d rules are not reported: %d characters", len(self.plans), len(plans))
             plans = ""

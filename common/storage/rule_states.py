@@ -25,7 +25,7 @@ def write(folder: Path, name: str, save: Callable[[Path], Mapping[str, object]])
         partial.mkdir(parents=True)
         facts = save(partial)
         (partial / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        for path in (*partial.iterdir(), partial):
+        for path in (*partial.rglob("*"), partial):
             sync(path)
         shutil.rmtree(folder / name, ignore_errors=True)
         os.replace(partial, folder / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,18 +14,22 @@ from deploy.console.tabular import Column, Table
 
 
 def check(
-    name: Annotated[str, typer.Argument(help="A rule, a selector or an objective of your own: package.module:Class.")],
+    name: Annotated[
+        str, typer.Argument(help="A rule, a selector, a trainer or an objective of your own: package.module:Class.")
+    ],
     keywords: Annotated[
         list[str] | None,
         typer.Option("--set", help="A keyword of the class, key=value. Repeatable.", show_default=False),
     ] = None,
+    data: Annotated[Path, typer.Option(help="Of a trainer: a device's folder of samples.")] = Path("data"),
     output: Output = "table",
 ) -> None:
-    """Check a rule, a selector or an objective of your own, as fedstrata's own are: does a lab get what you mean?
+    """Check a rule, a selector, a trainer or an objective of your own: does a lab get what you mean?
 
     A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. A selector:
-    some rounds, the same twice, killed and resumed. An objective: gradients, weights, loss, the same twice, and vmapped
-    as in-process. Exit codes: 0 right, 1 something is wrong, 4 it fails, or cannot be imported or built.
+    some rounds, the same twice, killed and resumed. A trainer: three rounds, the same twice, killed and resumed, its
+    samples and steps. An objective: gradients, weights, loss, the same twice, and vmapped as in-process. Exit codes:
+    0 right, 1 something is wrong, 4 it fails, or cannot be imported or built.
     """
     from common.errors import InvalidExperiment
     from common.experiment.reading import override
@@ -36,7 +41,7 @@ def check(
         given: dict[str, object] = {}
         for text in keywords or ():
             override(given, text)
-        kind, steps = checks(name, given)
+        kind, steps = checks(name, given, data=data)
         found: list[Finding] = []
         try:
             found.extend(steps)

@@ -278,12 +278,15 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     from common.experiment.devices import HardwareSettings
     from common.experiment.links import Links
     from common.host.memory import keep_large_buffers
-    from common.learning.computing import resolve_accelerator
     from deploy.local.direct import run_in_process
     from deploy.results.kept import cost_noted
     from deploy.watching.showing import show
+    from device.pool.pool import is_cpu
 
-    resolve_accelerator(accelerator)
+    if not is_cpu(accelerator):
+        from common.learning.computing import resolve_accelerator
+
+        resolve_accelerator(accelerator)
     keep_large_buffers()
     if resume is None and chosen.links != Links():
         logs.write_line("--direct: link rates and delays are not enforced", level=logging.WARNING)

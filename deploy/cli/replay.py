@@ -25,7 +25,6 @@ def replay(
     1 another model.
     """
     with reporting():
-        require("torch")
         from cloud.results import HELD
         from common.experiment.reading import load
         from deploy.local.replay import largest_difference, replayed
@@ -33,6 +32,8 @@ def replay(
         from deploy.watching.showing import show
 
         recorded = Run(find(name, runs))
+        if recorded.experiment.training.trainer.learns_module:
+            require("torch")
         with show(load(recorded.path / HELD), json_lines=output == "json") as observe:
             path = replayed(recorded, runs, accelerator=accelerator, observe=observe)
         difference = largest_difference(recorded.path, path)

@@ -35,7 +35,7 @@ from deploy.console.options import (
     run_agent,
     run_connected,
 )
-from deploy.console.reporting import reporting, require
+from deploy.console.reporting import reporting
 from deploy.console.service import KIT, StatusHandler
 from deploy.console.shipped import OptionalExperimentFile
 
@@ -299,7 +299,6 @@ def device(
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
     async def take_part() -> None:
-        require("torch")
         from common.runtime.exports import published
         from common.runtime.world import Host
         from deploy.local.agents import run_agents

@@ -139,7 +139,8 @@ def sweep(
         if table:
             _print(grid, folder.finished(grid), output, html)
             return
-        require("torch")
+        if any(one.training.trainer.learns_module for one in grid.experiments.values()):
+            require("torch")
         if html is not None:
             check_writable(html)
         if staying:

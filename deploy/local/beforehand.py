@@ -34,7 +34,7 @@ def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> Non
     tree = experiment.tree
     if not direct:
         allow_connections(len(tree.nodes) + 1)
-    require("torch")
+    _require_torch(experiment)
     check_cloud(experiment, runs)
     check_code(experiment)
     for tier in experiment.tiers:
@@ -79,7 +79,7 @@ def check_cloud(experiment: Experiment, runs: Path | None) -> None:
     _check_packages(experiment.key(tier), tier.aggregation)
     _check_tier(experiment.key(tier), tier)
     if needs_process(experiment):
-        require("torch")
+        _require_torch(experiment)
         _check_learned(experiment)
         _check_data(experiment, [CLOUD])
     check_fits(experiment.data, experiment.model, devices=len(experiment.tree.devices))
@@ -90,11 +90,15 @@ def check_code(experiment: Experiment) -> None:
     _check_learned(experiment)
     for tier in experiment.tiers:
         _check_tier(experiment.key(tier), tier)
+    for key, name in experiment.training.trainer.code.items():
+        _check_name(key, name, experiment.training.trainer)
     _check_name("training.loss", experiment.training.loss)
     _check_name("training.objective.name", experiment.training.objective.name, experiment.training.objective)
 
 
 def _check_learned(experiment: Experiment) -> None:
+    if not experiment.training.trainer.learns_module:  # it stands for both
+        return
     _check_name("model.name", experiment.model.name)
     _check_name("data.dataset", experiment.data.dataset)
 
@@ -102,6 +106,11 @@ def _check_learned(experiment: Experiment) -> None:
 def _check_tier(key: str, tier: Tier) -> None:
     _check_name(f"{key}.aggregation.name", tier.aggregation.name, tier.aggregation)
     _check_name(f"{key}.selection.name", tier.selection.name, tier.selection)
+
+
+def _require_torch(experiment: Experiment) -> None:
+    if experiment.training.trainer.learns_module:
+        require("torch")
 
 
 def check_folder(runs: Path) -> None:
@@ -130,6 +139,8 @@ def _check_name(key: str, name: str, settings: SettingsTable | None = None) -> N
 
 
 def _check_data(experiment: Experiment, nodes: Iterable[str]) -> None:
+    if is_own(experiment.data.dataset):
+        return
     from common.learning.readers.builtin import check_files
 
     for node in nodes:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from cloud.evaluator import Beginning, EvaluationResult
 from cloud.global_rounds import GlobalRounds
@@ -24,15 +26,12 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.files import writing
 from common.host.processes import interruptible
-from common.learning import splits
-from common.learning.computing import resolve_accelerator
-from common.learning.evaluation import ModelTester, accelerator_of
-from common.learning.inputs import Inputs
-from common.learning.refiner import NodeRefiner
 from common.methods.rule import link_layouts
 from common.methods.selection import Choose
 from common.metrics import Metrics
 from common.model.layout import Row
+from common.model.refinement import Refiner
+from common.model.trainer import TrainerTester
 from common.protocol.limits import limits_below
 from common.protocol.messages import Phase, Task
 from common.runtime.models import Arriving
@@ -40,9 +39,10 @@ from common.runtime.round import Observe, Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.decisions import Decisions
+from device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared
 from device.memory import DeviceMemory
-from device.training.network import NetworkSource
-from device.training.trainer import Trainer
+from device.pool.pool import is_cpu
+from device.pool.trainers import Trainers
 from device.training.work import LocalWork, scored_by
 from institution.rounds import LocalRounds
 
@@ -73,26 +73,25 @@ async def _run(
         observe(event, facts)
 
     clock, metrics = Clock(), Metrics()
-    partition = splits.keep(experiment, folder.path)
-    evaluates_on = accelerator_of(experiment, beside=resolve_accelerator(accelerator))
-    folder.note(evaluated_on=str(evaluates_on))
-    tester = ModelTester(experiment, accelerator=evaluates_on)
+    cloud = _evaluating(folder, accelerator)
+    folder.note(evaluated_on=cloud.beginning.accelerator)
 
     async def evaluate(global_round: int, row: Row) -> EvaluationResult:
         with clock.stopped():
-            found = tester.evaluate(row)
+            found = cloud.evaluate(row)
         return EvaluationResult(global_round, found.score, found.loss)
 
-    layout = tester.layout
+    layout, partition = cloud.beginning.layout, cloud.beginning.partition
     calls = partial(Calls, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
     tree = experiment.tree
-    sources: dict[Inputs, NetworkSource] = {}
-    trainers = {
-        device: _trainer(experiment, device, accelerator, sources, partition=partition) for device in tree.devices
-    }
-    work = {device: _device(folder, device, trainer) for device, trainer in trainers.items()}
-    samples = {device: trainer.samples for device, trainer in trainers.items()}
+    where, trainers = "cpu" if is_cpu(accelerator) else accelerator, Trainers()
+    devices = {name: HostedDevice(experiment, experiment.digest, name, alone=True) for name in tree.devices}
+    prepared = {name: trainers.prepare(device, where) for name, device in devices.items()}
+    for name, facts in prepared.items():
+        check_alike(experiment.data, name, partition=facts.partition, clouds=partition)
+    work = {name: _device(folder, device, prepared[name], trainers, where) for name, device in devices.items()}
+    samples = {name: facts.samples for name, facts in prepared.items()}
 
     def accounting(parent: str) -> dict[str, Any]:
         return {
@@ -139,9 +138,7 @@ async def _run(
     try:
         run = GlobalRounds(
             folder,
-            Beginning(
-                layout, tester.first, partition, notes=tester.notes, initial=tester.initial, frozen=tester.parts.frozen
-            ),
+            cloud.beginning,
             spool=spool,
             down=down,
             evaluate=evaluate,
@@ -161,7 +158,7 @@ async def _run(
         with suppress(StorageFailed):  # it would hide the first error
             folder.finish(down.ledger)
         raise
-    keeping = [name for name, trainer in trainers.items() if trainer.vectors.kept_bytes]
+    keeping = [name for name, facts in prepared.items() if facts.keeps]
     for name in (*tree.aggregators, *keeping, CLOUD):
         _spool(folder, name).close()
     return model
@@ -174,30 +171,73 @@ def _spool(folder: RunFolder, node: str) -> Spool:
     return Spool(path)
 
 
-def _refiner(experiment: Experiment, node: str, *, partition: str) -> NodeRefiner | None:
-    needed = experiment.tier_below(node).aggregation.refines
-    return NodeRefiner(experiment, node, partition=partition) if needed else None
+def _refiner(experiment: Experiment, node: str, *, partition: str) -> Refiner | None:
+    if not experiment.tier_below(node).aggregation.refines:
+        return None
+    from common.learning.refiner import NodeRefiner
+
+    return NodeRefiner(experiment, node, partition=partition)
 
 
-def _trainer(
-    experiment: Experiment, name: str, accelerator: str, sources: dict[Inputs, NetworkSource], *, partition: str
-) -> Trainer:
-    trainer = Trainer(experiment, node=name, accelerator=accelerator, sources=sources)
-    trainer.prepare()
-    check_alike(experiment.data, name, partition=trainer.partition, clouds=partition)
-    return trainer
+class _Evaluated(Protocol):
+    @property
+    def score(self) -> float: ...
+    @property
+    def loss(self) -> float: ...
 
 
-def _device(folder: RunFolder, name: str, trainer: Trainer) -> Work:
+@dataclass(frozen=True, slots=True)
+class _Evaluating:
+    """What the cloud begins with, and its evaluation of a flat model."""
+
+    beginning: Beginning
+    evaluate: Callable[[Row], _Evaluated]
+
+
+def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
     experiment = folder.experiment
+    if not experiment.training.trainer.learns_module:
+        trainer = TrainerTester(experiment)
+        beginning = Beginning(trainer.layout, trainer.first, "", evaluates=trainer.evaluates)
+        return _Evaluating(beginning, trainer.evaluate)
+    from common.learning import splits
+    from common.learning.computing import resolve_accelerator
+    from common.learning.evaluation import ModelTester, accelerator_of
+
+    partition = splits.keep(experiment, folder.path)
+    evaluates_on = accelerator_of(experiment, beside=resolve_accelerator(accelerator))
+    tester = ModelTester(experiment, accelerator=evaluates_on)
+    beginning = Beginning(
+        tester.layout,
+        tester.first,
+        partition,
+        str(evaluates_on),
+        notes=tester.notes,
+        initial=tester.initial,
+        frozen=tester.frozen,
+    )
+    return _Evaluating(beginning, tester.evaluate)
+
+
+def _device(folder: RunFolder, device: HostedDevice, prepared: Prepared, trainers: Trainers, accelerator: str) -> Work:
+    experiment, name = folder.experiment, device.node
     memory = DeviceMemory(
-        link_layouts(experiment.tier_above(name).aggregation, trainer.layout),
-        kept_bytes=trainer.vectors.kept_bytes,
+        link_layouts(experiment.tier_above(name).aggregation, prepared.layout),
+        kept_bytes=prepared.kept_bytes,
         rounds=experiment.device_rounds,
         rounds_back=experiment.cloud.rounds_back,
-        spool=_spool(folder, name) if trainer.vectors.kept_bytes else Spool(None),
+        spool=_spool(folder, name) if prepared.keeps else Spool(None),
+        keeps_folder=prepared.folder,
     )
-    local = LocalWork(trainer, memory, scored_by(experiment, name))
+
+    def train(order: Order) -> LocalResult:
+        ended: list[Ending] = []
+        trainers.train([(device, order)], accelerator, lambda _, how: ended.append(how))
+        if isinstance(ended[0], LocalResult):
+            return ended[0]
+        raise ended[0]
+
+    local = LocalWork(name, train, memory, samples=prepared.samples, scores=scored_by(experiment, name))
     never = threading.Event()
 
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:

@@ -25,6 +25,8 @@ from common.methods.selection import ClientSelection, ResultFacts, Selector
 from common.methods.single_model import KEY, GuardedRule, OwnRule
 from common.methods.statistics import Statistics, gram
 from common.model.layout import ModelLayout, Section
+from common.model.trainer import ArrayTrainer
+from deploy.local import trainer_checks
 
 CHILDREN: Final = 5
 ROUNDS: Final = 3
@@ -40,8 +42,8 @@ class Report(NamedTuple):
     start_loss: float | None = None
 
 
-def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Finding]]:
-    """Return what a name of own code is, and its checks, which run one by one.
+def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, Iterator[Finding]]:
+    """Return what a name of own code is, and its checks, which run one by one. `data`: the samples of a trainer.
 
     Both raise InvalidExperiment, the latter for own code that fails.
     """
@@ -52,6 +54,9 @@ def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Findin
     if isinstance(found, type) and issubclass(found, Selector):
         tree = {"cloud": {"selection": {**keywords, "name": name}, "participation": 0.4}}
         return "selector", _each(_selector(parse(tree).tiers[0]))
+    if isinstance(found, type) and issubclass(found, ArrayTrainer):
+        tree = {"training": {"trainer": {**keywords, "name": name}}, "data": {"root": str(data)}}
+        return "trainer", _each(trainer_checks.of(parse(tree)))
     if isinstance(found, type):
         from device.training.objectives.objective import Objective
 
@@ -60,7 +65,7 @@ def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Findin
 
             settings = parse({"training": {"objective": {**keywords, "name": name}}}).training
             return "objective", _each(objective_checks.of(settings))
-    problem = "is neither a rule (ColumnRule), nor a selector (Selector), nor an objective (Objective)"
+    problem = "is no rule (ColumnRule), selector (Selector), trainer (ArrayTrainer) or objective (Objective)"
     remedy = "docs/extend.md has an example of each. A run names what is wrong with models and data sets."
     raise InvalidExperiment("name", name, problem, remedy)
 

@@ -12,7 +12,6 @@ from common.experiment.schema import Experiment, TransferSettings
 from common.experiment.tiers import participants
 from common.methods.rule import link_layouts
 from common.model.layout import LinkLayouts, ModelLayout
-from device.training.objectives.table import objective_of
 
 AGENT_BYTES: Final = 60_000_000
 TORCH_BYTES: Final = 560_000_000
@@ -29,9 +28,10 @@ def memory_of(experiment: Experiment, layout: ModelLayout, *, data_bytes: int, d
     children = [max(sizes) for sizes in experiment.sizes()]
     own, *below = [participants(most, tier.participation) for most, tier in zip(children, tiers, strict=True)]
     links = [link_layouts(tier.aggregation, layout) for tier in tiers]
+    learner = TORCH_BYTES if experiment.training.trainer.learns_module else AGENT_BYTES
     found = {
         "cloud": _parent(experiment, layout, links[0], 0, own, children[0]),
-        "evaluator": TORCH_BYTES + data_bytes + 4 * row,  # in shared memory, initial, weights, one tensor's copy
+        "evaluator": learner + data_bytes + 4 * row,  # in shared memory, initial, weights, one tensor's copy
     }
     if below:
         sizes = range(1, len(tiers))
@@ -44,13 +44,22 @@ def memory_of(experiment: Experiment, layout: ModelLayout, *, data_bytes: int, d
             found[name] = TORCH_BYTES + data + (2 + uploads) * row + 4 * links[place].down.extras
     # A device has five models: received, result, weights, gradients, momentum. And its objective's vectors: in both
     # rows, and as tensors.
-    objective, last = objective_of(experiment.training), links[-1]
-    models = 5 + objective.uses_received + 3 * len(objective.keeps)
-    each = models * row + 4 * (2 * last.down.extras + last.up.extras)
-    found |= {"device": TORCH_BYTES + data_bytes + devices * each, "cloud_broker": _broker(own, row, transfer)}
+    last = links[-1]
+    each = _models(experiment) * row + 4 * (2 * last.down.extras + last.up.extras)
+    found |= {"device": learner + data_bytes + devices * each, "cloud_broker": _broker(own, row, transfer)}
     if below:
         found["device_broker"] = _broker(max(below), row, transfer)
     return found
+
+
+def _models(experiment: Experiment) -> int:
+    """Return how many models a device has in memory."""
+    if not experiment.training.trainer.learns_module:
+        return 4  # received, result, and those of the trainer
+    from device.training.objectives.table import objective_of
+
+    objective = objective_of(experiment.training)
+    return 5 + objective.uses_received + 3 * len(objective.keeps)
 
 
 def direct_bytes(experiment: Experiment, layout: ModelLayout, *, data_bytes: int) -> int:

@@ -67,6 +67,7 @@ async def _measure(
     experiment: Experiment, devices: Sequence[str], slots: int, *, first: Row, training_s: float
 ) -> tuple[list[MeasuredTraining], float]:
     """Return trainings, and the least seconds of one without steps."""
+    own = experiment.training.trainer.learns_module
     async with Pool(accelerator="cpu", slots=slots, devices=len(devices)) as pool:
         members = [pool.member(name) for name in devices]
         prepared, *_ = [await member.prepare(experiment) for member in members]
@@ -92,7 +93,9 @@ async def _measure(
             if training.cancelled():
                 return done
             result = training.result()
-            return MeasuredTraining(result.steps, result.train_s + result.wait_s, result.train_s, result.cpu_s)
+            # A trainer of the user's own may count others than batches, by which a plan goes, and none without epochs.
+            steps = result.steps if own else epochs * -(-result.samples // experiment.training.batch_size)
+            return MeasuredTraining(steps, result.train_s + result.wait_s, result.train_s, result.cpu_s)
 
         async def train_many(at_once: int, *, most: float, until: float, epochs: int) -> list[MeasuredTraining]:
             found, turns = list[MeasuredTraining](), itertools.count()
@@ -116,8 +119,8 @@ async def _measure(
         epochs, warm_up = experiment.training.epochs, WARM_UP * slots * len(members)
         await train_many(slots, most=warm_up, until=time.monotonic() + training_s / 2, epochs=epochs)
         measured = await train_many(slots, most=inf, until=time.monotonic() + training_s, epochs=epochs)
-        nothing = await train_many(1, most=NOTHING, until=inf, epochs=0)
-    return measured, min(each.seconds for each in nothing)
+        nothing = await train_many(1, most=NOTHING, until=inf, epochs=0) if own else []
+    return measured, min((each.seconds for each in nothing), default=0.0)
 
 
 def line(measured: Sequence[MeasuredTraining], *, least_s: float) -> tuple[float, float]:

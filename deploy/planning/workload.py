@@ -17,16 +17,18 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
-from common.learning import datasets, splits
-from common.learning.datasets import Dataset
-from common.learning.evaluation import ModelTester
 from common.model.layout import ModelLayout, Row
+from common.model.trainer import TrainerTester
 from deploy.results.run import Run
+from device.jobs import HostedDevice
+from device.pool.trainers import Trainers
 
 if TYPE_CHECKING:
+    from common.learning.datasets import Dataset
     from deploy.planning.calibration import MachineSpeeds
 
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
+PREPARED_MOST: Final = 32  # devices whose samples a trainer of the user counts
 REHEARSED_LEAST: Final = 3  # global rounds after which Tempo's epochs have settled
 REHEARSED_MOST: Final = 5  # Tempo draws them anew in each round
 REHEARSAL_S: Final = 20.0
@@ -91,6 +93,11 @@ class PlannedWorkload:
 
 def workload(experiment: Experiment) -> PlannedWorkload:
     """Load the data set, or synthetic images in its place, and split it. Raises InvalidExperiment."""
+    if not experiment.training.trainer.learns_module:
+        return _of_trainer(experiment)
+    from common.learning import datasets, splits
+    from common.learning.evaluation import ModelTester
+
     assumed: list[str] = []
     try:
         dataset = datasets.load(experiment.data)
@@ -123,6 +130,23 @@ def workload(experiment: Experiment) -> PlannedWorkload:
         nbytes,
         here=here is experiment,
         assumed=assumed,
+    )
+
+
+def _of_trainer(experiment: Experiment) -> PlannedWorkload:
+    """Let the trainer of the user prepare devices, all of a small lab, else the first one."""
+    count, tester, trainers = sum(experiment.sizes()[-1]), TrainerTester(experiment), Trainers()
+    listed = count <= MOST_LISTED
+    calibrated = experiment if listed else _alone(experiment, 1)
+    names = calibrated.tree.devices[: count if count <= PREPARED_MOST else 1]
+    prepared = [trainers.prepare(HostedDevice(calibrated, calibrated.digest, name), "cpu") for name in names]
+    some = {name: facts.samples for name, facts in zip(names, prepared, strict=True)}
+    each, assumed = prepared[0].samples, ["the memory of a device is that without its samples and its libraries"]
+    if count > PREPARED_MOST:
+        assumed.append(f"each device has {each} samples, as the first one")
+    samples = {name: some.get(name, each) for name in experiment.tree.devices} if listed else each
+    return PlannedWorkload(
+        experiment, calibrated, tester.layout, tester.first, samples, data_bytes=0, here=True, assumed=assumed
     )
 
 

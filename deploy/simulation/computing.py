@@ -194,7 +194,15 @@ class RealMember:
         return self.prepared.result()
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, scores: bool = False
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train the model in `row` and write it into `out`, as in Order. Raises RunFailed."""
         prepared, seconds, scored_s = self.prepared.result(), 0.0, 0.0
@@ -203,7 +211,13 @@ class RealMember:
         if scores:
             scored_s = self.seconds.scoring(self.node, samples=prepared.tests)
         work = self.real.train(
-            row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None, scores=scores
+            row,
+            out,
+            epochs=epochs,
+            local_round=local_round,
+            progress=lambda done, of: None,
+            scores=scores,
+            folder=folder,
         )
         training = self.begin(work)
         try:

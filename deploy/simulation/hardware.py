@@ -220,7 +220,15 @@ class SimulatedMember:
         return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, scores: bool = False
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train after random seconds, with progress in between."""
         hardware = self._hardware

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -93,10 +93,17 @@ class AgentFactory:
         if spool is not None:
             spool.mkdir(parents=True, exist_ok=True)
         above, below = BrokerAddress(self.upper_broker(node)), BrokerAddress(self.lower_broker(node))
-        host = Host(above, CONNECT_TIMEOUT_S, self.metrics, spool=spool, stay=self.stay, world=world)
-        if self.run is not None:  # the user who starts the lab chose the data, and the code
-            allow = tuple(filter(is_own, self.experiment.code_at(node).values()))
-            host = replace(host, data=self.experiment.data.root, allow=allow)
+        data, code = self.experiment.data.root, self.experiment.code_at(node)
+        host = Host(
+            above,
+            CONNECT_TIMEOUT_S,
+            self.metrics,
+            spool=spool,
+            allow=tuple(filter(is_own, code.values())),  # the user who starts the lab chose the code, and the data
+            data=data,
+            stay=self.stay,
+            world=world,
+        )
         if node == CLOUD:
             folder, begun = self._folder(world, resume=resume)
             return CloudAgent(folder, host, resume=begun, observe=self.observe, evaluator=self.hardware.evaluator)

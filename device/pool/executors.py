@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,7 @@ from common.host.subprocess_channel import ReplaceableProcess, SubprocessChannel
 from common.model.layout import ModelLayout
 from common.model.scores import ScoreSums
 from device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared, most_together
-
-if TYPE_CHECKING:
-    from device.pool.trainers import Trainers
+from device.pool.trainers import Trainers
 
 
 class Executor(Protocol):
@@ -36,8 +34,11 @@ class Executor(Protocol):
     def most(self, training: TrainingSettings) -> int:
         """Return how many jobs of an experiment may be trained together. Raises InvalidExperiment."""
 
-    async def start(self) -> Sequence[str]:
-        """Return the accelerators of this machine. Raises RunFailed."""
+    async def start(self) -> None:
+        """Start; PyTorch is imported when it is needed. Raises RunFailed."""
+
+    async def accelerators(self) -> Sequence[str]:
+        """Return the accelerators of this machine, of PyTorch. Raises RunFailed."""
 
     async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
@@ -53,22 +54,25 @@ class Executor(Protocol):
 
 
 class Thread:
-    """A thread of this process, which then imports torch: for machines without the memory for two processes."""
+    """A thread of this process: for machines without the memory for two processes."""
 
     path = TrainingPath.IN_PROCESS
 
     def __init__(self) -> None:
         self.accelerator = "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
-        self._made: Trainers | None = None
+        self._trainers = Trainers()
 
     def most(self, training: TrainingSettings) -> int:
         """Return how many jobs of an experiment may be trained together. Raises InvalidExperiment."""
         return most_together(training, self.accelerator)
 
-    async def start(self) -> Sequence[str]:
+    async def start(self) -> None:
+        """Do nothing: the thread starts with its first work."""
+
+    async def accelerators(self) -> Sequence[str]:
         """Import torch and ask it for the accelerators."""
-        return await offload(self._start, executor=self._thread)
+        return await offload(_accelerators, executor=self._thread)
 
     async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment."""
@@ -91,26 +95,18 @@ class Thread:
 
     def forget(self, digest: str) -> None:
         """Drop the experiment's trainers."""
-        if self._made is not None:
-            self._thread.submit(self._made.forget, digest)
+        self._thread.submit(self._trainers.forget, digest)
 
     async def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False)
 
-    @property
-    def _trainers(self) -> Trainers:
-        if self._made is None:
-            raise RuntimeError("call Thread.start first")
-        return self._made
 
-    def _start(self) -> Sequence[str]:
-        from common.learning.computing import accelerators  # imports torch: seconds, and 250 MB
-        from device.pool.trainers import Trainers
+def _accelerators() -> Sequence[str]:
+    from common.learning.computing import accelerators  # imports torch: seconds, and 250 MB
 
-        self._made = Trainers()
-        there: Sequence[str] = accelerators()
-        return there
+    there: Sequence[str] = accelerators()
+    return there
 
 
 def _from_thread(order: Order) -> Order:
@@ -157,8 +153,12 @@ class Worker:
         channel = self._process.channel
         return None if channel is None else channel.process.pid
 
-    async def start(self) -> Sequence[str]:
-        """Start the process, wait until it has imported torch, and return its accelerators. Raises RunFailed."""
+    async def start(self) -> None:
+        """Start the process, and wait until it serves. Raises RunFailed."""
+        await self._do(lambda channel: channel.request(ready=True), "devices")
+
+    async def accelerators(self) -> Sequence[str]:
+        """Return the accelerators, once the process has imported torch. Raises RunFailed."""
         reply = await self._do(lambda channel: channel.request(accelerators=True), "devices")
         return list(reply["accelerators"])
 
@@ -166,7 +166,7 @@ class Worker:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
         reply = await self._do(lambda channel: channel.request(prepare=self._name(device, channel)), device.node)
         layout = ModelLayout.from_json(reply["layout"])
-        return Prepared(layout, reply["samples"], reply["partition"], reply["kept_bytes"], reply["tests"])
+        return Prepared(**{**reply, "layout": layout})
 
     async def train(self, jobs: Sequence[Job]) -> None:
         """Train the jobs in the process. Raises RunFailed if it was killed, or lost its accelerator, twice."""
@@ -207,7 +207,8 @@ class Worker:
             await offload(partial(np.copyto, row, job.order.row))
             device, order = self._name(job.device, channel), job.order
             facts = {"epochs": order.epochs, "round": order.local_round, "scores": order.scores}
-            wanted.append({"job": number, "device": device, **facts})
+            folder = None if order.folder is None else str(order.folder)
+            wanted.append({"job": number, "device": device, **facts, "folder": folder})
         channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
         for number, job in begun.items():
             job.on_cancel = partial(channel.send, cancel=number)

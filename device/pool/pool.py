@@ -2,7 +2,7 @@
 
 Devices submit requests and await their outcomes. Nothing here computes, so the devices' connections stay alive. A
 single training at a time runs in a thread of this process. For more, each executor has a worker process, and this
-process never imports torch.
+process never imports torch. PyTorch is imported with the first device that needs it, or to find GPUs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from math import inf
+from pathlib import Path
 from typing import Any, Final, Self
 
 from common.accounting.child_report import TrainingPath
@@ -31,6 +33,11 @@ EVERYWHERE: Final = ("cpu", "auto")  # accelerators that every machine has
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_cpu(accelerator: str) -> bool:
+    """Return whether the name of an accelerator surely selects the CPU here; else PyTorch has to be asked."""
+    return accelerator == "cpu" or (accelerator == "auto" and not (may_have_gpu() and find_spec("torch")))
 
 
 class Pool:
@@ -138,12 +145,12 @@ class Pool:
             raise
 
     async def _open(self) -> None:
-        """Start the first executor, which knows the accelerators, and then the number that is needed."""
+        """Start the first executor, which may know the accelerators, and then the number that is needed."""
         try:
             most = min(self._slots or cores(), self._devices)
-            # On a CPU all executors import torch at the same time.
-            sure = self._accelerator == "cpu" or (self._accelerator == "auto" and not may_have_gpu())
-            there = (await self._start(most if sure else 1))[0]
+            sure = is_cpu(self._accelerator)
+            await self._start(most if sure else 1)
+            there = ["cpu"] if sure else await self._executors[0].accelerators()
             places = choose(self._accelerator, there)
             if places != ("cpu",):
                 most = min(self._slots or len(places), self._devices)
@@ -164,15 +171,15 @@ class Pool:
             executor.accelerator = self._places[index % len(self._places)]
             self._serving.append(asyncio.create_task(self._serve(executor), name=f"executor {index}"))
 
-    async def _start(self, count: int) -> list[Sequence[str]]:
+    async def _start(self, count: int) -> None:
         executors = [self._new() for _ in range(count)]
         self._executors += executors
         try:
             async with asyncio.TaskGroup() as group:
-                starting = [group.create_task(executor.start()) for executor in executors]
+                for executor in executors:
+                    group.create_task(executor.start())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [task.result() for task in starting]
 
     async def _serve(self, executor: Executor) -> None:
         while True:
@@ -286,7 +293,15 @@ class Member:
         return prepared
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, scores: bool = False
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train the model in `row` for `epochs` and write it into `out`, as in Order.
 
@@ -301,7 +316,7 @@ class Member:
             progress(done, of)
 
         asked = time.monotonic()
-        order = Order(row, out, epochs, local_round, report, threading.Event(), scores)
+        order = Order(row, out, epochs, local_round, report, threading.Event(), scores, folder)
         result: LocalResult = await self._pool.submit(Job(device=self._device, place=self._place, order=order))
         scored_s = 0.0 if result.tests is None else result.tests.seconds
         return replace(result, wait_s=max(0.0, time.monotonic() - asked - result.train_s - scored_s))

@@ -1,9 +1,10 @@
 """The worker process, which trains for the devices of another process; started by `device.pool.executors`.
 
+    {"ready"}                              -> {"ready"}
     {"accelerators"}                       -> {"accelerators"} of this machine
     {"experiment": TEXT, "digest"}            a new experiment
-    {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes", "tests"}
-    {"train": [{"job", "device", "epochs", "round", "scores"}, ...], "row_bytes", "out_bytes"}
+    {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes", "tests", "folder"}
+    {"train": [{"job", "device", "epochs", "round", "scores", "folder"}, ...], "row_bytes", "out_bytes"}
                                            -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
     {"cancel": JOB}
     {"forget": DIGEST}                        an experiment that no device is in any more
@@ -18,6 +19,7 @@ from __future__ import annotations
 import threading
 from dataclasses import astuple, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from common.experiment.reading import parse
@@ -25,20 +27,17 @@ from common.experiment.schema import Experiment
 from common.host.memory import frozen_imports, keep_large_buffers
 from common.host.subprocess_channel import AgentChannel, Record, error_record
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
+from device.pool.trainers import Trainers
 
 
 class WorkerServer:
-    """Serves the process of one agent. It imports torch, which takes seconds."""
+    """Serves the process of one agent. It imports torch, which takes seconds, when that is needed."""
 
     def __init__(self) -> None:
         self._experiments: dict[str, Experiment] = {}
         self._cancelled: dict[int, threading.Event] = {}
         self._channel = AgentChannel(self._cancel)
-        with frozen_imports():
-            from common.learning.computing import accelerators
-            from device.pool.trainers import Trainers
-
-        self._trainers, self._accelerators = Trainers(), accelerators()
+        self._trainers = Trainers()
 
     def serve(self) -> None:
         """Process the agent's requests until it ends."""
@@ -48,7 +47,8 @@ class WorkerServer:
                 if "experiment" in request:
                     self._experiments[request["digest"]] = parse(request["experiment"])
                 elif "prepare" in request:
-                    prepared = self._trainers.prepare(*self._device(request["prepare"]))
+                    with frozen_imports():
+                        prepared = self._trainers.prepare(*self._device(request["prepare"]))
                     facts = {field.name: getattr(prepared, field.name) for field in fields(prepared)}
                     self._channel.send(**facts | {"layout": prepared.layout.to_json()})
                 elif "forget" in request:
@@ -56,8 +56,10 @@ class WorkerServer:
                     self._trainers.forget(request["forget"])
                 elif "train" in request:
                     self._train(request["train"], request["row_bytes"], request["out_bytes"])
+                elif "accelerators" in request:
+                    self._channel.send(accelerators=_accelerators())
                 else:
-                    self._channel.send(accelerators=self._accelerators)
+                    self._channel.send(ready=True)
             except Exception as error:  # noqa: BLE001 - the agent passes it on
                 self._channel.send(**error_record(error))
 
@@ -68,8 +70,8 @@ class WorkerServer:
             row.flags.writeable = False
             device, accelerator = self._device(wanted["device"])
             report, cancelled = partial(self._report, wanted["job"]), self._cancelled[wanted["job"]]
-            order = Order(row, out, wanted["epochs"], wanted["round"], report, cancelled, wanted["scores"])
-            work.append((device, order))
+            folder, facts = wanted["folder"] and Path(wanted["folder"]), (wanted["epochs"], wanted["round"])
+            work.append((device, Order(row, out, *facts, report, cancelled, wanted["scores"], folder)))
 
         def done(place: int, how: Ending) -> None:
             number = orders[place]["job"]
@@ -96,6 +98,13 @@ class WorkerServer:
         if "cancel" in request and (event := self._cancelled.get(request["cancel"])) is not None:
             event.set()
         return "cancel" in request
+
+
+def _accelerators() -> list[str]:
+    with frozen_imports():
+        from common.learning.computing import accelerators
+
+    return accelerators()
 
 
 if __name__ == "__main__":

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from common.experiment.schema import Experiment
 from common.model.layout import Row
 from common.protocol.messages import Task
-from common.runtime.round import WorkResult
-from device.jobs import LocalResult, Progress
+from common.runtime.round import NUMBERS, WorkResult
+from device.jobs import LocalResult, Order, Progress
 from device.memory import DeviceMemory
 
-if TYPE_CHECKING:
-    from device.training.trainer import Trainer
 
-
-def result_of(task: Task, out: Row, result: LocalResult) -> WorkResult:
-    """Return the result of a task: the trained model and its extras in `out`, uint8 [row_bytes], and its costs."""
+def result_of(node: str, task: Task, out: Row, result: LocalResult) -> WorkResult:
+    """Return the result of a device's task: the trained model and its extras in `out`, uint8, and its costs."""
     costs = (task.epochs, result.steps, result.train_s, result.wait_s)
+    plans = {node: [{NUMBERS: result.numbers}]} if result.numbers else {}
     return WorkResult(
-        out, result.samples, result.loss, *costs, path=result.path, tests=result.tests, start_loss=result.start_loss
+        out,
+        result.samples,
+        result.loss,
+        *costs,
+        plans=plans,
+        path=result.path,
+        tests=result.tests,
+        start_loss=result.start_loss,
     )
 
 
@@ -36,27 +40,34 @@ def scored_by(experiment: Experiment, node: str) -> Callable[[Task], bool]:
 
 
 class LocalWork:
-    """A device's results; each overwrites the model of the previous one. `scores`: whether it scores a task's model."""
+    """A device's results; each overwrites the model of the previous one.
 
-    def __init__(self, trainer: Trainer, memory: DeviceMemory, scores: Callable[[Task], bool]) -> None:
-        self._trainer = trainer
-        self._scores = scores
+    `train`: trains as ordered. `samples`: of the device. `scores`: whether it scores a task's model.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        train: Callable[[Order], LocalResult],
+        memory: DeviceMemory,
+        *,
+        samples: int,
+        scores: Callable[[Task], bool],
+    ) -> None:
+        self._node = node
+        self._train = train
         self._memory = memory
+        self._samples = samples
+        self._scores = scores
 
     def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> WorkResult:
-        """Train the model in `row`, uint8 [row_bytes], as the task requires. Raises what `Trainer.train` raises."""
-        memory, trainer, scores, trains = self._memory, self._trainer, self._scores(task), task.epochs > 0
-        begun = memory.begin(task, row)
-        received = trainer.examine(begun, scores=scores, trains=trains, progress=progress, cancelled=cancelled)
+        """Train the model in `row`, uint8 [row_bytes], as the task requires. Raises what `train` raises."""
+        memory, scores = self._memory, self._scores(task)
+        if not task.epochs and not scores:
+            return result_of(self._node, task, row, LocalResult(self._samples, 0.0, 0, 0.0, 0.0))
+        begun, number = memory.begin(task, row), memory.number(task)
+        result = self._train(Order(begun, memory.out, task.epochs, number, progress, cancelled, scores, memory.folder))
         if not task.epochs:
-            return result_of(task, row, LocalResult(trainer.samples, 0.0, 0, 0.0, 0.0, tests=received.tests))
-        result = trainer.train(
-            begun,
-            memory.out,
-            epochs=task.epochs,
-            local_round=memory.number(task),
-            progress=progress,
-            cancelled=cancelled,
-        )
+            return result_of(self._node, task, row, result)
         memory.end(task)
-        return result_of(task, memory.result, received.of(result))
+        return result_of(self._node, task, memory.result, result)

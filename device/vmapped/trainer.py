@@ -22,7 +22,7 @@ from common.host.accelerators import is_lost, out_of_memory
 from common.learning import datasets, models
 from common.learning.computing import calls_own_code, first_line, set_up
 from common.learning.inputs import Inputs
-from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order, VmappedMode
+from device.jobs import Cancelled, Done, Ending, HostedDevice, LocalResult, Order, VmappedMode, Work
 from device.training.batches import Changes, LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
 from device.training.captured import CapturedGradients
 from device.training.network import source_of
@@ -42,9 +42,6 @@ RECORDED_USE = 5
 TRIAL_DEVICES = 8  # on a CPU the time of a step is linear in its devices from there on, too
 
 log = logging.getLogger("fedstrata.vmapped")
-
-Done = Callable[[int, Ending], None]
-Work = tuple[HostedDevice, Order]
 
 
 class VmappedTrainer:

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
 from common.experiment.short_form import ShortForm
 from common.experiment.tiers import Tier
+from common.experiment.trainers import TRAINERS, OwnTrainer, TrainerTable
 from common.experiment.training import (
     AUGMENTATIONS,
     OBJECTIVES,
@@ -63,6 +64,8 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
     "training.augmentation": "Flips and crops of images, or [one's own](extend.md#an-augmentation).",
+    "training.trainer": "One of the trainers below, selected by `name`. [Your own method](extend.md#a-trainer) explains"
+    " how to write one.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
     "cloud.epoch_control": "The [page of Tempo](algorithms/tempo.md) has the equations.",
     "profiles.NAME": "[Links](links.md) lists the profiles that ship.",
@@ -77,6 +80,7 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     SelectionSettings: {**SELECTORS, "package.module:Name": OwnSelection},
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
     AugmentationTable: {**AUGMENTATIONS, "package.module:Name": OwnAugmentation},
+    TrainerTable: {**TRAINERS, "package.module:Name": OwnTrainer},
 }
 ORDER: Final = (
     "", "score", "evaluation", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers",
@@ -120,9 +124,15 @@ def values(schema: Mapping[str, Any]) -> str:
         "boolean": "true, false",
         "string": "a name" if "pattern" in schema else "text",
         "array": f"{schema['minItems']} numbers" if "minItems" in schema else f"a list of {of}",
-        "object": f"a table of lists of {of}" if items else "a table of numbers" if each is not schema else "a table",
+        "object": _object(each, of) if each is not schema else "a table",
     }
     return kinds.get(schema["type"]) or _range(schema)
+
+
+def _object(each: Mapping[str, Any], of: str) -> str:
+    if "items" in each:
+        return f"a table of lists of {of}"
+    return "a table of tables of numbers" if each.get("type") == "object" else "a table of numbers"
 
 
 def meanings(table: type[BaseModel]) -> dict[str, str]:

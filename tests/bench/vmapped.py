@@ -28,9 +28,8 @@ from common.experiment import reading
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.layout import Row
-from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
+from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order, Work
 from device.pool.trainers import Trainers
-from device.vmapped.trainer import Work
 
 ALONE = 10
 

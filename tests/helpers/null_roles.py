@@ -50,7 +50,15 @@ class NullMember(SimulatedMember):
         return replace(prepared, partition=digest) if device == self._node else prepared
 
     async def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, scores: bool = False
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        scores: bool = False,
+        folder: Path | None = None,
     ) -> LocalResult:
         """Train once this round is released."""
         held, _, release = os.environ.get("NULL_LAB_HOLD", "").partition(":")

@@ -1,0 +1,123 @@
+"""What trains a model on devices: fedstrata's SGD on a PyTorch module, a trainer of the user's own, a Flower client.
+
+A trainer that is not fedstrata's brings its arrays and reads its samples, so the tables of the data and the model have
+its name. Its code is in `common/model/trainer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.experiment.data import CLASSES, PARTS, Data, Model
+from common.experiment.own import OwnName, OwnSettings, is_own
+from common.experiment.tables import Selected, SettingsTable, form
+
+KEY: Final = "training.trainer"
+PARTITION: Final = "private"  # every device has samples of its own
+Rounds = dict[Annotated[str, form(r"^[1-9]\d{0,11}$", "the number of a global round, from 1")], float]
+ByRound = dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")], Rounds]
+
+
+class TrainerTable(SettingsTable):
+    """The settings of a trainer.
+
+    `learns_module`: it trains `model` on `data` by the loss and the objective. `remembers`: a device has state that
+    persists between its tasks.
+    """
+
+    learns_module: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+
+    name: str  # the trainer
+
+    @property
+    def code(self) -> Mapping[str, str]:
+        """The names of the user's own code, by key, that of the trainer first."""
+        return {}
+
+    @property
+    def whose(self) -> str:
+        """The name that stands for its model and its samples."""
+        return next(iter(self.code.values()))
+
+
+class SgdTrainer(TrainerTable):
+    """SGD on a PyTorch module, on samples of a data set, by a loss and an objective."""
+
+    learns_module = True
+
+    name: Literal["sgd"] = "sgd"  # the trainer
+
+
+class FlowerTrainer(TrainerTable):
+    """A client of a Flower app, a `NumPyClient`; `flwr` is not needed unless its file imports it."""
+
+    name: Literal["flower"] = "flower"  # the trainer
+    client_fn: OwnName  # the function that makes a client of a context, `package.module:client_fn`
+    # The function that returns the first arrays; not set: the client's `get_parameters`.
+    initial: OwnName | None = None
+    # The function by which the cloud evaluates, as in a strategy of Flower's; not set: it does not evaluate.
+    evaluate_fn: OwnName | None = None
+
+    @property
+    def code(self) -> Mapping[str, str]:
+        """The names of its functions."""
+        found = {key: getattr(self, key) for key in ("client_fn", "initial", "evaluate_fn")}
+        return {f"{KEY}.{key}": name for key, name in found.items() if name is not None}
+
+
+class OwnTrainer(TrainerTable, OwnSettings):
+    """A trainer of the user's own; the other keys are its keywords."""
+
+    remembers = True  # it may have a state
+
+    name: OwnName  # the class, `package.module:Name`
+
+    @property
+    def code(self) -> Mapping[str, str]:
+        """The name of its class."""
+        return {f"{KEY}.name": self.name}
+
+
+TRAINERS: Final[Mapping[str, type[TrainerTable]]] = MappingProxyType({"sgd": SgdTrainer, "flower": FlowerTrainer})
+
+TrainerSettings = Annotated[TrainerTable, Selected(TRAINERS, "common.experiment.trainers:OwnTrainer")]
+
+
+def with_trainer(tree: Any) -> Any:
+    """Return an experiment's keys with the data and the model of a trainer that brings its own."""
+    if not isinstance(tree, Mapping) or not isinstance(training := tree.get("training", {}), Mapping):
+        return tree
+    data, model, table = tree.get("data", {}), tree.get("model", {}), training.get("trainer", {"name": "sgd"})
+    if not all(isinstance(each, Mapping) for each in (data, model, table)) or table.get("name") == "sgd":
+        return tree
+    name = table.get("client_fn") if table.get("name") == "flower" else table.get("name")
+    if not isinstance(name, str) or not is_own(name):  # an error of the table itself
+        return tree
+    data = {"dataset": name, "partition": PARTITION, **data}
+    return {**tree, "data": data, "model": {"name": name, **model}}
+
+
+def check_trainer(trainer: TrainerTable, data: Data, model: Model) -> None:
+    """Check that a trainer that brings its own has no other data and model. Raises InvalidExperiment."""
+    if trainer.learns_module:
+        return
+    reads, brings = (f"{KEY} {trainer.whose} {does}" for does in ("reads its samples from data.root", "has its arrays"))
+    wanted: dict[str, object] = {"dataset": trainer.whose, "partition": PARTITION, "targets": CLASSES}
+    wanted = {key: field.get_default(call_default_factory=True) for key, field in Data.model_fields.items()} | wanted
+    for key in sorted(data.model_fields_set - {"root"}):
+        if (value := getattr(data, key)) != wanted[key]:
+            raise InvalidExperiment(f"data.{key}", value, reads, "Omit it.")
+    if model.name != trainer.whose:
+        raise InvalidExperiment("model.name", model.name, brings, "Omit it.")
+    if model.initial is not None:
+        raise InvalidExperiment("model.initial", model.initial, brings, "Omit it, and return them by initial().")
+    for key in PARTS:
+        if patterns := getattr(model, key):
+            problem = f"{KEY} {trainer.whose} trains all of its arrays"
+            raise InvalidExperiment(f"model.{key}", ", ".join(patterns), problem, "Omit it.")

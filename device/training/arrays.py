@@ -1,0 +1,153 @@
+"""Training by a trainer that is not fedstrata's (`common.model.trainer`): named arrays in and out, without PyTorch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from common.errors import FedstrataError, InvalidExperiment
+from common.experiment.schema import Experiment
+from common.model.trainer import LocalTask, TrainerCode, TrainingSite
+from common.randomness import Purpose, torch_seed
+from device.jobs import Cancelled, Done, HostedDevice, LocalResult, Order, Prepared, Work
+
+LOOK_S: Final = 1.0
+BUSY_SHARE: Final = 0.05  # of a core; a training that waits for ever uses less
+
+
+class ArrayTraining:
+    """One device's training; call `prepare` first, then `train` any number of times, one at a time.
+
+    `first`: the first model of a run.
+    """
+
+    def __init__(self, experiment: Experiment, *, node: str, accelerator: str) -> None:
+        self._experiment = experiment
+        self._code = TrainerCode(experiment.training.trainer)
+        self._layout, self.first = self._code.first(experiment.seed)
+        devices, data = experiment.tree.devices, Path(experiment.data.root.replace("{node}", node))
+        self._site = TrainingSite(
+            node=node,
+            place=devices.index(node),
+            places=len(devices),
+            data=data,
+            seed=experiment.seed,
+            epochs=experiment.training.epochs,
+            settings=experiment.settings_in(0),
+            accelerator=accelerator,
+        )
+        self._samples = 0
+
+    def prepare(self) -> Prepared:
+        """Load the device's samples, and return its facts. Raises InvalidExperiment."""
+        self._samples = self._code.prepare(self._site)
+        return Prepared(self._layout, self._samples, "", folder=self._experiment.training.trainer.remembers)
+
+    def train(self, order: Order) -> LocalResult:
+        """Train as ordered; without a folder in a temporary one. Raises Cancelled, InvalidExperiment."""
+        if order.folder is not None:
+            return self._train(order, order.folder)
+        with TemporaryDirectory(prefix="fedstrata-") as folder:
+            return self._train(order, Path(folder))
+
+    def _train(self, order: Order, state: Path) -> LocalResult:
+        experiment, site, rounds = self._experiment, self._site, self._experiment.device_rounds
+        if order.cancelled.is_set():
+            raise Cancelled
+
+        def progress(done: int, of: int) -> None:
+            if order.cancelled.is_set():
+                raise Cancelled
+            order.progress(int(done), int(of))
+
+        task = LocalTask(
+            node=site.node,
+            data=site.data,
+            seed=torch_seed(experiment.seed, Purpose.OWN_CODE, site.node, order.local_round),
+            epochs=order.epochs,
+            global_round=order.local_round // rounds + 1,
+            local_round=order.local_round + 1,
+            settings=experiment.settings_in(order.local_round),
+            deadline_s=experiment.tier_above(site.node).closing.deadline_s,
+            state=state,
+            progress=progress,
+        )
+        start, cpu_start = time.monotonic(), time.thread_time()
+        try:
+            with _use_reported(order):
+                found = self._code.train(self._layout, order.row, order.out, task, samples=self._samples)
+        except InvalidExperiment:
+            if order.cancelled.is_set():
+                raise Cancelled from None
+            raise
+        train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
+        order.progress(found.steps, found.steps)
+        samples = found.samples or self._samples
+        return LocalResult(samples, found.loss, found.steps, train_s, wait_s=0.0, cpu_s=cpu_s, numbers=found.numbers)
+
+
+class ArrayTrainers:
+    """Creates a device's training on first use, in its process."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str], tuple[ArrayTraining, Prepared]] = {}
+
+    def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
+        """Load a device's samples, and return its facts. Raises InvalidExperiment."""
+        return self._of(device, accelerator)[1]
+
+    def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
+        """Train for devices of one experiment, one after another. Raises InvalidExperiment."""
+        for number, (device, order) in enumerate(work):
+            training, _ = self._of(device, accelerator)
+            try:
+                result = training.train(order)
+            except (FedstrataError, Cancelled) as error:
+                done(number, error)
+            else:
+                done(number, result)
+
+    def forget(self, digest: str) -> None:
+        """Drop an experiment's trainings."""
+        self._made = {key: made for key, made in self._made.items() if key[0] != digest}
+
+    def _of(self, device: HostedDevice, accelerator: str) -> tuple[ArrayTraining, Prepared]:
+        key = device.digest, device.node
+        if key not in self._made:
+            training = ArrayTraining(device.experiment, node=device.node, accelerator=accelerator)
+            self._made[key] = training, training.prepare()
+        return self._made[key]
+
+
+@contextmanager
+def _use_reported(order: Order) -> Iterator[None]:
+    """Report the use of a core by this thread as progress: not every trainer reports its steps."""
+    ended, thread = threading.Event(), threading.get_ident()
+
+    def look() -> None:
+        seen, looks = _cpu_s(thread), 0
+        while not ended.wait(LOOK_S):
+            if (used := _cpu_s(thread)) - seen >= BUSY_SHARE * LOOK_S:
+                looks += 1
+                order.progress(looks, 0)
+            seen = used
+
+    looking = threading.Thread(target=look, name="progress of training", daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        looking.join()
+
+
+def _cpu_s(thread: int) -> float:
+    """Return the CPU seconds of a thread of this process, those of the whole process where threads have no clock."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.process_time()
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))

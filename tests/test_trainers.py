@@ -1,0 +1,423 @@
+"""Trainers of one's own: the example of docs/extend.md, Flower's clients, what they may not return, without PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from cloud.results import RunFolder
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse, to_toml
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
+from deploy.brokers import broker
+from deploy.local.direct import run_in_process
+from deploy.planning import workload
+from deploy.planning.footprint import memory_of
+from tests.helpers.commands import PATIENCE_S, command, fedstrata, folder_in, invoke, run_lab, table, tensors
+from tests.test_bare import SITE, bare
+from tests.test_extend import EXAMPLES
+
+FEATURES, CLASSES = 8, 3
+LAB: Final[dict[str, Any]] = {
+    "rounds": 4,
+    "topology": {"institutions": 2, "devices": 4},
+    "data": {"root": "data/{node}"},
+    "institution": {"rounds": 2, "participation": 0.5},
+    "training": {"epochs": 2, "learning_rate": 0.1},
+}
+SOFTMAX: Final = {"name": "softmax:Softmax", "features": FEATURES, "classes": CLASSES}
+# A client in the shape of Flower's quick start, with what `flwr` has of it.
+APP: Final = """
+import random
+
+import numpy as np
+
+MADE = []
+
+
+class NumPyClient:
+    def get_parameters(self, config):
+        return []
+    def to_client(self):
+        return Wrapper(self)
+
+
+class Wrapper:
+    def __init__(self, client):
+        self.numpy_client = client
+
+
+class FlowerClient(NumPyClient):
+    def __init__(self, partition, partitions):
+        self.data = np.random.default_rng(partition).normal(size=(10 + partition, 4)).astype(np.float32)
+        self.partitions = partitions
+    def get_parameters(self, config):
+        return [np.zeros((4,), np.float32), np.array(0)]
+    def fit(self, parameters, config):
+        w, count = parameters
+        assert config["server_round"] >= 1 and config["learning_rate"] > 0, config
+        for _ in range(config["local_epochs"]):
+            w = w - np.float32(config["learning_rate"]) * (w - self.data.mean(0))
+        w = w + np.float32(1e-3 * random.random()) + np.random.rand(4).astype(np.float32) * np.float32(1e-3)
+        return [w, count + 1], len(self.data), {"train_loss": float(np.square(w).mean()), "partitions": self.partitions}
+
+
+def client_fn(context):
+    MADE.append(context)
+    return FlowerClient(context.node_config["partition-id"], context.node_config["num-partitions"]).to_client()
+
+
+def evaluate(server_round, parameters, config):
+    return float(np.square(parameters[0]).sum()), {"accuracy": 1 / (1 + float(np.abs(parameters[0]).sum()))}
+"""
+TORCHED: Final = """
+import torch
+
+
+class Client:
+    def __init__(self, context):
+        self.trainloader = torch.utils.data.DataLoader(torch.randn(12, 3), batch_size=4, shuffle=True)
+    def fit(self, parameters, config):
+        (w,) = map(torch.tensor, parameters)
+        for batch in self.trainloader:
+            w = w + 0.1 * batch.mean(0) * torch.rand(3)
+        return [w.numpy()], len(self.trainloader.dataset), {"loss": 0.5}
+
+
+client_fn = Client
+
+
+def initial():
+    return [torch.randn(3).numpy()]
+"""
+OTHERS: Final = '''
+import sys
+
+import numpy as np
+
+from common.model.trainer import ArrayTrainer, Trained
+
+
+class Counting(ArrayTrainer):
+    """A model that depends on its state, and on a draw of numpy's generator."""
+    buffers = ("mean",)
+    def initial(self, seed):
+        return {"w": np.full(5, seed, np.float32), "mean": np.zeros((), np.float32), "count": np.zeros((), np.int64)}
+    def prepare(self, site):
+        self.site = site
+        return 5 + site.place
+    def train(self, arrays, task):
+        file = task.state / "sum"
+        total = (float(file.read_text()) if file.exists() else 0.0) + task.global_round
+        file.write_text(str(total))
+        w = arrays["w"] + np.float32(total) + np.random.rand(5).astype(np.float32)
+        made = {"w": w, "mean": np.float32(w.mean()), "count": arrays["count"] + 1}
+        return self.returned(made, task)
+    def returned(self, made, task):
+        return Trained(made, 0.5, task.epochs, numbers={"mu": task.settings.get("mu", -1.0)})
+
+
+class Forgetful(Counting):
+    def train(self, arrays, task):
+        self.total = getattr(self, "total", 0) + 1
+        return self.returned({**arrays, "w": arrays["w"] + np.float32(self.total)}, task)
+
+
+class Drawing(Counting):
+    draw = np.random.default_rng()
+    def train(self, arrays, task):
+        return self.returned({**arrays, "w": arrays["w"] + self.draw.random(5).astype(np.float32)}, task)
+
+
+class Wrong(Counting):
+    def __init__(self, *, how):
+        self.how = how
+    def returned(self, made, task):
+        return eval(self.how)
+'''
+WRONG: Final = {  # what `train` returns, and a text of the error
+    "Trained({**made, 'x': made['w']}, 0.5, 1)": r"train returns x, which `initial` does not",
+    "Trained({'w': made['w'], 'mean': made['mean']}, 0.5, 1)": "train returns no count",
+    "Trained({**made, 'w': made['w'][1:]}, 0.5, 1)": r"train returns w as float32 \[4\], not float32 \[5\]",
+    "Trained({**made, 'w': made['w'].astype(float)}, 0.5, 1)": "train returns w as float64",
+    "Trained({**made, 'w': made['w'] * np.nan}, 0.5, 1)": "entry w holds NaN or Inf",
+    "Trained({**made, 'count': made['w']}, 0.5, 1)": r"count as float32 \[5\], not int64 \[\]",
+    "Trained([made['w']], 0.5, 1)": "train returns arrays as list",
+    "Trained(made, float('nan'), 1)": "train returns loss = nan",
+    "Trained(made, 0.5, 1, samples=0)": "train returns samples = 0",
+    "Trained(made, 0.5, 1, samples=1000)": "train returns samples = 1000, and the device has",
+    "Trained(made, 0.5, 1.5)": "train returns steps = 1.5",
+    "Trained(made, 0.5, 10**6)": "train returns steps = 1000000, more than",
+    "Trained(made, 0.5, 1, numbers={'a': 'b'})": r"train returns numbers\['a'\] = 'b'",
+    "made": "train returns dict, not Trained",
+    "1 / 0": r"fails with ZeroDivisionError: .*, in Counting.train|fails with ZeroDivisionError",
+    "sys.exit(3)": "fails with SystemExit: 3",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with trainers, and the data of a lab, as the current one."""
+    for name, text in {"softmax": EXAMPLES["softmax"], "app": APP, "others": OTHERS, "torched": TORCHED}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    draw = np.random.default_rng(1)
+    w = draw.normal(size=(FEATURES, CLASSES))
+    for place, node in enumerate((CLOUD, *(f"device-{i}" for i in range(4)))):
+        x = draw.normal(size=(40 + 5 * place, FEATURES))
+        (tmp_path / "data" / node).mkdir(parents=True)
+        np.savez(tmp_path / "data" / node / "samples.npz", x=x, y=(x @ w).argmax(1))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
+    return tmp_path
+
+
+def lab(trainer: Mapping[str, Any] | str, **tables: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {**LAB, "training": {**LAB["training"], "trainer": trainer}}
+    for key, value in tables.items():
+        tree[key] = {**tree[key], **value} if isinstance(tree.get(key), dict) else value
+    return tree
+
+
+def written(home: Path, trainer: Mapping[str, Any] | str, **tables: Any) -> Path:
+    path = home / "lab.toml"
+    path.write_text(to_toml(parse(lab(trainer, **tables))))
+    return path
+
+
+def direct(folder: Path, experiment: Experiment, *, stop_after: int = 0) -> RunFolder:
+    """Run a lab in this process; `stop_after`: the global round after which it is killed, and then resumed."""
+
+    def observe(event: str, facts: Any) -> None:
+        if event == "global_round" and facts["global_round"] == stop_after:
+            raise KeyboardInterrupt
+
+    run = RunFolder.create(folder, experiment, direct=True)
+    if stop_after:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_process(run, resume=False, accelerator="cpu", observe=observe)
+        run.release()
+        run = RunFolder.reopen(run.path, direct=True)
+    run_in_process(run, resume=bool(stop_after), accelerator="cpu", observe=lambda event, facts: None)
+    return run
+
+
+FLOWER: Final = {"name": "flower", "client_fn": "app:client_fn", "evaluate_fn": "app:evaluate"}
+DRAWS: Final = {"name": "flower", "client_fn": "torched:client_fn", "initial": "torched:initial"}
+KINDS: Final[dict[str, Any]] = {"numpy": SOFTMAX, "state": "others:Counting", "flower": FLOWER, "torch": DRAWS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_in_one_process_gives_the_same_model(kind: str, home: Path) -> None:
+    experiment = parse(lab(KINDS[kind], cloud={"checkpoint_every": 2}))
+    whole = direct(home / "whole", experiment)
+    killed = direct(home / "killed", experiment, stop_after=3)
+    assert tensors(whole.path) == tensors(killed.path)
+    rows = table(whole.path / "rounds.csv")
+    assert len(rows) == LAB["rounds"] and all(float(row["train_loss"]) > 0 for row in rows)
+    assert [bool(row["accuracy"]) for row in rows] == [kind in ("numpy", "flower")] * LAB["rounds"]
+    events = [json.loads(line) for line in (whole.path / "events.jsonl").read_text().splitlines()]
+    trained = [event for event in events if event["event"] == "trained"]
+    assert len(trained) == 4 * 2 * 2 and all(event["numbers"] for event in trained)
+    assert invoke("report", whole.path).exit_code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_labs_of_processes_and_of_virtual_time_give_the_model_of_one_process(kind: str, home: Path) -> None:
+    path = written(home, KINDS[kind])
+    alone = run_lab(path, home / "direct", flags=["--direct"])
+    real = run_lab(path, home / "real")
+    simulated = run_lab(path, home / "simulated", flags=["--simulate"])
+    assert tensors(real) == tensors(alone) == tensors(simulated)
+    replayed = fedstrata("replay", real, "--runs", home / "replayed")
+    assert replayed.returncode == 0 and replayed.stdout.endswith("the same model, bit for bit\n"), replayed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["state", "torch"])
+def test_a_lab_of_killed_processes_gives_the_model_of_one_process(kind: str, home: Path) -> None:
+    tree = {**lab(KINDS[kind], topology={"institutions": 0}), "rounds": 12, "cloud": {"participation": 0.5}}
+    del tree["institution"]
+    path = home / "lab.toml"
+    path.write_text(to_toml(parse(tree)))
+    alone = run_lab(path, home / "direct", flags=["--direct"])
+    with broker.start(directory=home) as served, ExitStack() as stack:
+
+        def start(*words: str | Path) -> subprocess.Popen[str]:
+            line = command(*words, "--broker", f"{served.host}:{served.port}")
+            process = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        names = [word for i in range(4) for word in ("--name", f"device-{i}")]
+        allowed = ["--allow", "others", "--allow", "torched", "--accelerator", "cpu", "--slots", "1"]
+        devices = ["device", *names, *allowed, "--spool", home / "spool"]
+        device, cloud = start(*devices), start("cloud", path, "--runs", home / "runs", "--format", "json")
+        assert cloud.stdout is not None
+        events = map(json.loads, cloud.stdout)
+        assert any(event.get("global_round") == 3 for event in events if event["event"] == "global_round")
+        for process in (device, cloud):
+            process.kill()
+            process.wait()
+        (folder,) = (home / "runs").iterdir()
+        start(*devices)
+        again = start("cloud", "--resume", folder, "--format", "json")
+        again.communicate(timeout=PATIENCE_S)
+        assert again.returncode == 0
+        assert tensors(folder) == tensors(alone)
+
+
+def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
+    run = direct(home / "runs", parse(lab(FLOWER)))
+    import app
+
+    configs = [context.node_config for context in app.MADE]
+    assert {config["num-partitions"] for config in configs[1:]} >= {4}
+    assert {config["partition-id"] for config in configs} == {0, 1, 2, 3}
+    assert set(load_file(run.path / "model.safetensors")) == {"0", "1"}
+    rows = table(run.path / "devices.csv")
+    assert {int(row["samples"]) for row in rows} == {0, 10, 11, 12, 13}  # 0: it did not take part
+
+
+def test_the_settings_of_a_round_reach_the_trainer(home: Path) -> None:
+    by_round = {"mu": {"2": 0.25, "4": 0.5}}
+    run = direct(home / "runs", parse(lab("others:Counting", training={"by_round": by_round})))
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    found = {event["global_round"]: event["numbers"]["mu"] for event in events if event["event"] == "trained"}
+    assert found == {1: -1.0, 2: 0.25, 3: 0.25, 4: 0.5}
+
+
+def test_stop_needs_evaluations(home: Path) -> None:
+    with pytest.raises(InvalidExperiment, match=r"stop\.patience = 2: the trainer has no `evaluate`"):
+        direct(home / "runs", parse(lab("others:Counting", stop={"patience": 2})))
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_a_trainer_must_not_return_is_named(how: str, home: Path) -> None:
+    with pytest.raises(InvalidExperiment, match=f"^training.trainer.name = 'others:Wrong': .*({WRONG[how]})"):
+        direct(home / "runs", parse(lab({"name": "others:Wrong", "how": how})))
+
+
+@pytest.mark.slow
+def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None:
+    path = written(home, {"name": "others:Wrong", "how": "sys.exit(3)"})
+    done = fedstrata("run", path, "--runs", home / "runs")
+    assert done.returncode == 4 and "training.trainer.name = 'others:Wrong': fails with SystemExit: 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ({"training": {"loss": "cross_entropy"}}, "training.loss"),
+        ({"training": {"objective": "fedprox"}}, "training.objective"),
+        ({"training": {"augmentation": {"flip": True}}}, "training.augmentation"),
+        ({"training": {"vmapped": "always"}}, "training.vmapped"),
+        ({"training": {"compile": True}}, "training.compile"),
+        ({"training": {"by_round": {"epochs": {"1": 2.0}}}}, "training.by_round.epochs"),
+        ({"data": {"dataset": "digits"}}, "data.dataset"),
+        ({"data": {"noise": 0.5}}, "data.noise"),
+        ({"model": {"name": "cnn_digits"}}, "model.name"),
+        ({"model": {"initial": "x"}}, "model.initial"),
+        ({"model": {"frozen": ["w"]}}, "model.frozen"),
+        ({"model": {"personal": ["b"]}, "evaluation": {"at": "devices"}}, "model.personal"),
+        ({"evaluation": {"at": "devices"}}, "evaluation.at"),
+        ({"evaluation": {"at": "both"}}, "evaluation.at"),
+        ({"institution": {"aggregation": "scaffold"}}, "institution.aggregation.name"),
+        ({"institution": {"aggregation": "fedgen"}}, "institution.aggregation.name"),
+        ({"institution": {"aggregation": "qfedavg"}}, "institution.aggregation.name"),
+        ({"cloud": {"aggregation": "fedma"}}, "cloud.aggregation.name"),
+    ],
+)
+def test_what_needs_fedstratas_training_is_refused_by_name(tables: dict[str, Any], key: str) -> None:
+    with pytest.raises(InvalidExperiment) as caught:
+        parse(lab(SOFTMAX, **tables))
+    assert str(caught.value).startswith(f"{key} = ")
+
+
+def test_without_a_trainer_its_keys_are_refused_or_absent() -> None:
+    with pytest.raises(InvalidExperiment, match=r"training\.by_round"):
+        parse({"training": {"by_round": {"mu": {"1": 0.5}}}})
+    assert not {"trainer", "by_round"} & json.loads(parse({}).to_json())["training"].keys()
+
+
+@pytest.mark.parametrize("trainer", [SOFTMAX, FLOWER])
+def test_an_experiment_with_a_trainer_is_read_again(trainer: Mapping[str, Any]) -> None:
+    experiment = parse(lab(trainer))
+    assert parse(experiment.to_json()).digest == experiment.digest and experiment.data.private
+    assert experiment.code_at("device-0") == dict(experiment.training.trainer.code)
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "wrong"),
+    [
+        ("softmax:Softmax", [f"features={FEATURES}", f"classes={CLASSES}"], None),
+        ("others:Counting", [], None),
+        ("others:Forgetful", [], "killed and resumed"),
+        ("others:Drawing", [], "the same twice"),
+        ("others:Wrong", ["how=\"made['w'] * np.nan\""], "runs"),
+    ],
+)
+def test_check_examines_a_trainer(name: str, keywords: list[str], wrong: str | None, home: Path) -> None:
+    words = [word for each in keywords for word in ("--set", each)]
+    done = invoke("check", name, *words, "--data", "data/device-0", "--format", "json")
+    found = {one["item"]: one["right"] for one in map(json.loads, done.stdout.splitlines())}
+    assert done.exit_code == (0 if wrong is None else 4 if wrong == "runs" else 1), done.output
+    assert (wrong is None and all(found.values()) and len(found) == 6) or (wrong is not None and not found[wrong])
+
+
+def test_a_plan_counts_the_samples_of_devices(home: Path) -> None:
+    work = workload.workload(parse(lab(SOFTMAX)))
+    assert work.samples == {f"device-{i}": 45 + 5 * i for i in range(4)}
+    memory = memory_of(work.experiment, work.layout, data_bytes=0, devices=4)
+    assert memory["device"] < 100e6 and memory["evaluator"] < 100e6
+
+
+# Without PyTorch
+
+BOTH: Final = ["torch", "torchvision", "scipy"]
+
+
+@pytest.mark.slow
+def test_labs_without_pytorch(home: Path) -> None:
+    (home / "site").mkdir()
+    (home / "site" / "sitecustomize.py").write_text(SITE)
+    written(home, SOFTMAX)
+    found = []
+    for flags in ("--direct", "", "--simulate", "--plan"):
+        done = bare(home, "run", "lab.toml", "--format", "json", *flags.split(), lacks=BOTH)
+        assert done.returncode == 0, done.stderr
+        found.append(tensors(folder_in(done.stdout)))
+    assert len(set(found)) == 1
+    other = bare(home, "run", "demo", lacks=BOTH)
+    assert other.returncode == 4 and "package = 'torch'" in other.stderr
+
+
+def test_a_pool_asks_no_library_before_an_experiment_needs_it(home: Path) -> None:
+    program = """
+import asyncio, sys, tomllib
+from pathlib import Path
+from common.experiment.reading import parse
+from device.pool.pool import Pool
+async def main():
+    async with Pool(accelerator="cpu", slots=1, devices=1) as pool:
+        member = pool.member("device-0")
+        prepared = await member.prepare(parse(tomllib.loads(Path("lab.toml").read_text())))
+        print(prepared.samples, pool.hardware, "torch" in sys.modules)
+asyncio.run(main())
+"""
+    written(home, SOFTMAX)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[0] == "45 1 x cpu False", done.stderr
