@@ -227,15 +227,17 @@ def test_a_device_that_lost_its_personal_parts_ends_the_run(undisturbed: LabOutc
 
 @pytest.mark.slow
 def test_a_lab_of_processes_gives_the_model_of_one_process(tmp_path: Path) -> None:
-    pairs = ["rounds=2", 'model.frozen=["conv1.*"]', 'model.personal=["fc.*"]']
+    pairs = ["rounds=2", 'model.frozen=["conv1.*"]', 'model.personal=["fc.*"]', 'evaluation.at="devices"']
     direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
     real = run_lab(DEMO, tmp_path / "real", *pairs)
     found, wanted = (load_file(folder / "model.safetensors") for folder in (real, direct))
     assert found.keys() == wanted.keys() == {"conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"}
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    for folder in (direct, real):  # conv2 alone, down and up in each of 2 x 2 local rounds
+    for folder in (direct, real):  # conv2 alone, up in each of 2 x 2 local rounds, and down once more to be scored
         rows = [row for row in table(folder / "links.csv") if row["kind"] == "model" and row["tier"] == "lan"]
-        assert {int(row["payload_bytes"]) for row in rows} == {4 * 4 * (32 * 16 * 9 + 32)}
+        for start, times in (("device", 4), ("institution", 5)):
+            sizes = {int(row["payload_bytes"]) for row in rows if row["from"].startswith(start)}
+            assert sizes == {times * 4 * (32 * 16 * 9 + 32)}
 
 
 # Frozen

@@ -22,7 +22,7 @@ from common.text import json_text
 from deploy.console import logs
 from deploy.console.login import Login, with_login
 from deploy.console.options import ConnectTimeout, Overrides, Runs
-from deploy.console.reporting import reporting, require
+from deploy.console.reporting import reporting
 from deploy.console.shipped import SweepArgument
 from deploy.console.stages import stages
 
@@ -113,6 +113,7 @@ def sweep(
     resumed, a failed one is tried again. Exit code 1: a run failed.
     """
     from deploy.kits.lab import reach
+    from deploy.local.beforehand import require_torch
     from deploy.sweeps.folder import SweepFolder
     from deploy.sweeps.grid import load
 
@@ -139,8 +140,8 @@ def sweep(
         if table:
             _print(grid, folder.finished(grid), output, html)
             return
-        if any(one.training.trainer.learns_module for one in grid.experiments.values()):
-            require("torch")
+        for one in grid.experiments.values():
+            require_torch(one)
         if html is not None:
             check_writable(html)
         if staying:

@@ -34,7 +34,7 @@ def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> Non
     tree = experiment.tree
     if not direct:
         allow_connections(len(tree.nodes) + 1)
-    _require_torch(experiment)
+    require_torch(experiment)
     check_cloud(experiment, runs)
     check_code(experiment)
     for tier in experiment.tiers:
@@ -79,7 +79,7 @@ def check_cloud(experiment: Experiment, runs: Path | None) -> None:
     _check_packages(experiment.key(tier), tier.aggregation)
     _check_tier(experiment.key(tier), tier)
     if needs_process(experiment):
-        _require_torch(experiment)
+        require_torch(experiment)
         _check_learned(experiment)
         _check_data(experiment, [CLOUD])
     check_fits(experiment.data, experiment.model, devices=len(experiment.tree.devices))
@@ -108,7 +108,8 @@ def _check_tier(key: str, tier: Tier) -> None:
     _check_name(f"{key}.selection.name", tier.selection.name, tier.selection)
 
 
-def _require_torch(experiment: Experiment) -> None:
+def require_torch(experiment: Experiment) -> None:
+    """Check that PyTorch is installed if the experiment's trainer needs it. Raises InvalidExperiment."""
     if experiment.training.trainer.learns_module:
         require("torch")
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from common.experiment.schema import Experiment
 from common.host.load import LoadMeter, MachineLoad
 from deploy.console.tabular import size
-from deploy.local.beforehand import check_code
+from deploy.local.beforehand import check_code, require_torch
 from deploy.planning import constants, workload
 from deploy.planning.calibration import MachineSpeeds, measure
 from deploy.planning.constants import FittedCosts
@@ -58,6 +58,7 @@ class Predictor:
         `begin` is called with each of STAGES, `reach` with the share of the simulation that is done.
         """
         check_code(experiment)
+        require_torch(experiment)
         fitted = constants.read(self.calibration)
         begin(f"reads and splits {experiment.data.dataset}")
         work = workload.workload(experiment)
