@@ -178,13 +178,13 @@ class OtherAgents:
 
 
 @dataclass(frozen=True)
-class AllowingFactory(AgentFactory):
-    """Makes devices that train the model of package `mine`."""
+class RefusingFactory(AgentFactory):
+    """Makes devices that allow no code of users."""
 
     def new(self, node: str, world: SimulatedWorld, **how: Any) -> Any:
         agent = super().new(node, world, **how)
         if isinstance(agent, DeviceAgent):
-            agent._host = replace(agent._host, allow=("mine",))
+            agent._host = replace(agent._host, allow=())
         return agent
 
 
@@ -548,13 +548,12 @@ def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right
         other_data = NullWorkload(MODEL_BYTES)
         other_data.partition = "of other data"
         usual = vars_of(agents.usual)
-        right = AllowingFactory(**usual)
-        wrong_data = AllowingFactory(**usual | {"hardware": SimulatedHardware(other_data, Durations(), sim.seed)})
-        agents.of |= dict.fromkeys(sim.homes, right)
+        right, refusing = agents.usual, RefusingFactory(**usual)
+        wrong_data = AgentFactory(**usual | {"hardware": SimulatedHardware(other_data, Durations(), sim.seed)})
         for node in sim.names[1:]:
             if node != "device-0":
                 sim.start(node)
-        for factory, parent in ((agents.usual, None), (right, "institution-1"), (wrong_data, None)):
+        for factory, parent in ((refusing, None), (right, "institution-1"), (wrong_data, None)):
             agents.of["device-0"] = factory
             await sim.start("device-0", parent=parent).ended.wait()
             wrong.append(sim.ended["device-0"])

@@ -43,5 +43,5 @@ def test_all_rows_do_equal_local_work() -> None:
             training = one.training.model_copy(
                 update={"objective": CrossEntropy()}
             )  # FedSAM's steps have two gradients
-            work.add((one.rounds * one.device_rounds * round(drawn), training))
+            work.add((one.rounds * one.device_rounds * round(drawn), training.model_dump_json()))
     assert len(work) == 1
