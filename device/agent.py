@@ -37,7 +37,7 @@ from common.runtime.roll import Resources
 from common.runtime.round import Report, WorkResult
 from common.runtime.world import Host
 from common.storage.spool import Spool
-from device.jobs import Prepared, TrainingPool
+from device.jobs import Order, Prepared, TrainingPool
 from device.memory import DeviceMemory
 from device.training.work import result_of, scored_by
 
@@ -247,13 +247,15 @@ class DeviceAgent:
         waiting = asyncio.create_task(report_waiting(), name=f"{self._name} waits")
         try:
             trained = await self._training.train(
-                row,
-                memory.out,
-                epochs=task.epochs,
-                local_round=memory.number(task),
-                progress=report_training,
-                scores=scores,
-                folder=memory.folder,
+                Order(
+                    row,
+                    memory.out,
+                    task.epochs,
+                    memory.number(task),
+                    report_training,
+                    scores=scores,
+                    folder=memory.folder,
+                )
             )
         finally:
             waiting.cancel()

@@ -97,7 +97,8 @@ class Order:
     """Train the model in `row` for `epochs` and write it into `out`, uint8; `device.training.vectors` has their form.
 
     `scores`: score it before, on the device's test samples; without epochs it is not trained.
-    `progress(steps_done, steps_total)` is called in the thread of the training. `folder`: the state of a trainer that
+    `progress(steps_done, steps_total)` is called in the thread of the training, every half second and at the end.
+    `cancelled`: set, it ends the training between two steps. `folder`: the state of a trainer that
     keeps one, which the training changes.
     """
 
@@ -106,7 +107,7 @@ class Order:
     epochs: int
     local_round: int
     progress: Progress
-    cancelled: threading.Event
+    cancelled: threading.Event = field(default_factory=threading.Event)
     scores: bool = False
     folder: Path | None = None
 
@@ -212,18 +213,8 @@ class PoolMember(Protocol):
     async def prepare(self, experiment: Experiment) -> Prepared:
         """Join an experiment. Raises InvalidExperiment, RunFailed."""
 
-    async def train(
-        self,
-        row: Row,
-        out: Row,
-        *,
-        epochs: int,
-        local_round: int,
-        progress: Progress,
-        scores: bool = False,
-        folder: Path | None = None,
-    ) -> LocalResult:
-        """Train the model in `row` and write it into `out`, as in Order. Raises RunFailed."""
+    async def train(self, order: Order) -> LocalResult:
+        """Train as ordered; progress is reported on the event loop. Raises RunFailed."""
 
 
 class TrainingPool(Protocol):

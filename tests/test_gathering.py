@@ -347,11 +347,7 @@ def test_a_pools_devices_are_trained_vmapped(lane: Callable[[], Executor]) -> No
             async def train(k: int) -> LocalResult:
                 order, reported = work.orders[k], []
                 result = await members[k].train(
-                    order.row,
-                    order.out,
-                    epochs=order.epochs,
-                    local_round=2,
-                    progress=lambda *args: reported.append(args),
+                    replace(order, local_round=2, progress=lambda *args: reported.append(args))
                 )
                 assert reported[-1] == (result.steps, result.steps)
                 return result
@@ -475,7 +471,7 @@ def played(
                 await member.prepare(experiment())
             for count in rounds:
                 some = members[:count]
-                work = [member.train(row, row, epochs=1, local_round=0, progress=lambda *_: None) for member in some]
+                work = [member.train(Order(row, row, 1, 0, lambda *_: None)) for member in some]
                 await asyncio.gather(*work)
 
     asyncio.run(play())

@@ -26,12 +26,12 @@ from common.host.load import LoadMeter, MachineLoad
 from common.methods import aggregator
 from common.methods.fedavg import FedAvg
 from common.methods.rule import Uploads, link_layouts
-from common.model.layout import ModelLayout, Row, Section
+from common.model.layout import ModelLayout, Section
 from deploy.console.stages import Stages
 from deploy.planning import calibration, footprint, predicting, recording, trainings, workload
 from deploy.planning.simulated import Site
 from deploy.planning.trainings import MeasuredTraining, TrainingSpeed
-from device.jobs import LocalResult, Prepared, Progress
+from device.jobs import LocalResult, Order, Prepared
 from tests.helpers.commands import invoke
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 from tests.test_aggregators import Report
@@ -182,23 +182,13 @@ class FakeMember:
     async def prepare(self, experiment: Experiment) -> Prepared:
         return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 1, "")
 
-    async def train(
-        self,
-        row: Row,
-        out: Row,
-        *,
-        epochs: int,
-        local_round: int,
-        progress: Progress,
-        scores: bool = False,
-        folder: Path | None = None,
-    ) -> LocalResult:
+    async def train(self, order: Order) -> LocalResult:
         self.pool.running.add(self.node)
         await asyncio.sleep(0)
-        assert len(self.pool.running) == (self.pool.slots if epochs else 1)
+        assert len(self.pool.running) == (self.pool.slots if order.epochs else 1)
         await asyncio.sleep(0)
         self.pool.running.remove(self.node)
-        steps = epochs * (8 if self.node == "device-0" else 24)
+        steps = order.epochs * (8 if self.node == "device-0" else 24)
         return LocalResult(1, 0.5, steps, train_s=0.125 * steps, wait_s=0.25, cpu_s=0.1 * steps)
 
 

@@ -158,7 +158,7 @@ def fake_pool(notes: Notes, *, accelerator: str = "cpu", slots: int | None = 1, 
 
 def trains(member: Member, row: Row | None = None) -> asyncio.Task[LocalResult]:
     rows = LAYOUT.empty() if row is None else row, LAYOUT.empty()
-    return asyncio.create_task(member.train(*rows, epochs=1, local_round=0, progress=lambda *_: None))
+    return asyncio.create_task(member.train(Order(*rows, 1, 0, lambda *_: None)))
 
 
 async def settle() -> None:
@@ -403,7 +403,7 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
             member = lab.member(node)
             prepared = await member.prepare(what)
             out = prepared.layout.empty()
-            return prepared, await member.train(row, out, epochs=2, local_round=3, progress=lambda *_: None), out
+            return prepared, await member.train(Order(row, out, 2, 3, lambda *_: None)), out
 
         return await asyncio.gather(*map(one, nodes))
 
@@ -424,7 +424,7 @@ def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
         async with Pool(accelerator="cpu", slots=1, devices=2) as pool:
             member = pool.member("device-1")
             out = (await member.prepare(what)).layout.empty()
-            result = await member.train(row, out, epochs=1, local_round=2, progress=lambda *_: None)
+            result = await member.train(Order(row, out, 1, 2, lambda *_: None))
             assert [type(lane) for lane in pool._executors] == [Thread]
             with pytest.raises(InvalidExperiment, match="device-9"):
                 await pool.member("device-9").prepare(what)
@@ -450,14 +450,14 @@ def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab) -> 
             seen.append((done, of))
             moved.set()
 
-        task = asyncio.create_task(member.train(row, out, epochs=100_000, local_round=0, progress=progress))
+        task = asyncio.create_task(member.train(Order(row, out, 100_000, 0, progress)))
         await moved.wait()
         moves = member.moves
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert moves > 0 and (out == 7).all()
-        await member.train(row, out, epochs=1, local_round=0, progress=progress)
+        await member.train(Order(row, out, 1, 0, progress))
         return out
 
     before: set[int] = set()
@@ -476,7 +476,7 @@ def test_what_was_forgotten_is_made_again(lab: Lab) -> None:
         for _ in range(2):
             await member.prepare(what)
             outs.append(np.zeros_like(row))
-            await member.train(row, outs[-1], epochs=1, local_round=0, progress=lambda *_: None)
+            await member.train(Order(row, outs[-1], 1, 0, lambda *_: None))
             member.leave()
         return outs
 
@@ -501,7 +501,7 @@ async def train_moody(lab: Lab, what: schema.Experiment, row: Row, *, order: str
     out = (await member.prepare(what)).layout.empty()
     if order:
         lab.order(order)
-    await member.train(row, out, epochs=1, local_round=0, progress=lambda *_: None)
+    await member.train(Order(row, out, 1, 0, lambda *_: None))
     return out
 
 
@@ -589,7 +589,7 @@ def test_an_accelerator_that_fails_for_good_ends_a_process_that_trains_in_a_thre
             lab.order("lose")
             for each in (member, other):
                 with pytest.raises(AcceleratorLost, match=r"^CUDA error: an illegal memory access was"):
-                    await each.train(initial(moody), out, epochs=1, local_round=0, progress=lambda *_: None)
+                    await each.train(Order(initial(moody), out, 1, 0, lambda *_: None))
             assert pool.failure is not None and member.failure is pool.failure
 
     asyncio.run(play())

@@ -17,6 +17,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.methods.rule import link_layouts
 from common.model.layout import Row
+from device.jobs import Order
 from device.pool.pool import Pool
 
 DEVICES_MOST: Final = 8  # that train in turn, for each training at once
@@ -86,9 +87,7 @@ async def _measure(
                     training.cancel()
 
             member = members[turn % len(members)]
-            training = asyncio.create_task(
-                member.train(row, out, epochs=epochs, local_round=turn, progress=progress), name="training"
-            )
+            training = asyncio.create_task(member.train(Order(row, out, epochs, turn, progress)), name="training")
             await asyncio.wait((training,))
             if training.cancelled():
                 return done

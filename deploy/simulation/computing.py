@@ -23,7 +23,7 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.model.layout import Row
 from deploy.simulation.hardware import FORWARD, SimulatedHardware, SimulatedMember
-from device.jobs import LocalResult, PoolMember, Prepared, Progress
+from device.jobs import LocalResult, Order, PoolMember, Prepared
 from device.pool.pool import Pool
 
 BOOT_S: Final = 0.01  # virtual seconds of a start: no result depends on them
@@ -193,35 +193,16 @@ class RealMember:
         await asyncio.sleep(BOOT_S)
         return self.prepared.result()
 
-    async def train(
-        self,
-        row: Row,
-        out: Row,
-        *,
-        epochs: int,
-        local_round: int,
-        progress: Progress,
-        scores: bool = False,
-        folder: Path | None = None,
-    ) -> LocalResult:
-        """Train the model in `row` and write it into `out`, as in Order. Raises RunFailed."""
+    async def train(self, order: Order) -> LocalResult:
+        """Train as ordered, in the virtual seconds of this device's machine. Raises RunFailed."""
         prepared, seconds, scored_s = self.prepared.result(), 0.0, 0.0
-        if epochs:
-            seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=epochs)
-        if scores:
+        if order.epochs:
+            seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=order.epochs)
+        if order.scores:
             scored_s = self.seconds.scoring(self.node, samples=prepared.tests)
-        work = self.real.train(
-            row,
-            out,
-            epochs=epochs,
-            local_round=local_round,
-            progress=lambda done, of: None,
-            scores=scores,
-            folder=folder,
-        )
-        training = self.begin(work)
+        training = self.begin(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
-            (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), progress)
+            (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), order.progress)
         except BaseException:
             training.abandon()
             raise

@@ -28,7 +28,7 @@ from common.host.subprocess_channel import REPLACEMENTS
 from common.model.layout import ModelLayout, Row, Section
 from common.model.scores import ScoreSums
 from deploy.simulation.machines import Machines
-from device.jobs import LocalResult, Prepared, Progress, TrainingPool
+from device.jobs import LocalResult, Order, Prepared, Progress, TrainingPool
 
 STEPS_MOST: Final = 8
 FORWARD: Final = 1 / 3  # of the seconds of a step: the backward pass takes twice as long
@@ -219,35 +219,27 @@ class SimulatedMember:
         kept_bytes = workload.kept_bytes(experiment)
         return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
 
-    async def train(
-        self,
-        row: Row,
-        out: Row,
-        *,
-        epochs: int,
-        local_round: int,
-        progress: Progress,
-        scores: bool = False,
-        folder: Path | None = None,
-    ) -> LocalResult:
+    async def train(self, order: Order) -> LocalResult:
         """Train after random seconds, with progress in between."""
         hardware = self._hardware
-        rng = random.Random(f"{hardware.seed} training {self._node} {local_round}")
+        rng = random.Random(f"{hardware.seed} training {self._node} {order.local_round}")
         seconds, scored_s = 0.0, 0.0
-        if epochs:
-            seconds = hardware.durations.training_s(self._node, epochs=epochs, drawn=rng.random())
-        if scores:
+        if order.epochs:
+            seconds = hardware.durations.training_s(self._node, epochs=order.epochs, drawn=rng.random())
+        if order.scores:
             scored_s = hardware.durations.scoring_s(self._node, share=self._tests / self._samples)
-        (train_s, scored_s), wait_s = await self.occupy((seconds, scored_s), progress)
+        (train_s, scored_s), wait_s = await self.occupy((seconds, scored_s), order.progress)
         tests = None
-        if scores:
-            score, loss = hardware.workload.evaluate(row)
+        if order.scores:
+            score, loss = hardware.workload.evaluate(order.row)
             tests = ScoreSums(self._tests, self._tests * loss, self._tests * score, seconds=scored_s)
-        if not epochs:
+        if not order.epochs:
             return LocalResult(self._samples, 0.0, 0, 0.0, wait_s, tests=tests)
-        hardware.trained[self._node, local_round] += 1
-        loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, local_round=local_round)
-        steps = min(steps, epochs * self._samples)
+        hardware.trained[self._node, order.local_round] += 1
+        loss, steps = hardware.workload.train(
+            self._node, order.row, order.out, epochs=order.epochs, local_round=order.local_round
+        )
+        steps = min(steps, order.epochs * self._samples)
         return LocalResult(
             self._samples,
             loss,

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from math import inf
-from pathlib import Path
 from typing import Any, Final, Self
 
 from common.accounting.child_report import TrainingPath
 from common.errors import AcceleratorLost
 from common.experiment.schema import Experiment
 from common.host.accelerators import choose, may_have_gpu
-from common.model.layout import Row
-from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, Progress, gather
+from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather
 from device.pool.executors import Executor, Thread, Worker
 
 EVERYWHERE: Final = ("cpu", "auto")  # accelerators that every machine has
@@ -292,31 +289,20 @@ class Member:
         prepared: Prepared = await self._pool.submit(PoolRequest(device=self._device, place=self._place))
         return prepared
 
-    async def train(
-        self,
-        row: Row,
-        out: Row,
-        *,
-        epochs: int,
-        local_round: int,
-        progress: Progress,
-        scores: bool = False,
-        folder: Path | None = None,
-    ) -> LocalResult:
-        """Train the model in `row` for `epochs` and write it into `out`, as in Order.
+    async def train(self, order: Order) -> LocalResult:
+        """Train as ordered; the order's `row` is read-only, and progress is reported on the event loop.
 
-        `row` is read-only. `progress(steps_done, steps_total)` is called on the event loop, every half second and at
-        the end. Raises RunFailed, as `Trainer.train` does, and if two workers were killed during it.
+        Raises RunFailed, as `Trainer.train` does, and if two workers were killed during it.
         """
         if self._device is None:
             raise RuntimeError("call Member.prepare first")
 
         def report(done: int, of: int) -> None:
             self._pool.moves += 1
-            progress(done, of)
+            order.progress(done, of)
 
         asked = time.monotonic()
-        order = Order(row, out, epochs, local_round, report, threading.Event(), scores, folder)
-        result: LocalResult = await self._pool.submit(Job(device=self._device, place=self._place, order=order))
+        job = Job(device=self._device, place=self._place, order=replace(order, progress=report))
+        result: LocalResult = await self._pool.submit(job)
         scored_s = 0.0 if result.tests is None else result.tests.seconds
         return replace(result, wait_s=max(0.0, time.monotonic() - asked - result.train_s - scored_s))

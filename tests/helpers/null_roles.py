@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from common.experiment.schema import Experiment
-from common.model.layout import Row
 from deploy.simulation.hardware import (
     Durations,
     NullWorkload,
@@ -19,7 +18,7 @@ from deploy.simulation.hardware import (
     SimulatedMember,
     SimulatedPool,
 )
-from device.jobs import LocalResult, Prepared, Progress
+from device.jobs import LocalResult, Order, Prepared
 from tests.helpers.null_lab import MODEL_BYTES
 
 DURATIONS: Final = Durations(boot_s=0.05, train_s=0.01, evaluate_s=0.01)
@@ -49,22 +48,12 @@ class NullMember(SimulatedMember):
         device, _, digest = os.environ.get("NULL_LAB_SPLIT", "").partition(":")
         return replace(prepared, partition=digest) if device == self._node else prepared
 
-    async def train(
-        self,
-        row: Row,
-        out: Row,
-        *,
-        epochs: int,
-        local_round: int,
-        progress: Progress,
-        scores: bool = False,
-        folder: Path | None = None,
-    ) -> LocalResult:
+    async def train(self, order: Order) -> LocalResult:
         """Train once this round is released."""
         held, _, release = os.environ.get("NULL_LAB_HOLD", "").partition(":")
-        if release and local_round >= int(held):
+        if release and order.local_round >= int(held):
             await asyncio.to_thread(wait_for, Path(release))
-        return await super().train(row, out, epochs=epochs, local_round=local_round, progress=progress, scores=scores)
+        return await super().train(order)
 
 
 class NullPool(SimulatedPool):
