@@ -12,8 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from common.errors import InvalidExperiment, RefusedModel, WireError
 from common.host.files import replacing, writing
@@ -74,11 +73,10 @@ def load_initial(initial: str) -> tuple[ModelLayout, Row, str, Tensors]:
 
     Raises InvalidExperiment.
     """
-    path = Path(initial) / tensors.FINAL if Path(initial).is_dir() else Path(initial)
+    path = tensors.file_of(initial)
     try:
-        with safe_open(path, framework="numpy") as file:
-            layout = ModelLayout.from_json(file.metadata()[LAYOUT])
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        found, metadata = tensors.read(path)
+        layout = ModelLayout.from_json(metadata[LAYOUT])
         row = layout.empty()
         layout.flatten(found, row)
         layout.check_finite(row)
@@ -128,9 +126,7 @@ def newest_first(folder: Path) -> list[Path]:
 def load(path: Path, *, layout: ModelLayout, row: Row, rule: Rule) -> RunState:
     """Read a checkpoint into the row, uint8 [row_bytes], from which the rule began. Raises InvalidExperiment."""
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata()
-            found: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        found, metadata = tensors.read(path)
         state = RunState(**json.loads(metadata[FACTS]))
         if metadata[tensors.CONTENT] != tensors.content(found, metadata):
             raise ValueError("its content is damaged")

@@ -20,13 +20,12 @@ experiment during construction, training and evaluation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -273,10 +272,9 @@ def first_of(experiment: Experiment, module: nn.Module, parts: ModelParts) -> tu
     write_row(module, layout, row)
     if initial is None:
         return row, "", []
-    path = Path(initial) / tensors.FINAL if Path(initial).is_dir() else Path(initial)
+    path = tensors.file_of(initial)
     try:
-        with safe_open(path, framework="numpy") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        found, _ = tensors.read(path)
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         problem = f"{path} cannot be read: {error}"
         remedy = "Name a finished run's folder, or a file in safetensors' format."

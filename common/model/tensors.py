@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import safe_open
 from xxhash import xxh3_64
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -52,6 +54,17 @@ def content(tensors: Tensors, metadata: Mapping[str, str]) -> str:
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         total.update(_bytes(tensor))
     return total.hexdigest()
+
+
+def read(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
+    """Return a file's tensors and its metadata. Raises SafetensorError, OSError, ValueError, TypeError."""
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 - no mapping
+
+
+def file_of(run: str) -> Path:
+    """Return the file of a run's folder that has its final model, or the file that was named itself."""
+    return Path(run) / FINAL if Path(run).is_dir() else Path(run)
 
 
 def _bytes(tensor: npt.NDArray[Any]) -> memoryview:
