@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -27,3 +29,21 @@ async def offload(
         if not running.cancelled():
             running.exception()  # retrieve it: no caller waits for it any more
         raise
+
+
+@contextmanager
+def repeated(look: Callable[[], None], *, every_s: float) -> Iterator[None]:
+    """Call a function every so many seconds in a thread of its own while the `with` block lasts."""
+    over = threading.Event()
+
+    def look_again() -> None:
+        while not over.wait(every_s):
+            look()
+
+    looking = threading.Thread(target=look_again, daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()

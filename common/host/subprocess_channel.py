@@ -39,7 +39,7 @@ from common.errors import (
     StorageFailed,
     as_known,
 )
-from common.host.offload import offload
+from common.host.offload import offload, repeated
 from common.host.processes import python
 
 RECORD_BYTES: Final = 1 << 24  # limit of a reply: the longest, a layout, has some 60 for each tensor
@@ -291,22 +291,16 @@ class AgentChannel:
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Report the use of a core as progress in the `with` block, of imports and of reading data."""
-        over = threading.Event()
+        used = time.process_time()
 
         def look() -> None:
-            used = time.process_time()
-            while not over.wait(REPORT_S):
-                if time.process_time() >= used + BUSY_S:
-                    used = time.process_time()
-                    self.send(moves=True)
+            nonlocal used
+            if time.process_time() >= used + BUSY_S:
+                used = time.process_time()
+                self.send(moves=True)
 
-        looking = threading.Thread(target=look, daemon=True)
-        looking.start()
-        try:
+        with repeated(look, every_s=REPORT_S):
             yield
-        finally:
-            over.set()
-            looking.join()
 
     def _read(self, at_once: Callable[[Record], bool]) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import Final
 
 from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
+from common.host.offload import repeated
 from common.model.trainer import LocalTask, TrainerCode, TrainingSite
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, Done, HostedDevice, LocalResult, Order, Prepared, Work
@@ -127,23 +128,18 @@ class ArrayTrainers:
 @contextmanager
 def _use_reported(order: Order) -> Iterator[None]:
     """Report the use of a core by this thread as progress: not every trainer reports its steps."""
-    ended, thread = threading.Event(), threading.get_ident()
+    thread, looks = threading.get_ident(), 0
+    seen = _cpu_s(thread)
 
     def look() -> None:
-        seen, looks = _cpu_s(thread), 0
-        while not ended.wait(LOOK_S):
-            if (used := _cpu_s(thread)) - seen >= BUSY_SHARE * LOOK_S:
-                looks += 1
-                order.progress(looks, 0)
-            seen = used
+        nonlocal seen, looks
+        if (used := _cpu_s(thread)) - seen >= BUSY_SHARE * LOOK_S:
+            looks += 1
+            order.progress(looks, 0)
+        seen = used
 
-    looking = threading.Thread(target=look, name="progress of training", daemon=True)
-    looking.start()
-    try:
+    with repeated(look, every_s=LOOK_S):
         yield
-    finally:
-        ended.set()
-        looking.join()
 
 
 def _cpu_s(thread: int) -> float:
