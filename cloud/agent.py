@@ -174,10 +174,10 @@ class CloudAgent:
     async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment
         beginning = await evaluator.start()
-        if not experiment.evaluation.on_cloud:
-            evaluator.close()  # it has given the first model
         if experiment.evaluation.on_cloud:
             self._folder.note(evaluated_on=beginning.accelerator)
+        else:
+            evaluator.close()  # it has given the first model
         down.set_layouts(link_layouts(experiment.tier_below(CLOUD).aggregation, beginning.layout))
         refiner = None
         if experiment.tier_below(CLOUD).aggregation.refines:

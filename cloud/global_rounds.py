@@ -19,6 +19,7 @@ from cloud.checkpoint import RunState
 from cloud.evaluator import Beginning, EvaluationResult
 from cloud.records import DEVICES_COLUMNS, DISPATCHED_COLUMNS, GlobalRoundRecord, tier_bytes
 from cloud.results import RunFolder
+from common.accounting.child_report import ChildReport
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import lint
 from common.experiment.stopping import Course, StopReason, check_evaluated
@@ -362,8 +363,7 @@ class GlobalRounds:
         results = {name: closed_round.results[name] for name in names if name in closed_round.results}
         plans = {CLOUD: [outcome.plan | self._tempo(omegas)]}
         for name, result in results.items():
-            work = {report.name: report for report in (result.work_of(name), *result.children)}
-            self._folder.add_devices(self._state.global_round, [work[n] for n in self._devices[name] if n in work])
+            self._folder.add_devices(self._state.global_round, self._device_reports(name, result))
             found = plans_of(result)
             plans |= {node: made for node, made in found.items() if node in self._aggregators[name]}
             self._report_numbers({node: found[node] for node in self._devices[name] if node in found})
@@ -507,15 +507,11 @@ class GlobalRounds:
         Results report on the model with which their global round began, the one of the round before.
         """
         score = self._experiment.score
-        reports = {
-            report.name: report
-            for child, result in results.items()
-            for report in (result.work_of(child), *result.children)
-            if report.name in self._devices[child] and report.tests is not None
-        }
-        self._folder.score_devices(global_round, [*reports.values()])
+        reports = [report for child, result in results.items() for report in self._device_reports(child, result)]
+        scored = [(report, report.tests) for report in reports if report.tests is not None]
+        self._folder.score_devices(global_round, [report for report, _ in scored])
         total = summed(result.tests for result in results.values())
-        found = [each.tests.score_by(score.name) for each in reports.values() if each.tests is not None]
+        found = [tests.score_by(score.name) for _, tests in scored]
         over = distribution(found, higher=score.higher)
         pooled: Sequence[float | None] = (None, None, None)
         spread: Sequence[float | None] = (None, None, None)
@@ -529,7 +525,12 @@ class GlobalRounds:
             counts = unpacked(total.classes)
             by_class = {"samples": counts[::2], "right": counts[1::2]}
             self._observe("classes", {"global_round": global_round, **by_class})
-        return dict(zip(self._columns, (len(reports), *pooled, *spread), strict=True)), total
+        return dict(zip(self._columns, (len(scored), *pooled, *spread), strict=True)), total
+
+    def _device_reports(self, child: str, result: Result) -> list[ChildReport]:
+        """Return the reports on the devices at and below a child, in their order."""
+        found = {report.name: report for report in (result.work_of(child), *result.children)}
+        return [found[device] for device in self._devices[child] if device in found]
 
     @property
     def _columns(self) -> Sequence[str]:
