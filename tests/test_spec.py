@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from common.experiment.methods import RULES
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.schema import Experiment
 from common.experiment.short_form import ShortForm
+from common.experiment.tables import FORMS
 from common.experiment.tiers import participants
 from common.methods.fedcross import FedCross
 from common.methods.single_model import OwnRule
@@ -461,6 +463,29 @@ def test_an_unknown_rule_has_a_proposal(tier: str, name: str, remedy: str) -> No
             refusal(form),
             key=f"{tier}.aggregation.name", value=repr(name), problem="no rule has this name", remedy=remedy,
         )  # fmt: skip
+
+
+def patterns(schema: Any, seen: set[int]) -> Iterator[str]:
+    if id(schema) in seen:
+        return
+    seen.add(id(schema))
+    if isinstance(schema, dict):
+        if isinstance(schema.get("pattern"), str):
+            yield schema["pattern"]
+        schema = list(schema.values())
+    for each in schema if isinstance(schema, list | tuple) else ():
+        yield from patterns(each, seen)
+
+
+def test_each_form_of_a_text_has_words_for_its_error() -> None:
+    found = set(patterns(Experiment.__pydantic_core_schema__, set()))
+    assert len(found) > 5 and found <= FORMS.keys()
+
+
+@pytest.mark.parametrize(("name", "words"), [("1a", "a name of letters, digits"), ("a" * 65, "at most 64 characters")])
+def test_the_name_of_a_number_by_round_has_a_form(name: str, words: str) -> None:
+    with pytest.raises(InvalidExperiment, match=words):
+        parse({"training": {"by_round": {name: {"1": 0.5}}}})
 
 
 @pytest.mark.parametrize("name", RULES)
