@@ -28,6 +28,7 @@ import psutil
 
 from common.experiment import reading, schema
 from common.host.memory import keep_large_buffers
+from device.jobs import Order
 from device.pool.pool import Member, Pool, cores
 
 DEVICES = 40
@@ -55,10 +56,7 @@ async def round_of(members: list[Member], rows: list[Any], *, epochs: int) -> in
     """Train every device once and return the samples."""
     row, *outs = rows
     trained = await asyncio.gather(
-        *(
-            member.train(row, out, epochs=epochs, local_round=0, progress=lambda *_: None)
-            for member, out in zip(members, outs, strict=True)
-        )
+        *(member.train(Order(row, out, epochs, 0, lambda *_: None)) for member, out in zip(members, outs, strict=True))
     )
     return sum(result.samples * epochs for result in trained)
 
