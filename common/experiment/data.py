@@ -281,7 +281,7 @@ class Model(SettingsTable):
     # The first model: that of a run, by its folder, or of a file in safetensors' format, from the folder in which the
     # cloud was started. Not set: one drawn from the seed.
     initial: str | None = None
-    # Arrays that are the same everywhere: no device trains them, and they are never sent.
+    # Arrays that are the same everywhere: no device trains them. They go down once, to nodes that build others.
     frozen: list[Pattern] = Field(default_factory=list)
     # Arrays that each device trains and keeps for itself, from its first task to its last. The cloud has none of them.
     personal: list[Pattern] = Field(default_factory=list)

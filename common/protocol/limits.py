@@ -32,6 +32,7 @@ from common.protocol.messages import (
     Announcement,
     Ask,
     Farewell,
+    FrozenOffered,
     Here,
     Message,
     Presence,
@@ -72,8 +73,8 @@ class SenderBounds:
     """What the messages of one sender may hold, and so the most bytes of each.
 
     `nodes`: entries of its lists, one for each node below it; `blob_bytes`: of a model; `inline_bytes`: of one inside a
-    message. `plans`: it aggregates, and reports its decisions; `announces`: it is a parent. `class_bytes`: of the
-    counts of classes in each of its reports.
+    message; `frozen_bytes`: of a file of frozen arrays. `plans`: it aggregates, and reports its decisions; `announces`:
+    it is a parent. `class_bytes`: of the counts of classes in each of its reports.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SenderBounds:
         nodes: int = NODES_MOST,
         blob_bytes: int = ROW_BYTES_MOST,
         inline_bytes: int = INLINE_MOST,
+        frozen_bytes: int = ROW_BYTES_MOST,
         plans: bool = True,
         announces: bool = True,
         class_bytes: int = 0,
@@ -103,6 +105,7 @@ class SenderBounds:
             Ask: SMALL_BYTES + chunks // 8,
             Reports: SMALL_BYTES + reports,
             Farewell: tiers,
+            FrozenOffered: SMALL_BYTES + -(-frozen_bytes // MIN_CHUNK_BYTES) * DIGEST_BYTES,
             Probe: noise,
             Probed: noise,
             Alive: presence + announces * announcement,
@@ -118,7 +121,7 @@ class SenderBounds:
 
 
 ANYBODY: Final = SenderBounds(class_bytes=CLASSES_MOST * CLASS_BYTES)  # of any lab
-STRANGER: Final = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, plans=False, announces=False)
+STRANGER: Final = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, frozen_bytes=0, plans=False, announces=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,6 +286,20 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenWanted:
+    """A child's request for the model's frozen arrays with this digest, which it lacks; repeated until answered."""
+
+    digest: NameText
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenOffered:
+    """A parent's reply: the child may fetch these frozen arrays. The manifest's layout is their digest."""
+
+    model: Manifest
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """A parent's link calibration: noise that the child fetches and times; repeated until it is answered."""
 
@@ -474,4 +488,5 @@ class Status:
 Message: TypeAlias = (
     Presence | Announcement | Probe | Probed | Task | Progress | Result | Acknowledgement | Ask | Gone | Reports
     | Farewell | WhoIsThere | Alive | Preparing | Declined | Goodbye | RollCall | Here | StatusRequest | Status
+    | FrozenWanted | FrozenOffered
 )  # fmt: skip

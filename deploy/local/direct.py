@@ -24,11 +24,12 @@ from common.errors import FedstrataError, InvalidExperiment, StorageFailed
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
-from common.host.files import writing
+from common.host.files import replacing, writing
 from common.host.processes import interruptible
 from common.methods.rule import link_layouts
 from common.methods.selection import Choose
 from common.metrics import Metrics
+from common.model import tensors
 from common.model.layout import Row
 from common.model.refinement import Refiner
 from common.model.trainer import TrainerTester
@@ -86,7 +87,10 @@ async def _run(
     below: dict[str, Calls] = {}
     tree = experiment.tree
     where, trainers = "cpu" if is_cpu(accelerator) else accelerator, Trainers()
-    devices = {name: HostedDevice(experiment, experiment.digest, name, alone=True) for name in tree.devices}
+    frozen = _given(folder, cloud.beginning)
+    devices = {
+        name: HostedDevice(experiment, experiment.digest, name, alone=True, frozen=frozen) for name in tree.devices
+    }
     prepared = {name: trainers.prepare(device, where) for name, device in devices.items()}
     for name, facts in prepared.items():
         check_alike(experiment.data, name, partition=facts.partition, clouds=partition)
@@ -122,7 +126,7 @@ async def _run(
             down=below[name],
             metrics=metrics,
             choose=choose(name),
-            refiner=_refiner(experiment, name, partition=partition),
+            refiner=_refiner(experiment, name, partition=partition, frozen=frozen),
         )
         work[name] = rounds.work
     spool = _spool(folder, CLOUD)
@@ -145,7 +149,7 @@ async def _run(
             metrics=metrics,
             observe=record,
             choose=choose(CLOUD),
-            refiner=_refiner(experiment, CLOUD, partition=partition),
+            refiner=_refiner(experiment, CLOUD, partition=partition, frozen=frozen),
         )
         if resume:
             run.resume()
@@ -171,12 +175,23 @@ def _spool(folder: RunFolder, node: str) -> Spool:
     return Spool(path)
 
 
-def _refiner(experiment: Experiment, node: str, *, partition: str) -> Refiner | None:
+def _given(folder: RunFolder, beginning: Beginning) -> Path | None:
+    """Return a file of the frozen arrays, if they come from `model.initial`; else each module has them."""
+    form = beginning.layout.frozen
+    if folder.experiment.model.initial is None or form is None:
+        return None
+    _spool(folder, CLOUD)
+    with replacing(path := folder.path / "spool" / CLOUD / form.digest) as file:
+        tensors.write(file, beginning.frozen, {})
+    return path
+
+
+def _refiner(experiment: Experiment, node: str, *, partition: str, frozen: Path | None) -> Refiner | None:
     if not experiment.tier_below(node).aggregation.refines:
         return None
     from common.learning.refiner import NodeRefiner
 
-    return NodeRefiner(experiment, node, partition=partition)
+    return NodeRefiner(experiment, node, partition=partition, frozen=frozen)
 
 
 class _Evaluated(Protocol):

@@ -188,10 +188,13 @@ class RealMember:
     def leave(self) -> None:
         """Do nothing: what was made for the experiment goes with the pool."""
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         """Return this device's facts. Raises InvalidExperiment, RunFailed."""
         await asyncio.sleep(BOOT_S)
-        return self.prepared.result()
+        if frozen is None:
+            return self.prepared.result()
+        prepared: Prepared = self.begin(self.real.prepare(experiment, frozen=frozen)).result()
+        return prepared
 
     async def train(self, order: Order) -> LocalResult:
         """Train as ordered, in the virtual seconds of this device's machine. Raises RunFailed."""

@@ -27,6 +27,7 @@ from common.experiment.topology import CLOUD
 from common.host.subprocess_channel import REPLACEMENTS
 from common.model.layout import ModelLayout, Row, Section
 from common.model.scores import ScoreSums
+from common.model.tensors import Tensors
 from deploy.simulation.machines import Machines
 from device.jobs import LocalResult, Order, Prepared, Progress, TrainingPool
 
@@ -37,11 +38,15 @@ NULL_CHANGE: Final = 0.01
 
 
 class Workload(Protocol):
-    """Models, their training and their evaluation."""
+    """Models, their training and their evaluation; `frozen`: the cloud's frozen arrays, by name."""
 
     layout: ModelLayout
     first: Row
     partition: str
+    frozen: Tensors
+
+    def layout_at(self, node: str, frozen: Path | None) -> ModelLayout:
+        """Return the layout of the model that a device builds, from a file of the cloud's frozen arrays if given."""
 
     def samples(self, node: str) -> int:
         """Return the number of a device's training samples."""
@@ -62,12 +67,17 @@ class NullWorkload:
     partition = "simulated"
 
     def __init__(self, model_bytes: int) -> None:
+        self.frozen: Tensors = {}
         columns = max(2, model_bytes // 4)
         split = columns * 3 // 4
         tensors = [("a.weight", (split,), Section.PARAMETER), ("b.weight", (columns - split,), Section.PARAMETER)]
         self.layout = ModelLayout.build(tensors)
         self.first = self.layout.empty()
         self.layout.floats(self.first)[:] = np.random.default_rng(1).standard_normal(columns, np.float32)
+
+    def layout_at(self, node: str, frozen: Path | None) -> ModelLayout:
+        """Return the same for all."""
+        return self.layout
 
     def samples(self, node: str) -> int:
         """Return 50 to 149 samples, depending on the name."""
@@ -204,7 +214,7 @@ class SimulatedMember:
     def leave(self) -> None:
         """Do nothing: a simulated device keeps nothing."""
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         """Return this device's layout, samples and partition digest, after `boot_s`."""
         hardware = self._hardware
         if self._node in hardware.hanging:
@@ -217,7 +227,8 @@ class SimulatedMember:
         self._reads_losses = experiment.tier_above(self._node).aggregation.reads_losses
         self._tests = evaluation.taken_of(samples) or max(1, round(TESTS * samples))
         kept_bytes = workload.kept_bytes(experiment)
-        return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
+        layout = workload.layout_at(self._node, frozen)
+        return Prepared(layout, self._samples, workload.partition, kept_bytes)
 
     async def train(self, order: Order) -> LocalResult:
         """Train after random seconds, with progress in between."""
@@ -280,7 +291,7 @@ class SimulatedEvaluator:
         """Return the first model."""
         workload = self._hardware.workload
         await asyncio.sleep(3 * self._hardware.durations.boot_s)
-        return Beginning(workload.layout, workload.first.copy(), workload.partition)
+        return Beginning(workload.layout, workload.first.copy(), workload.partition, frozen=workload.frozen)
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return a model's accuracy and loss."""

@@ -36,6 +36,7 @@ NEWER: Final = 0.4  # share of the tiers whose rule is not one of the papers'
 STATES: Final = 0.15  # shares of the labs whose devices keep vectors,
 CLUSTERS: Final = 0.1  # whose tiers select by clusters,
 BUFFERS: Final = 0.2  # and whose tiers aggregate buffers
+FROZEN_BYTES: Final = (0,) * 6 + (2_000, 40_000, 400_000)  # of frozen arrays that some devices do not have
 SCORES: Final = 0.3  # share of the labs whose devices score models
 PERSONAL: Final = 0.4  # of the labs in which devices alone score
 BUSY: Final = 0.1  # share of the others whose nodes and brokers are busy with each byte,
@@ -63,6 +64,7 @@ SELECTORS: Final[tuple[Mapping[str, Any], ...]] = ({"name": "round_robin"}, {"na
 class DrawnLab:
     """A random lab. `unequal`: conditions of single nodes' links; `expected_s`: estimated duration.
 
+    `frozen_bytes`: of the model's frozen arrays, which not every device builds
     `runs`: one after another, whose nodes stay    `byte_s`: seconds of a node's, or a broker's, core for each byte
     `name`: of its file, if it was kept    `seed`: of the draw, and of all chances while it runs
     """
@@ -79,6 +81,7 @@ class DrawnLab:
     expected_s: float
     faults: tuple[Fault, ...]
     name: str = ""
+    frozen_bytes: int = 0
     runs: int = 1
     byte_s: float = 0.0
 
@@ -166,6 +169,7 @@ def _around(seed: int, rng: random.Random, experiment: Experiment, durations: Du
         spool=rng.random() < 0.8,
         executor_delay_s=rng.choice([0.0, 0.0, 0.05, 0.5]),
         expected_s=expected_s,
+        frozen_bytes=random.Random(f"{seed} frozen").choice(FROZEN_BYTES),
         faults=draw_faults(rng, experiment, expected_s, broker_each=broker_each),
     )
 

@@ -17,6 +17,7 @@ from deploy.simulation.lab import BROKER, Scenario, SimulatedLab
 from deploy.simulation.machines import MessageCosts, Placement
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_injection import inject_faults, set_links, supervise
+from tests.simulation.frozen import FrozenWorkload
 from tests.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
 from tests.simulation.labs import read_lab
 from tests.simulation.monitor import LabRun, Monitor
@@ -101,6 +102,7 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
         drawn.experiment,
         seed=seed,
         scenario=disturb,
+        workload=FrozenWorkload(drawn.model_bytes, drawn.frozen_bytes) if drawn.frozen_bytes else None,
         model_bytes=drawn.model_bytes,
         durations=drawn.durations,
         conditions=drawn.conditions,
