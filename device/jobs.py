@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import inf
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -227,12 +226,11 @@ class TrainingPool(Protocol):
 VARIABLE: Final = "FEDSTRATA_VMAPPED"
 VMAPPED_DEVICES_MOST: Final = 1024  # in one group; memory sets another limit
 QUIET_S: Final = 0.05
-WAIT_SHARE: Final = 0.1  # of the training: an executor that waits for another device trains nobody meanwhile
 PATIENCE: Final = 10  # quiet times
 
 
 class VmappedMode(StrEnum):
-    """When devices are trained vmapped: if it was measured to be faster, never, or always, as in `training.vmapped`."""
+    """When devices are trained vmapped: where the model can be, never, or always, as in `training.vmapped`."""
 
     AUTO = "auto"
     NEVER = "never"
@@ -244,7 +242,7 @@ def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
 
     This host's environment variable decides, then the experiment, then the kind of accelerator.
     """
-    without = training.deterministic or training.compile or training.own_augmentation is not None
+    without = training.deterministic or training.own_augmentation is not None
     if without or not training.trainer.learns_module:
         return VmappedMode.NEVER
     default = VmappedMode.NEVER if accelerator == "cpu" else VmappedMode.AUTO
@@ -265,17 +263,17 @@ def most_together(training: TrainingSettings, accelerator: str) -> int:
     return 1 if vmapped_mode(training, accelerator) is VmappedMode.NEVER else VMAPPED_DEVICES_MOST
 
 
-async def gather(came: asyncio.Event, complete: Callable[[], bool], *, train_s: float = inf) -> None:
+async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:
     """Wait until nothing has come for a moment, all expected requests are there, or the time limit is reached.
 
     The devices of a host get their models at nearly the same time. A device that comes after a group's start would have
-    to wait for a second group. `train_s`: the time of such a group's training; the moment is short compared with it.
+    to wait for a second group.
     """
-    loop, quiet_s = asyncio.get_running_loop(), min(QUIET_S, WAIT_SHARE * train_s)
-    end = loop.time() + PATIENCE * quiet_s
+    loop = asyncio.get_running_loop()
+    end = loop.time() + PATIENCE * QUIET_S
     while not complete() and (left := end - loop.time()) > 0:
         came.clear()
         try:
-            await asyncio.wait_for(came.wait(), min(quiet_s, left))
+            await asyncio.wait_for(came.wait(), min(QUIET_S, left))
         except TimeoutError:
             return

@@ -40,7 +40,6 @@ from device.pool.pool import Pool
 from device.pool.trainers import Trainers
 from device.training.trainer import Trainer
 from device.vmapped import loop, trainer
-from device.vmapped.calibration import StepTimes
 from device.vmapped.loop import Turn
 from device.vmapped.loop import train as train_together
 from device.vmapped.models import Recipe, VmappedModels
@@ -151,20 +150,6 @@ def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Work(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4
 
 
-@pytest.mark.parametrize(("training", "captured"), [({}, True), ({"precision": "bf16", "batch_size": 10}, False)])
-def test_gradients_of_small_models_are_captured_vmapped_too(
-    training: dict[str, Any], captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipes: list[Recipe] = []
-    monkeypatch.setattr(trainer, "RECORDED_USE", 2)
-    monkeypatch.setattr(
-        trainer, "train", lambda recipe, turns, most: (recipes.append(recipe), train_together(recipe, turns, most=most))
-    )
-    assert Work(experiment(**training)).train() == [TrainingPath.VMAPPED] * 4
-    for recipe in recipes:
-        assert recipe.captured.replays() if captured and recipe.captured else recipe.captured is None and not captured
-
-
 def dropping(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
     """Return a model of one's own with dropout."""
     layers = [nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, classes)]
@@ -201,34 +186,20 @@ def test_a_deterministic_run_is_not_vmapped() -> None:
 
 
 @pytest.mark.parametrize("prepared", [0, 1, 3])
-@pytest.mark.parametrize(("vmapped_s", "path"), [(1.5, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
-def test_the_quicker_path_is_taken(
-    monkeypatch: pytest.MonkeyPatch, vmapped_s: float, path: TrainingPath, prepared: int
+@pytest.mark.parametrize(("problem", "path"), [("", TrainingPath.VMAPPED), ("a layer", TrainingPath.IN_PROCESS)])
+def test_what_can_be_is_trained_together_and_tried_once(
+    monkeypatch: pytest.MonkeyPatch, problem: str, path: TrainingPath, prepared: int
 ) -> None:
     monkeypatch.delenv(VARIABLE)
-    measured: list[int] = []
-
-    def measure(*_: object, size: int) -> StepTimes:
-        measured.append(size)
-        return StepTimes(alone_s=1.0, single_s=vmapped_s, vmapped_s=vmapped_s, size=size)
-
-    monkeypatch.setattr(trainer, "measure", measure)
+    tried: list[int] = []
+    monkeypatch.setattr(trainer, "problem_of", lambda _, turns: tried.append(len(turns)) or problem)
     trainers, work = Trainers(), Work(experiment(vmapped="auto"))
     for k in range(prepared):
         trainers.prepare(HostedDevice(work.lab, work.digest, f"device-{k}"), "cpu")
-    assert len(measured) == (prepared > 1), "a device alone is no reason to measure"
+    assert len(tried) == (prepared > 1), "a device alone is no reason to try"
     assert work.train(trainers) == [path] * 4
     assert work.train(trainers) == [path] * 4
-    assert measured == [trainer.TRIAL_DEVICES], "measured again"
-
-
-def test_a_device_with_many_steps_is_trained_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(trainer, "measure", lambda *_, size: StepTimes(1.0, 1.0, 1.0, size))
-    work = Work(experiment(vmapped="auto"))
-    work.orders[1] = replace(work.orders[1], epochs=9)
-    paths = work.train()
-    assert paths == [TrainingPath.VMAPPED, TrainingPath.IN_PROCESS, TrainingPath.VMAPPED, TrainingPath.VMAPPED]
+    assert tried == [2], "tried again"
 
 
 @pytest.mark.parametrize(
@@ -368,7 +339,6 @@ def test_a_pools_devices_are_trained_vmapped(lane: Callable[[], Executor]) -> No
         ({"vmapped": "auto"}, "auto", "auto"),
         ({"vmapped": "always"}, "always", "always"),
         ({"deterministic": True}, "never", "never"),
-        ({"compile": True}, "never", "never"),
     ],
 )
 def test_experiment_and_accelerator_choose(
@@ -404,11 +374,6 @@ def test_always_is_refused_for_a_model_that_cannot_be_vmapped(monkeypatch: pytes
         " which trains such models one after another, or never."
     )
     trainers.prepare(HostedDevice(experiment(vmapped="auto"), "other", "device-0"), "cpu")
-
-
-def test_groups_that_are_not_faster_are_not_gathered_again() -> None:
-    lanes = played([4, 4], slots=1, devices=4, path=TrainingPath.IN_PROCESS)
-    assert [len(names) for names in lanes[0].begun] == [4, 1, 1, 1, 1]
 
 
 def test_executors_without_work_share_what_came(monkeypatch: pytest.MonkeyPatch) -> None:

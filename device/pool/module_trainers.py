@@ -37,7 +37,7 @@ class ModuleTrainers:
         trainer = self._trainer(device, accelerator)
         mode = mode_of(device, accelerator)
         if mode is not VmappedMode.NEVER:
-            self._vmapped_trainer(accelerator).prepare(device, timed=mode is VmappedMode.AUTO)
+            self._vmapped_trainer(accelerator).prepare(device, sure=mode is VmappedMode.ALWAYS)
         kept_bytes = trainer.vectors.kept_bytes
         return Prepared(trainer.layout, trainer.samples, trainer.partition, kept_bytes, trainer.tests)
 
@@ -66,7 +66,7 @@ class ModuleTrainers:
                 finish(together[place], how)
 
             alike = [work[number] for number in together]
-            self._vmapped_trainer(accelerator).train(alike, end, timed=mode is VmappedMode.AUTO)
+            self._vmapped_trainer(accelerator).train(alike, end)
         for number in sorted(left):
             (_, order), trainer = work[number], trainers[number]
             try:

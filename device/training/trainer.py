@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -23,11 +23,10 @@ from torch import Tensor
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import own, schema
 from common.experiment.own import is_own
-from common.host.accelerators import is_lost, out_of_memory
+from common.host.accelerators import out_of_memory
 from common.learning import models
 from common.learning.computing import (
     calls_own_code,
-    first_line,
     own_code,
     resolve_accelerator,
     seeded,
@@ -38,13 +37,12 @@ from common.learning.evaluation import BATCH, CPU_BATCH, evaluate
 from common.learning.inputs import Inputs
 from common.learning.models import KEY, random_samples
 from common.learning.nets import reseed
-from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row
 from common.model.scores import CLASSES_MOST, R2, ScoreSums
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, Examined, LocalResult, Progress
-from device.training.batches import LocalDataset, batches, dropout_seed, load_local_dataset, uniform_numbers
-from device.training.network import Network, NetworkSource, source_of
+from device.training.batches import LocalDataset, blocks, dropout_seed, load_local_dataset, uniform_numbers
+from device.training.network import Network, NetworkSource, record, source_of, vector_tensors
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
 from device.training.vectors import TaskVectors, finish, vectors_of
@@ -113,10 +111,12 @@ class Trainer:
         if source.joins and len(local.samples) == 1:
             problem, remedy = f"cannot train on one sample, and {self._node} has no more", "See data.min_samples."
             raise InvalidExperiment(KEY, experiment.model.name, problem, remedy)
-        if self._own or experiment.training.compile:
-            for size in set(made.local.sizes(experiment.training.batch_size)) - source.tried:
-                self._tried(made, size)
-                source.tried.add(size)
+        sizes = set(made.local.sizes(experiment.training.batch_size))
+        for size in sizes - source.tried if self._own else ():
+            self._tried(made, size)
+            source.tried.add(size)
+        if accelerator.type == "cpu" and experiment.training.recorded:
+            record(source, vectors.inner, own=bool(self._own), draws=made.draws, sizes=sizes)
 
     @property
     def layout(self) -> ModelLayout:
@@ -173,7 +173,7 @@ class Trainer:
             if cancelled.is_set():
                 raise Cancelled
 
-        some = batches(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round)
+        some = blocks(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round)
         try:
             losses, steps = self._trained(
                 made, network, some, row=row, out=out, last_epoch=epochs - 1, local_round=local_round, watch=watch
@@ -287,27 +287,19 @@ class Trainer:
             models.read_frozen(module, parts)
             self._move(network, self._accelerator)
             reseed(module, dropout_seed(experiment, node=self._node, local_round=local_round), self._accelerator)
-            weights = models.weights_of(module.train(), parts.whole)
+            given = {
+                name: vector_tensors(vectors.inner, module, name, vector)
+                for name, vector in vectors.inner.read(inner).items()
+            }
             losses, steps = run_sgd(
-                network.forward,
-                list(weights.values()),
+                network.steps(experiment, parts, rate=experiment.learning_rate_in(local_round), vectors=given),
                 some,
-                training=experiment.training,
-                learning_rate=experiment.learning_rate_in(local_round),
                 last_epoch=last_epoch,
                 watch=watch,
-                buffers=list(module.buffers()),
-                vectors={
-                    name: self._tensors(vectors.inner, weights, name, vector)
-                    for name, vector in vectors.inner.read(inner).items()
-                },
-                features=network.features,
-                captured=network.captured,
                 uniform=uniform_numbers(
                     experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
                 ),
-                head=network.head,
-                personal=[place for place, name in enumerate(weights) if name in vectors.personal],
+                programs=made.source.programs,
             )
             self._move(network, "cpu")
             models.check_constant(module, parts)
@@ -318,17 +310,6 @@ class Trainer:
                 models.write_row(module, parts.whole, out)
             finish(experiment, vectors, made.local, row, out, steps=steps, local_round=local_round)
         return float(losses), steps
-
-    def _tensors(self, vectors: TaskVectors, weights: Mapping[str, Tensor], name: str, vector: Floats) -> list[Tensor]:
-        """Return a vector as tensors: one of length D like the parameters, in their order, another one as it is."""
-        parts = vectors.split(name, vector)
-        if name in parts:
-            return [torch.from_numpy(vector.copy()).to(self._accelerator)]
-        found = []
-        for parameter, weight in weights.items():
-            part = torch.from_numpy(parts[parameter].copy())
-            found.append(torch.empty_like(weight, requires_grad=False).copy_(part))
-        return found
 
     def _formed(self, made: _Prepared) -> NetworkSource:
         """Return the source in the form in which the user's own model trains as it is, and fastest.
@@ -389,9 +370,10 @@ class Trainer:
         try:
             with own.guarded(own_code(self._experiment), problem=problem, everything=True):
                 try:
+                    once = [(0, given[None], labels[None])]
                     self._trained(
-                        replace(made, local=local), network, [(0, given, labels)], row=row, out=out, last_epoch=0,
-                        local_round=0, watch=lambda _: None,
+                        replace(made, local=local), network, once, row=row, out=out, last_epoch=0, local_round=0,
+                        watch=lambda _: None,
                     )  # fmt: skip
                 except RuntimeError as error:
                     self._explain(error, network)
@@ -404,12 +386,6 @@ class Trainer:
         """Raise the error of a trial in its place whose cause is known."""
         if out_of_memory(error):
             raise self._exhausted() from None
-        if self._experiment.training.compile and not is_lost(
-            error
-        ):  # RuntimeError is the base of the compiler's errors
-            problem = f"torch.compile fails: {first_line(error)}"
-            remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
-            raise InvalidExperiment("training.compile", True, problem, remedy) from None
         for name, weight in network.module.named_parameters():
             if weight.grad is not None and weight.grad.is_sparse:
                 problem, remedy = f"the gradient of its {name} is sparse", "Use sparse=False."
