@@ -12,6 +12,7 @@ import torch
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.training import FedProx, TrainingSettings
+from common.learning.optimizers import optimizer_of
 from common.methods.aggregator import build
 from common.methods.fednova import gradient_weights
 from common.methods.rule import Aggregated, Uploads
@@ -19,7 +20,6 @@ from common.model.layout import ModelLayout, Section
 from deploy.simulation.lab import SimulatedLab
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
-from device.training.optimizers import optimizer_of
 from device.training.sgd import step
 from tests.test_aggregators import Report
 

@@ -157,7 +157,7 @@ class OptimizerTable(SettingsTable):
     name: str  # the optimiser
 
 
-class Descent(OptimizerTable):
+class Sgd(OptimizerTable):
     """SGD. Its keys are `momentum`, `nesterov` and `weight_decay` of `training`; they may stand here, too."""
 
     name: Literal["sgd"] = "sgd"  # the optimiser
@@ -185,8 +185,8 @@ class AdamW(AdaptiveTable):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01  # share of each weight, times the learning rate, in each step
 
 
-OPTIMIZERS: Final[Mapping[str, type[OptimizerTable]]] = MappingProxyType({"sgd": Descent, "adam": Adam, "adamw": AdamW})
-OF_DESCENT: Final = ("momentum", "nesterov", "weight_decay")  # the keys of SGD
+OPTIMIZERS: Final[Mapping[str, type[OptimizerTable]]] = MappingProxyType({"sgd": Sgd, "adam": Adam, "adamw": AdamW})
+OF_SGD: Final = ("momentum", "nesterov", "weight_decay")  # the keys of SGD
 
 OptimizerSettings = Annotated[OptimizerTable, Selected(OPTIMIZERS)]
 
@@ -265,7 +265,7 @@ class TrainingSettings(SettingsTable):
     nesterov: bool = False  # Nesterov momentum, as in torch.optim.SGD
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # L2 penalty, as in torch.optim.SGD
     # `sgd`, whose keys are the three above; `adam` or `adamw`, with keys of their own.
-    optimizer: OptimizerSettings = Descent()
+    optimizer: OptimizerSettings = Sgd()
     clip_norm: Positive | None = None  # largest L2 norm of a step's gradients, all together
     # The loss on which every objective builds; with `data.targets = "numbers"` the default is the mean squared error.
     # Or a function of one's own, `package.module:function`, of outputs and targets, that returns each sample's loss.
@@ -299,7 +299,7 @@ class TrainingSettings(SettingsTable):
         given = tree.get("optimizer") if isinstance(tree, Mapping) else None
         if not isinstance(given, Mapping) or given.get("name", "sgd") != "sgd":
             return tree
-        moved = {key: given[key] for key in OF_DESCENT if key in given}
+        moved = {key: given[key] for key in OF_SGD if key in given}
         if twice := [key for key in moved if key in tree and tree[key] != moved[key]]:
             key = f"training.{twice[0]}"
             problem = f"training.optimizer.{twice[0]} is {moved[twice[0]]}"
@@ -316,7 +316,7 @@ class TrainingSettings(SettingsTable):
         unused: tuple[str, ...] = ("trainer", "by_round") if self.trainer.learns_module else OF_MODULES
         if self.loss != CROSS_ENTROPY and self.plain:
             unused += ("objective",)
-        unused += ("optimizer",) if self.descends else OF_DESCENT
+        unused += ("optimizer",) if self.by_sgd else OF_SGD
         return {key: value for key, value in dump(self).items() if key not in unused}
 
     @property
@@ -325,9 +325,9 @@ class TrainingSettings(SettingsTable):
         return self.objective.remembers or self.trainer.remembers
 
     @property
-    def descends(self) -> bool:
+    def by_sgd(self) -> bool:
         """Whether the optimiser is SGD."""
-        return isinstance(self.optimizer, Descent)
+        return isinstance(self.optimizer, Sgd)
 
     @property
     def image_changes(self) -> Augmentation:
@@ -438,7 +438,7 @@ def check_training(training: TrainingSettings, data: Data) -> None:
     if training.by_round:
         problem, remedy = "it is for trainers of one's own", "Omit it, or use training.schedule."
         raise InvalidExperiment("training.by_round", dict(training.by_round), problem, remedy)
-    if not training.descends:
+    if not training.by_sgd:
         _check_adaptive(training)
     elif training.nesterov and not training.momentum:
         raise InvalidExperiment(
@@ -472,7 +472,7 @@ def check_training(training: TrainingSettings, data: Data) -> None:
 def _check_adaptive(training: TrainingSettings) -> None:
     """Check the keys beside an optimiser that is not SGD. Raises InvalidExperiment."""
     name = training.optimizer.name
-    for key in OF_DESCENT:
+    for key in OF_SGD:
         if key in training.model_fields_set:
             remedy = f"Set training.optimizer.{key}." if hasattr(training.optimizer, key) else "Omit it."
             raise InvalidExperiment(f"training.{key}", getattr(training, key), f"{name} does not read it", remedy)

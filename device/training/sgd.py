@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from common.experiment.training import TrainingSettings
 from common.learning.models import with_features
+from common.learning.optimizers import Moments, Optimizer, optimizer_of, take
 from device.training.objectives.objective import Minibatch, Objective, norms, scale
 from device.training.objectives.table import objective_of
-from device.training.optimizers import Moments, Optimizer, optimizer_of
 from device.training.recording import Program
 
 Forward = Callable[[Tensor], Tensor]
@@ -242,22 +242,15 @@ def step(
     """
     weights = batch.weights
     losses = objective.backward(batch)
-    # A weight without gradient, for example of a layer that is never called, does not change.
-    used = [i for i, weight in enumerate(weights) if weight.grad is not None]
-    gradients = [grad for weight in weights if (grad := weight.grad) is not None]
-    with torch.no_grad():
-        if clip_norm is not None:
-            if losses.dim():
-                _clip_each(gradients, clip_norm)
-            else:
-                nn.utils.clip_grad_norm_(weights, clip_norm)
-        some = {name: [each[i] for i in used] for name, each in moments.items()}
-        optimizer.step([weights[i] for i in used], gradients, some, rate=learning_rate)
-    for weight in weights:
-        weight.grad = None
+    if clip_norm is not None and losses.dim():
+        _clip_each([grad for weight in weights if (grad := weight.grad) is not None], clip_norm)
+    elif clip_norm is not None:
+        nn.utils.clip_grad_norm_(weights, clip_norm)
+    take(optimizer, weights, moments, rate=learning_rate)
     return losses
 
 
+@torch.no_grad()
 def _clip_each(gradients: Sequence[Tensor], most: float) -> None:
     """Scale each model's gradients, [A, ...], to an L2 norm of at most `most`, as nn.utils.clip_grad_norm_ does."""
     scale(gradients, (most / (norms(gradients) + 1e-6)).clamp(max=1.0))

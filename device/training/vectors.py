@@ -173,8 +173,8 @@ def finish(
         columns, rate = slice(0, vectors.layout.parameters), experiment.learning_rate_in(local_round)
         uploaded = _uploaded(codec_of(experiment.tiers[-1].transfer.up), vectors.layout, row, out)
         received_D, trained_D, uploaded_D = (vectors.layout.floats(each)[columns] for each in (row, out, uploaded))
-        descends = experiment.training.descends
-        (weight,) = gradient_weights(np.array([steps]), experiment.training, rate) if descends else (np.nan,)
+        by_sgd = experiment.training.by_sgd
+        (weight,) = gradient_weights(np.array([steps]), experiment.training, rate) if by_sgd else (np.nan,)
         given, counts = vectors.read(row), local.label_counts()
         update = LocalUpdate(received_D, trained_D, uploaded_D, given, steps, rate, float(weight), counts)
         names = {KEY: experiment.training.objective.name}

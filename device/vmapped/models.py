@@ -29,6 +29,7 @@ from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
 from common.learning.models import head_places, with_features
 from common.learning.nets import Dropout, is_plain
+from common.learning.optimizers import optimizer_of
 from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row, Section
 from device.training import sgd
@@ -36,7 +37,6 @@ from device.training.batches import Changes, change_images
 from device.training.hidden import hidden_state
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
-from device.training.optimizers import optimizer_of
 from device.training.vectors import TaskVectors
 from device.vmapped.schedule import VmappedStep
 

@@ -28,7 +28,7 @@ class Optimizer(Protocol):
         """Take one step at this learning rate; the lists have the same length."""
 
 
-class StochasticDescent:
+class SgdOptimizer:
     """torch.optim.SGD."""
 
     def __init__(self, training: TrainingSettings) -> None:
@@ -102,7 +102,34 @@ def optimizer_of(training: TrainingSettings) -> Optimizer:
     settings = training.optimizer
     if isinstance(settings, (Adam, AdamW)):
         return AdaptiveMoments(settings)
-    return StochasticDescent(training)
+    return SgdOptimizer(training)
+
+
+class WeightSteps:
+    """An optimiser of some weights with gradients, which it removes."""
+
+    def __init__(self, optimizer: Optimizer, weights: Sequence[Tensor]) -> None:
+        self._optimizer = optimizer
+        self._weights = weights
+        self._moments = optimizer.begin(weights)
+
+    def take(self, rate: float) -> None:
+        """Take one step at this learning rate."""
+        take(self._optimizer, self._weights, self._moments, rate=rate)
+
+
+@torch.no_grad()
+def take(optimizer: Optimizer, weights: Sequence[Tensor], moments: Moments, *, rate: float) -> None:
+    """Take one step of the weights that have a gradient, and remove the gradients.
+
+    A weight without one, for example of a layer that is never called, does not change.
+    """
+    used = [place for place, weight in enumerate(weights) if weight.grad is not None]
+    gradients = [grad for weight in weights if (grad := weight.grad) is not None]
+    some = {name: [each[place] for place in used] for name, each in moments.items()}
+    optimizer.step([weights[place] for place in used], gradients, some, rate=rate)
+    for weight in weights:
+        weight.grad = None
 
 
 def _zeros(weight: Tensor) -> Tensor:
