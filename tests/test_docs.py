@@ -28,7 +28,7 @@ from common.protocol.serialization import KINDS, VERSION
 from common.text import JSON_MOST, JsonText, NameText, ShortText
 from deploy.kits.lab import parse as lab_of
 from deploy.sweeps.grid import expand, is_sweep
-from docs.tools import experiment, metrics_table, sketches
+from docs.tools import experiment, kept_pictures, metrics_table, sketches
 from docs.tools.drawing import PICTURES
 from docs.tools.manual import manual
 
@@ -92,6 +92,12 @@ def defined(name: str) -> list[Row]:
 def test_pictures_are_what_the_code_draws(name: str) -> None:
     kept = (PICTURED / name).read_text(encoding="utf-8")
     assert kept == PICTURES[name](), "draw them anew: python -m docs.tools.drawing docs/algorithms"
+
+
+def test_pictures_of_results_are_those_of_the_kept_runs() -> None:
+    drawn = kept_pictures.pictures(ROOT / "docs" / "results")
+    kept = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "results").glob("*.svg")}
+    assert kept == drawn, "draw them anew: python -m docs.tools.kept_pictures docs/results"
 
 
 def test_the_table_of_metrics_is_what_the_code_has() -> None:

@@ -29,6 +29,7 @@ from common.experiment.devices import (
 )
 from common.experiment.evaluation import EvaluationSettings, check_evaluation
 from common.experiment.links import (
+    DELTA,
     DOWN,
     UP,
     Links,
@@ -184,6 +185,10 @@ class Experiment(ExperimentSettings):
         for tier in self.tiers:
             check_codec(f"{self.key(tier, 'transfer')}.up", tier.transfer.up, UP)
             check_codec(f"{self.key(tier, 'transfer')}.down", tier.transfer.down, DOWN)
+        up, last = self.tiers[-1].transfer.up, self.key(self.tiers[-1], "transfer")
+        if not self.model.same_initial and up.startswith(DELTA) and "fp32" not in up:
+            problem = f"{last}.up = {up!r} rounds differences from the received model, and devices begin with others"
+            raise InvalidExperiment("model.same_initial", False, problem, "Use fp32, or delta+fp32+zstd.")
         return self
 
     @property

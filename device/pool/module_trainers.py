@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.errors import FedstrataError
 from common.learning.computing import resolve_accelerator
@@ -53,6 +54,10 @@ class ModuleTrainers:
             for number in left:
                 done(number, LocalResult(trainers[number].samples, 0.0, 0, 0.0, 0.0, tests=received[number].tests))
             return
+        work = [
+            (device, replace(order, row=trainer.start(order.row, local_round=order.local_round)))
+            for (device, order), trainer in zip(work, trainers, strict=True)
+        ]
         mode = mode_of(work[0][0], accelerator)
         together = [number for number, trainer in enumerate(trainers) if number in left and not trainer.joins]
 

@@ -145,6 +145,20 @@ class Trainer:
         return self._prepared.local.partition
 
     @calls_own_code
+    def start(self, row: Row, *, local_round: int) -> Row:
+        """Return the row with which a training begins: `row`, or with this device's own initial model in its place.
+
+        The latter in the first local round of a run without `model.same_initial`. The vectors behind the model, and
+        the personal arrays, are those of `row`. Raises InvalidExperiment.
+        """
+        if self._experiment.model.same_initial or local_round:
+            return row
+        made, start = self._prepared, row.copy()
+        module = models.anew(self._experiment, inputs=made.local.inputs, node=self._node)
+        models.write_row(module, made.source.parts.exchanged, start)
+        return start
+
+    @calls_own_code
     def train(
         self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
     ) -> LocalResult:
