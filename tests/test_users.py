@@ -17,6 +17,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.learning import datasets, splits
 from deploy.local.direct import run_in_process
+from deploy.planning import workload
 from device.training.batches import load_local_dataset
 
 CPU = torch.device("cpu")
@@ -57,6 +58,9 @@ def test_leafs_test_samples_of_a_user_are_those_of_its_device(tmp_path: Path) ->
         found = () if local.tests is None else local.tests.images[local.tests.samples]
         dark[node] = [int(image.flatten().argmin()) for image in found]
     assert dark == {"device-0": [9, 10, 11], "device-1": [], "device-2": [5, 6, 7, 8]}
+    work = workload.workload(lab)
+    assert work.samples == {"device-0": 6, "device-1": 4, "device-2": 8}
+    assert work.tests == {"device-0": 3, "device-1": 0, "device-2": 4}
     folder = RunFolder.create(tmp_path / "runs", lab, direct=True)
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     with (folder.path / "devices.csv").open(newline="", encoding="utf-8") as file:
