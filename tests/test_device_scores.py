@@ -700,6 +700,10 @@ def test_another_file_is_no_beginning_without_pytorch(tmp_path: Path) -> None:
             {"evaluation": {"at": "devices", "data": "users"}},
             "evaluation.data = 'users': data.partition is 'iid', and devices are no users. Use data.partition",
         ),
+        (
+            {"training": {"trainer": {"name": "mine:T"}}, "score": {"also": ["mine:f1"]}},
+            "score.also = ['mine:f1']: training.trainer mine:T has one score. Omit it.",
+        ),
         ({"score": {"also": ["accuracy"]}}, "score.also = 'accuracy': two scores have this name"),
         ({"score": {"also": ["a:f1", "b:f1"]}}, "score.also = 'a:f1': two scores have this name"),
         ({"score": {"also": ["r2"]}}, "score.also = 'r2': data.targets are classes"),
