@@ -19,7 +19,7 @@ from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout, Row
-from common.model.scores import ScoreSums
+from common.model.scores import ScoredModels, ScoreSums
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -35,7 +35,8 @@ class LocalResult:
     `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
     In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
     `cpu_s` are the CPU seconds of the training's thread, 0 if it was vmapped. `numbers`: of the trainer's choice.
-    `tests`: of the model received, where the order asks for them; their seconds are in none of the others.
+    `tests`: of the model received and of the trained one, where the order asks for them; their seconds are in none of
+    the others.
     `start_loss`: the training loss of that model, where the parent's rule reads it; its seconds belong to the training.
     """
 
@@ -48,8 +49,13 @@ class LocalResult:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     numbers: Mapping[str, float] = field(default_factory=dict)
-    tests: ScoreSums | None = None
+    tests: ScoredModels | None = None
     start_loss: float | None = None
+
+    @property
+    def scored_s(self) -> float:
+        """The seconds of scoring."""
+        return 0.0 if self.tests is None else self.tests.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +65,16 @@ class Examined:
     tests: ScoreSums | None = None
     start: ScoreSums | None = None
 
-    def of(self, result: LocalResult) -> LocalResult:
-        """Return the result of the training that followed, with these; the loss at its start is a part of it."""
+    def of(self, result: LocalResult, trained: ScoreSums | None = None) -> LocalResult:
+        """Return the result of the training that followed, with these; the loss at its start is a part of it.
+
+        `trained`: of the trained model, over the device's test samples.
+        """
+        scored = self.tests is not None or trained is not None
+        result = replace(result, tests=ScoredModels(self.tests, trained) if scored else None)
         if self.start is None:
-            return replace(result, tests=self.tests)
-        train_s = result.train_s + self.start.seconds
-        return replace(result, tests=self.tests, start_loss=self.start.mean_loss, train_s=train_s)
+            return result
+        return replace(result, start_loss=self.start.mean_loss, train_s=result.train_s + self.start.seconds)
 
 
 Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
@@ -95,7 +105,8 @@ class Prepared:
 class Order:
     """Train the model in `row` for `epochs` and write it into `out`, uint8; `device.training.vectors` has their form.
 
-    `scores`: score it before, on the device's test samples; without epochs it is not trained.
+    `scores`: score it before, on the device's test samples; without epochs it is not trained. `scores_trained`: score
+    what training makes of it, too.
     `progress(steps_done, steps_total)` is called in the thread of the training, every half second and at the end.
     `cancelled`: set, it ends the training between two steps. `folder`: the state of a trainer that
     keeps one, which the training changes.
@@ -108,6 +119,7 @@ class Order:
     progress: Progress
     cancelled: threading.Event = field(default_factory=threading.Event)
     scores: bool = False
+    scores_trained: bool = False
     folder: Path | None = None
 
 

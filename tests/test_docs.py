@@ -13,7 +13,7 @@ from typing import Any, Final, get_type_hints
 import pytest
 from pydantic import BaseModel
 
-from cloud.records import DEVICES_COLUMNS, DeviceRecord, GlobalRoundRecord, LinkRecord
+from cloud.records import STATISTICS, DeviceRecord, GlobalRoundRecord, LinkRecord
 from common.experiment.data import TEXTS
 from common.experiment.methods import RULES, SELECTORS
 from common.experiment.reading import parse
@@ -167,11 +167,12 @@ def test_each_column_of_a_runs_tables_is_described() -> None:
     page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     kinds, groups = (
         (GlobalRoundRecord, LinkRecord, DeviceRecord),
-        ("phases", "bytes_", "epochs", "omega", "spread", "other_scores", "by_devices"),
+        ("phases", "bytes_", "epochs", "omega", "spread", "other_scores", "by_devices", "more"),
     )
     fields_ = {field.name for kind in kinds for field in dataclasses.fields(kind)} - set(groups)
     columns = {field.removesuffix("_") for field in fields_} | {f"{phase}_s" for phase in GLOBAL_PHASES}
-    columns |= {"TIER_up_bytes", "TIER_down_bytes", "score", "mixed_score", *DEVICES_COLUMNS}
+    columns |= {"TIER_up_bytes", "TIER_down_bytes", "score", "mixed_score"}
+    columns |= {f"devices_{name}" for name in STATISTICS} | {"personalised_scored", "personalised_s"}
     assert [column for column in columns if f"`{column}`" not in page] == []
 
 

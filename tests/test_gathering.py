@@ -19,6 +19,7 @@ from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
+from common.model.scores import ScoredModels, ScoreSums
 from common.randomness import Purpose, generator
 from device import jobs
 from device.jobs import (
@@ -110,6 +111,14 @@ class Work:
         self.check(self.endings)
         return [how.path for how in self.endings if isinstance(how, LocalResult)]
 
+    @staticmethod
+    def scored(lab: schema.Experiment, k: int, out: Row) -> ScoreSums:
+        """Return the sums of a model, as of one that device k receives."""
+        order = Order(out, out, 0, 0, lambda *_: None, threading.Event(), scores=True)
+        found: list[Any] = []
+        Trainers().train([(HostedDevice(lab, "", f"device-{k}"), order)], "cpu", lambda _, how: found.append(how))
+        return replace(found[0].tests.received, seconds=0.0)
+
     def check(self, endings: Sequence[Any]) -> None:
         for k, how in enumerate(endings):
             order = self.orders[k]
@@ -129,7 +138,7 @@ def test_models_are_scored_before_they_are_trained_together() -> None:
     work = Work(experiment(vmapped="always"))
     lab = reading.parse(work.lab.model_dump(mode="json") | scores)
     plain = Work(lab)
-    plain.orders = [replace(order, scores=k != 1) for k, order in enumerate(plain.orders)]
+    plain.orders = [replace(order, scores=k != 1, scores_trained=k != 2) for k, order in enumerate(plain.orders)]
     assert plain.train() == [TrainingPath.VMAPPED] * 4
     only = Work(lab, digest="only")
     only.orders = [replace(order, scores=True, epochs=0) for order in only.orders]
@@ -138,9 +147,10 @@ def test_models_are_scored_before_they_are_trained_together() -> None:
     for k, (trained, scored) in enumerate(zip(plain.endings, only.endings, strict=True)):
         assert isinstance(trained, LocalResult) and isinstance(scored, LocalResult)
         assert scored.tests is not None and scored.steps == 0 and scored.tests.seconds > 0
-        assert (trained.tests is None) is (k == 1)
-        if trained.tests is not None:
-            assert replace(trained.tests, seconds=0.0) == replace(scored.tests, seconds=0.0)
+        assert trained.tests is not None and scored.tests.received is not None
+        received = None if k == 1 else replace(scored.tests.received, seconds=0.0)
+        after = None if k == 2 else Work.scored(lab, k, plain.outs[k])
+        assert trained.tests.lasting(0.0) == ScoredModels(received, after)
 
 
 @pytest.mark.parametrize(

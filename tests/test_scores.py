@@ -144,14 +144,14 @@ def test_a_score_of_ones_own_gets_all_outputs_and_targets(mine: None) -> None:
     samples, targets = torch.randn(11, 3), torch.randn(11, 1)
     found = evaluate(
         module, samples, labels=targets, normalise=torch.clone, batch_size=4, loss="ownscores:cubed",
-        score="ownscores:worst",
+        scores=["ownscores:worst"],
     )  # fmt: skip
     with torch.no_grad():
         errors = (module(samples) - targets).abs()
     assert found.score == pytest.approx(float(errors.max()))
     assert found.loss == pytest.approx(float((errors**3).mean()), rel=1e-6)
     with pytest.raises(InvalidExperiment, match=r"score\.name = 'ownscores:failing': fails with AttributeError"):
-        evaluate(module, samples, labels=targets, normalise=torch.clone, loss="huber", score="ownscores:failing")
+        evaluate(module, samples, labels=targets, normalise=torch.clone, loss="huber", scores=["ownscores:failing"])
 
 
 @pytest.mark.parametrize(

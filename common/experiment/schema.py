@@ -297,6 +297,20 @@ class Experiment(ExperimentSettings):
         evaluation = self.evaluation
         if not evaluation.on_devices or local_round or not global_round:
             return False
+        return self._scores_in(node, global_round, last=last)
+
+    def scores_trained(self, node: str, *, global_round: int, local_round: int) -> bool:
+        """Return whether a device scores the model that it trains with a task, both rounds from 0.
+
+        That is a model of the next global round, in its last local round.
+        """
+        if not self.evaluation.personalised or local_round + 1 != self.device_rounds:
+            return False
+        return self._scores_in(node, global_round + 1, last=global_round + 1 == self.rounds)
+
+    def _scores_in(self, node: str, global_round: int, *, last: bool) -> bool:
+        """Return whether a device is drawn to score models of a global round, counted from 1."""
+        evaluation = self.evaluation
         if not last and global_round % evaluation.every:
             return False
         devices = self.tree.devices
@@ -322,6 +336,9 @@ class Experiment(ExperimentSettings):
         if not training.trainer.learns_module:
             return dict(training.trainer.code)
         names = {"training.loss": training.loss, "training.objective.name": training.objective.name}
+        if self.evaluation.on_devices:
+            names |= {"score.name": self.score.name}
+            names |= {f"score.also[{place}]": name for place, name in enumerate(self.score.also)}
         if training.own_augmentation is not None:
             names |= {"training.augmentation.name": training.augmentation.name}
         return self._learned | names

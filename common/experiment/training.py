@@ -33,6 +33,7 @@ SCORES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {CLASSES: (ACCURACY,), NUMBERS: ("r2", "mean_squared_error", "mean_absolute_error", "binary_accuracy")}
 )
 HIGHER: Final = (ACCURACY, "r2", "binary_accuracy")
+SCORES_MOST: Final = 8  # of an experiment
 SHARES: Final = (ACCURACY, "binary_accuracy")  # 0 to 1, for people in percent
 LossName = Annotated[str, Field(json_schema_extra={"enum": [name for names in LOSSES.values() for name in names]})]
 ScoreName = Annotated[str, Field(json_schema_extra={"enum": [name for names in SCORES.values() for name in names]})]
@@ -346,7 +347,7 @@ class TrainingSettings(SettingsTable):
 
 
 class Score(SettingsTable):
-    """What the cloud evaluates on the test set, beside the loss.
+    """What models are evaluated by, beside the loss.
 
     `accuracy`: share of the samples whose largest output is their class. `r2`: 1 minus the ratio of the squared errors
     to those of the targets' mean, the mean of several targets. `binary_accuracy`: share of the targets, 0 or 1, on the
@@ -356,6 +357,22 @@ class Score(SettingsTable):
 
     name: ScoreName = ACCURACY  # a score, or a function of one's own, `package.module:function`
     better: Literal["higher", "lower"] | None = None  # of one's own: which of two scores is the better one
+    # Further scores, which are recorded only: targets, the best model, charts and comparisons are of `name`.
+    also: Annotated[list[ScoreName], Field(max_length=SCORES_MOST - 1)] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if key != "also" or value}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All scores, in the order of their sums."""
+        return (self.name, *self.also)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The further scores with the ends of their columns: `score_f1` of `mine:f1`."""
+        return {name: f"score_{name.rpartition(':')[2]}" for name in self.also}
 
     @property
     def higher(self) -> bool:
@@ -425,6 +442,12 @@ def check_score(targets: str, loss: str, score: Score) -> None:
     if is_own(score.name) and score.better is None:
         remedy = "Set it to 'higher' or 'lower'."
         raise InvalidExperiment("score.better", None, f"not known of {score.name}", remedy)
+    for name in score.also:
+        _check_name("score.also", name, SCORES, targets)
+    columns = ["score_" + score.name.rpartition(":")[2], *score.columns.values()]
+    if twice := [name for name, column in score.columns.items() if columns.count(column) > 1]:
+        remedy = "Name each score once, and functions differently."
+        raise InvalidExperiment("score.also", twice[0], "two scores have this name", remedy)
     if score.better is not None and score.higher != (score.name in HIGHER) and not is_own(score.name):
         problem = f"{score.name} is better when {'higher' if score.name in HIGHER else 'lower'}"
         raise InvalidExperiment("score.better", score.better, problem, "Omit it.")

@@ -284,5 +284,4 @@ class Member:
         asked = time.monotonic()
         job = Job(device=self._device, place=self._place, order=replace(order, progress=report))
         result: LocalResult = await self._pool.submit(job)
-        scored_s = 0.0 if result.tests is None else result.tests.seconds
-        return replace(result, wait_s=max(0.0, time.monotonic() - asked - result.train_s - scored_s))
+        return replace(result, wait_s=max(0.0, time.monotonic() - asked - result.train_s - result.scored_s))

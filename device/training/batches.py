@@ -185,7 +185,10 @@ def _without_tests(
     if not evaluation.on_devices:
         return samples, None
     place, count = devices.index(node), len(dataset.test_labels)
-    part = splits.tests_of(count, devices=len(devices), place=place, seed=experiment.seed)
+    if evaluation.data == "users":
+        part = np.flatnonzero(splits.users_of_tests(dataset, experiment.data.dataset) == place)
+    else:
+        part = splits.tests_of(count, devices=len(devices), place=place, seed=experiment.seed)
     tests = ScoredSamples(dataset.test_images, dataset.test_labels, torch.from_numpy(part))
     return samples, tests if len(part) else None
 

@@ -38,7 +38,7 @@ from common.learning.inputs import Inputs
 from common.learning.models import KEY, random_samples
 from common.learning.nets import reseed
 from common.model.layout import ModelLayout, Row
-from common.model.scores import CLASSES_MOST, R2, ScoreSums
+from common.model.scores import CLASSES_MOST, R2, TARGETS_MOST, ScoreSums
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, Examined, LocalResult, Progress
 from device.training.batches import LocalDataset, blocks, dropout_seed, load_local_dataset, uniform_numbers
@@ -215,19 +215,32 @@ class Trainer:
         second. Raises Cancelled, and what `train` raises.
         """
         local, rule = self._prepared.local, self._experiment.tier_above(self._node).aggregation
-        tests = start = None
-        if scores and local.tests is not None:
-            parts = [(local.tests.images[local.tests.samples], local.tests.labels[local.tests.samples])]
-            tests = self._sums(row, parts, progress=progress, cancelled=cancelled)
-        if trains and rule.reads_losses:
+        reads_losses, start = trains and rule.reads_losses, None
+        if not (scores or reads_losses):
+            return Examined()
+        model = self._prepared.vectors.begin(row)
+        tests = self._tested(model, progress, cancelled) if scores else None
+        if reads_losses:
             parts = [(local.images[some], local.labels[some]) for some in torch.split(local.samples, EXAMINED_SAMPLES)]
-            start = self._sums(row, parts, progress=progress, cancelled=cancelled)
+            start = self._sums(model, parts, progress=progress, cancelled=cancelled)
         return Examined(tests, start)
 
+    @calls_own_code
+    def examine_trained(self, out: Row, *, progress: Progress, cancelled: threading.Event) -> ScoreSums | None:
+        """Return the sums of the model that `train` has written into `out`, like `examine`."""
+        return self._tested(self._prepared.vectors.trained(out), progress, cancelled)
+
+    def _tested(self, model: Row, progress: Progress, cancelled: threading.Event) -> ScoreSums | None:
+        """Return the sums of a model, as training has it, over the test samples, None without any."""
+        if (tests := self._prepared.local.tests) is None:
+            return None
+        parts = [(tests.images[tests.samples], tests.labels[tests.samples])]
+        return self._sums(model, parts, progress=progress, cancelled=cancelled)
+
     def _sums(
-        self, row: Row, parts: Sequence[tuple[Tensor, Tensor]], *, progress: Progress, cancelled: threading.Event
+        self, model: Row, parts: Sequence[tuple[Tensor, Tensor]], *, progress: Progress, cancelled: threading.Event
     ) -> ScoreSums:
-        """Return the sums of a model over some samples and labels, and their seconds."""
+        """Return the sums of a model, as training has it, over some samples and labels, and their seconds."""
         made, experiment, begun = self._prepared, self._experiment, time.monotonic()
         set_up(self._accelerator, experiment.training)
         set_up_evaluation(self._accelerator)
@@ -248,7 +261,7 @@ class Trainer:
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
         try:
             with seeded(own_seed, self._accelerator) if self._own else nullcontext():
-                models.read_row(network.module, made.source.parts.whole, made.vectors.begin(row))
+                models.read_row(network.module, made.source.parts.whole, model)
                 models.read_frozen(network.module, made.source.parts)
                 self._move(network, self._accelerator)
                 for samples, labels in parts:
@@ -259,7 +272,7 @@ class Trainer:
                         normalise=made.local.normalise,
                         batch_size=batch,
                         loss=experiment.training.loss,
-                        score=experiment.score.name,
+                        scores=experiment.score.names,
                         classes=made.local.inputs.classes if experiment.evaluation.per_class else 0,
                         watch=watch,
                     )
@@ -352,11 +365,12 @@ class Trainer:
         return source
 
     def _check_scored(self, inputs: Inputs) -> None:
-        """Check that this device's sums have one size. Raises InvalidExperiment."""
+        """Check that this device's sums are few enough to be sent. Raises InvalidExperiment."""
         experiment, evaluation = self._experiment, self._experiment.evaluation
-        if evaluation.on_devices and experiment.score.name == R2 and inputs.classes > 1:
-            problem = f"{inputs.classes} numbers to predict, and devices send the sums of one"
-            raise InvalidExperiment("score.name", R2, problem, 'Use "mean_squared_error".')
+        if evaluation.on_devices and R2 in experiment.score.names and inputs.classes > TARGETS_MOST:
+            problem = f"{inputs.classes} numbers to predict, and devices send the sums of {TARGETS_MOST} at most"
+            key = "score.name" if experiment.score.name == R2 else "score.also"
+            raise InvalidExperiment(key, R2, problem, 'Use "mean_squared_error".')
         if evaluation.per_class and inputs.classes > CLASSES_MOST:
             problem = f"the data set has {inputs.classes} classes, and devices count {CLASSES_MOST} at most"
             raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")

@@ -111,6 +111,14 @@ class TaskVectors:
                 place[...] = given[name]
         return found
 
+    def trained(self, out: Row) -> Row:
+        """Return the model in a task's `out` as training has it."""
+        if self.parts is None:
+            return out
+        found = np.zeros(self.inner.layout.model_bytes, np.uint8)
+        self.parts.join(out[: self.layout.model_bytes], out[-self.parts.kept_bytes :], found)
+        return found
+
     def end(self, model: Row, out: Row) -> None:
         """Write a trained model, as training has it: what is returned of it, and what is kept."""
         if self.parts is None:
