@@ -325,7 +325,7 @@ def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None
         ({"training": {"objective": "fedprox"}}, "training.objective"),
         ({"training": {"augmentation": {"flip": True}}}, "training.augmentation"),
         ({"training": {"vmapped": "always"}}, "training.vmapped"),
-        ({"training": {"compile": True}}, "training.compile"),
+        ({"training": {"optimizer": "adam"}}, "training.optimizer"),
         ({"training": {"by_round": {"epochs": {"1": 2.0}}}}, "training.by_round.epochs"),
         ({"data": {"dataset": "digits"}}, "data.dataset"),
         ({"data": {"noise": 0.5}}, "data.noise"),

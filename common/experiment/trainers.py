@@ -119,6 +119,8 @@ def check_trainer(trainer: TrainerTable, data: Data, model: Model) -> None:
         raise InvalidExperiment("model.name", model.name, brings, "Omit it.")
     if model.initial is not None:
         raise InvalidExperiment("model.initial", model.initial, brings, "Omit it, and return them by initial().")
+    if not model.same_initial:
+        raise InvalidExperiment("model.same_initial", False, brings, "Omit it.")
     for key in PARTS:
         if patterns := getattr(model, key):
             problem = f"{KEY} {trainer.whose} trains all of its arrays"

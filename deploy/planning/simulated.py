@@ -175,10 +175,10 @@ class NoiseWorkload:
         """Return the same for all."""
         return self.layout
 
-    def samples(self, node: str) -> int:
-        """Return the number of a device's training samples: it joins the run."""
+    def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
+        """Return the numbers of a device's training and test samples: it joins the run."""
         self._moved()
-        return self._work.samples_of(node)
+        return self._work.samples_of(node), self._work.tests_of(node)
 
     def kept_bytes(self, experiment: Experiment) -> int:
         """Return those of the objective's vectors; no link carries personal arrays."""

@@ -201,8 +201,9 @@ class RealMember:
         prepared, seconds, scored_s = self.prepared.result(), 0.0, 0.0
         if order.epochs:
             seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=order.epochs)
-        if order.scores:
-            scored_s = self.seconds.scoring(self.node, samples=prepared.tests)
+        models = order.scores + order.scores_trained
+        if models:
+            scored_s = models * self.seconds.scoring(self.node, samples=prepared.tests)
         training = self.begin(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
             (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), order.progress)
@@ -211,7 +212,7 @@ class RealMember:
             raise
         result: LocalResult = training.result()
         if result.tests is not None:
-            result = replace(result, tests=replace(result.tests, seconds=scored_s))
+            result = replace(result, tests=result.tests.lasting(scored_s))
         path = result.path if result.path is TrainingPath.VMAPPED else TrainingPath.IN_PROCESS  # with any workers
         return replace(result, train_s=train_s, wait_s=wait_s, wall_s=0.0, path=path)
 

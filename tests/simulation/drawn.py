@@ -39,6 +39,7 @@ BUFFERS: Final = 0.2  # and whose tiers aggregate buffers
 FROZEN_BYTES: Final = (0,) * 6 + (2_000, 40_000, 400_000)  # of frozen arrays that some devices do not have
 SCORES: Final = 0.3  # share of the labs whose devices score models
 PERSONAL: Final = 0.4  # of the labs in which devices alone score
+PERSONALISED: Final = 0.4  # of the labs in which devices score
 BUSY: Final = 0.1  # share of the others whose nodes and brokers are busy with each byte,
 SEVERAL: Final = 0.12  # and that have several runs, if these are short
 ROUNDS_MOST: Final = 8
@@ -146,6 +147,7 @@ def _with_scores(rng: random.Random, experiment: Experiment) -> Experiment:
         return experiment
     evaluation = {"at": rng.choice(["devices", "devices", "both"]), "every": rng.choice([1, 1, 2])}
     evaluation |= {"participation": rng.choice([1.0, 1.0, 0.5]), "data": rng.choice(["held_out", "test"])}
+    evaluation["personalised"] = rng.random() < PERSONALISED
     tree = experiment.model_dump(mode="json") | {"evaluation": evaluation}
     whole = any(tier.aggregation.reads_samples for tier in experiment.tiers) or not experiment.training.objective.parts
     if evaluation["at"] == "devices" and not whole and rng.random() < PERSONAL:
