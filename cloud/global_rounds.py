@@ -389,7 +389,7 @@ class GlobalRounds:
         self._observe("global_round", record.values())
         metrics = self._metrics
         metrics.closed(LABELS, rounds=self._state.global_round)
-        metrics.train_loss.labels(*LABELS).set(outcome.loss)
+        metrics.trained(LABELS, outcome.loss)
         metrics.steps.labels(*LABELS).inc(steps)
         for phase, seconds in phases.items():
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,10 +16,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.protocol.limits import check_report, limits_below
+from common.protocol.messages import Key, Manifest, Result
 from deploy.brokers import broker
 from deploy.local.direct import run_in_process
 from deploy.planning import workload
@@ -70,7 +72,8 @@ class FlowerClient(NumPyClient):
         for _ in range(config["local_epochs"]):
             w = w - np.float32(config["learning_rate"]) * (w - self.data.mean(0))
         w = w + np.float32(1e-3 * random.random()) + np.random.rand(4).astype(np.float32) * np.float32(1e-3)
-        return [w, count + 1], len(self.data), {"train_loss": float(np.square(w).mean()), "partitions": self.partitions}
+        loss = {} if config.get("silent") else {"train_loss": float(np.square(w).mean())}
+        return [w, count + 1], len(self.data), {**loss, "partitions": self.partitions}
 
 
 def client_fn(context):
@@ -155,6 +158,7 @@ WRONG: Final = {  # what `train` returns, and a text of the error
     "Trained({**made, 'count': made['w']}, 0.5, 1)": r"count as float32 \[5\], not int64 \[\]",
     "Trained([made['w']], 0.5, 1)": "train returns arrays as list",
     "Trained(made, float('nan'), 1)": "train returns loss = nan",
+    "Trained(made, '0.5', 1)": "train returns loss = '0.5'",
     "Trained(made, 0.5, 1, samples=0)": "train returns samples = 0",
     "Trained(made, 0.5, 1, samples=1000)": "train returns samples = 1000, and the device has",
     "Trained(made, 0.5, 1.5)": "train returns steps = 1.5",
@@ -290,6 +294,54 @@ def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
     assert set(load_file(run.path / "model.safetensors")) == {"0", "1"}
     rows = table(run.path / "devices.csv")
     assert {int(row["samples"]) for row in rows} == {0, 10, 11, 12, 13}  # 0: it did not take part
+
+
+LOSSES: Final = {  # of `Wrong`, where device-0 or every device knows no loss
+    "some": "Trained(made, None if self.site.place == 0 else 0.5 + self.site.place, 1)",
+    "none": "Trained(made, None, 1)",
+}
+
+
+@pytest.mark.parametrize("known", LOSSES)
+def test_an_unknown_loss_stays_unknown(known: str, home: Path) -> None:
+    tables = {"topology": {"institutions": 2, "devices": 4}, "institution": {"participation": 1.0}}
+    run = direct(home / "runs", parse(lab({"name": "others:Wrong", "how": LOSSES[known]}, **tables)))
+    counts = np.array([5, 6, 7, 8])  # samples of the devices
+    for row in table(run.path / "devices.csv"):
+        place = int(row["node"][-1])
+        assert row["loss"] == ("" if known == "none" or place == 0 else str(0.5 + place))
+    above = np.array([1.5, (2.5 * 7 + 3.5 * 8) / 15])  # institution-0 knows that of device-1
+    wanted = "" if known == "none" else f"{above @ [counts[:2].sum(), counts[2:].sum()] / counts.sum():.6g}"
+    assert [row["train_loss"] for row in table(run.path / "rounds.csv")] == [wanted] * LAB["rounds"]
+    assert invoke("report", run.path).exit_code == 0
+
+
+def test_a_flower_client_may_know_no_loss(home: Path) -> None:
+    run = direct(home / "runs", parse(lab(FLOWER, training={"by_round": {"silent": {"3": 1.0}}})))
+    assert [bool(row["train_loss"]) for row in table(run.path / "rounds.csv")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ({"cloud": {"aggregation": "fedcda"}}, "cloud.aggregation.name = 'fedcda'"),
+        ({"institution": {"selection": "oort"}}, "institution.selection.name = 'oort'"),
+        ({"cloud": {"selection": "power_of_choice", "participation": 0.5}}, "cloud.selection.name = 'power_of_choice'"),
+    ],
+)
+def test_what_compares_losses_needs_them(tables: dict[str, Any], key: str, home: Path) -> None:
+    trainer = {"name": "others:Wrong", "how": LOSSES["none"]}
+    with pytest.raises(InvalidExperiment, match=f"train returns no loss. Return one: {key} compares losses"):
+        direct(home / "runs", parse(lab(trainer, **tables)))
+
+
+def test_a_result_without_a_loss_is_refused_where_losses_are_compared() -> None:
+    manifest = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
+    result = Result(Key(0, 0, 0), manifest, None, 5, None, 1, 1, 1, 1.0, 0.0, 0.0, (), "")
+    for selection in ("fraction", "oort"):
+        limits = limits_below(parse(lab("m:T", institution={"selection": selection})), "institution-0")["device-0"]
+        with pytest.raises(RefusedModel, match="no training loss") if selection == "oort" else nullcontext():
+            check_report(result, limits=limits)
 
 
 def test_the_settings_of_a_round_reach_the_trainer(home: Path) -> None:

@@ -82,7 +82,7 @@ class ClientTrainer(ArrayTrainer):
         places = sorted(arrays, key=int)
         found, samples, metrics = self._fit(client, [arrays[place] for place in places], config)
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float | int) and isfinite(value)}
-        loss = next((metrics[name] for name in LOSSES if name in metrics), 0.0)
+        loss = next((metrics[name] for name in LOSSES if name in metrics), None)
         return Trained(_by_place(found), loss, int(numbers.get("steps", 1)), samples, numbers)
 
     def evaluate(self, arrays: dict[str, Array], data: Path) -> Scored:

@@ -81,11 +81,12 @@ class LocalTask:
 class Trained:
     """The result of `train`: all arrays of the model, the mean loss of the last epoch, and the steps taken.
 
-    `samples`: that were trained on, None: all of the device. `numbers`: of the trainer's choice, for the run's events.
+    `loss`: None if it is not known. `samples`: that were trained on, None: all of the device. `numbers`: of the
+    trainer's choice, for the run's events.
     """
 
     arrays: Arrays
-    loss: float
+    loss: float | None
     steps: int
     samples: int | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -188,7 +189,8 @@ class TrainerCode:
         if task.epochs and steps > task.epochs * samples:
             problem = f"train returns steps = {steps}, more than {task.epochs} epochs of {samples} samples can have"
             self.refuse(problem, "Count a step for each batch.")
-        return Trained({}, self._number(found.loss, "train returns loss ="), steps, used, self._numbers(found.numbers))
+        loss = None if found.loss is None else self._number(found.loss, "train returns loss =")
+        return Trained({}, loss, steps, used, self._numbers(found.numbers))
 
     def evaluate(self, layout: ModelLayout, row: Row, data: Path, *, seed: int) -> Scored:
         """Return the samples, loss and score of a model, uint8 [row_bytes]. Raises InvalidExperiment."""

@@ -234,7 +234,7 @@ class SimulatedMember:
             score, loss = hardware.workload.evaluate(order.row)
             tests = ScoreSums(self._tests, self._tests * loss, self._tests * score, seconds=scored_s)
         if not order.epochs:
-            return LocalResult(self._samples, 0.0, 0, 0.0, wait_s, tests=tests)
+            return LocalResult(self._samples, None, 0, 0.0, wait_s, tests=tests)
         hardware.trained[self._node, order.local_round] += 1
         loss, steps = hardware.workload.train(
             self._node, order.row, order.out, epochs=order.epochs, local_round=order.local_round

@@ -51,7 +51,7 @@ class ModuleTrainers:
         left = set(received)
         if not work[0][1].epochs and work[0][1].scores:  # the models are not trained
             for number in left:
-                done(number, LocalResult(trainers[number].samples, 0.0, 0, 0.0, 0.0, tests=received[number].tests))
+                done(number, LocalResult(trainers[number].samples, None, 0, 0.0, 0.0, tests=received[number].tests))
             return
         mode = mode_of(work[0][0], accelerator)
         together = [number for number, trainer in enumerate(trainers) if number in left and not trainer.joins]

@@ -86,6 +86,8 @@ class ArrayTraining:
             if order.cancelled.is_set():
                 raise Cancelled from None
             raise
+        if found.loss is None and (rule := experiment.compares_losses):
+            self._code.refuse("train returns no loss", f"Return one: {rule} compares losses.")
         train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
         order.progress(found.steps, found.steps)
         samples = found.samples or self._samples
