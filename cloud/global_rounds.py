@@ -85,7 +85,7 @@ class GlobalRounds:
         self._folder = folder
         self._experiment = experiment = folder.experiment
         self._beginning = beginning
-        check_evaluated(experiment.stop, evaluates=beginning.evaluates)
+        check_evaluated(experiment.stop, evaluates=beginning.evaluates or experiment.evaluation.on_devices)
         self._layout = layout = beginning.layout
         self._row = beginning.row
         tier = experiment.tier_below(CLOUD)
@@ -432,7 +432,7 @@ class GlobalRounds:
 
     def _evaluates(self, global_round: int) -> bool:
         due = global_round == self._experiment.rounds or global_round % self._experiment.evaluation.every == 0
-        return due and self._beginning.evaluates
+        return due and (self._beginning.evaluates or self._experiment.evaluation.on_devices)
 
     def _evaluate(self, record: GlobalRoundRecord, mixed: Row | None, *, by_cloud: bool) -> None:
         """Expect the scores of a global round's model: of the devices with the next results, and those of the cloud.

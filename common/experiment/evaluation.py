@@ -11,6 +11,7 @@ from common.errors import InvalidExperiment
 from common.experiment.data import CLASSES, Data
 from common.experiment.tables import AcceleratorName, Count, Fraction, SettingsTable
 from common.experiment.trainers import KEY as TRAINER
+from common.experiment.trainers import OWN_SAMPLES
 from common.experiment.training import ACCURACY, Score, TrainingSettings
 
 ON_DEVICES: Final = ("data", "held_out", "participation", "per_class")  # keys of what devices do
@@ -30,8 +31,8 @@ class EvaluationSettings(SettingsTable):
     # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
     accelerator: AcceleratorName = "cpu"
     # What devices score on: `held_out`, a share of their own samples, or `test`, the test set, of which each sample is
-    # on exactly one device.
-    data: Literal["held_out", "test"] = "held_out"
+    # on exactly one device. With a trainer that is not `sgd`: `own`, the samples that it evaluates on.
+    data: Literal["held_out", "test", "own"] = "held_out"
     # Of `data = "held_out"`: the share of a device's samples that it never trains on, at least one of two or more.
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
     # Share of all devices that score in a global round, drawn anew for each. Those without a task do not score.
@@ -46,7 +47,7 @@ class EvaluationSettings(SettingsTable):
     def unused(self) -> frozenset[str]:
         """The keys that have no effect."""
         unused = {"accelerator"} if self.at == "devices" else set() if self.at == "both" else set(ON_DEVICES)
-        return frozenset(unused | ({"held_out"} if self.data == "test" else set()))
+        return frozenset(unused | ({"held_out"} if self.data != "held_out" else set()))
 
     @property
     def on_cloud(self) -> bool:
@@ -80,14 +81,26 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, training: Train
         if key == "held_out" and evaluation.on_devices:
             problem = f"no effect with evaluation.data = {evaluation.data!r}"
         raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, f"Omit it, or set {by}.")
+    if not training.trainer.learns_module:
+        _check_own(evaluation, training.trainer.whose)
+        return
     if not evaluation.on_devices:
         return
-    if not training.trainer.learns_module:
-        problem = f"devices with {TRAINER} {training.trainer.whose} do not score models"
-        raise InvalidExperiment("evaluation.at", evaluation.at, problem, 'Use "cloud".')
+    if evaluation.data == OWN_SAMPLES:
+        problem = f"it is for trainers of one's own, and {TRAINER} is sgd"
+        raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out or test.")
     if evaluation.data == "test" and data.private:
         problem = "every device has samples of its own, and the cloud alone has the test set"
         raise InvalidExperiment("evaluation.data", "test", problem, "Use held_out.")
     if evaluation.per_class and (data.targets != CLASSES or score.name != ACCURACY):
         problem = "it counts right classes, and the score is not accuracy"
         raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
+
+
+def _check_own(evaluation: EvaluationSettings, trainer: str) -> None:
+    """Check the keys with a trainer that evaluates by code of its own. Raises InvalidExperiment."""
+    wanted = {"accelerator": "cpu", "per_class": False} | ({"data": OWN_SAMPLES} if evaluation.on_devices else {})
+    for key, value in wanted.items():
+        if (given := getattr(evaluation, key)) != value:
+            problem = f"{TRAINER} {trainer} evaluates on its own samples, by code of its own"
+            raise InvalidExperiment(f"evaluation.{key}", given, problem, "Omit it.")

@@ -1,7 +1,7 @@
 """What trains a model on devices: fedstrata's SGD on a PyTorch module, a trainer of the user's own, a Flower client.
 
 A trainer that is not fedstrata's brings its arrays and reads its samples, so the tables of the data and the model have
-its name. Its code is in `common/model/trainer.py`.
+its name, and it knows its test samples. Its code is in `common/model/trainer.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from common.experiment.tables import Selected, SettingsTable, form
 
 KEY: Final = "training.trainer"
 PARTITION: Final = "private"  # every device has samples of its own
+OWN_SAMPLES: Final = "own"  # of `evaluation.data`: the trainer knows its test samples
 Rounds = dict[Annotated[str, form(r"^[1-9]\d{0,11}$", "the number of a global round, from 1")], float]
 NUMBER: Final = r"^[A-Za-z_]\w*$"  # with {0,63} its automaton takes 10 MB, and 40 ms of each start
 NumberName = Annotated[str, form(NUMBER, "a name of letters, digits and _, no digit first"), Field(max_length=64)]
@@ -57,7 +58,9 @@ class SgdTrainer(TrainerTable):
 
 
 class FlowerTrainer(TrainerTable):
-    """A client of a Flower app, a `NumPyClient`; `flwr` is not needed unless its file imports it."""
+    """A client of a Flower app, a `NumPyClient` or a `Client`; `flwr` is not needed unless its file imports it."""
+
+    remembers = True  # `context.state`
 
     name: Literal["flower"] = "flower"  # the trainer
     client_fn: OwnName  # the function that makes a client of a context, `package.module:client_fn`
@@ -92,7 +95,7 @@ TrainerSettings = Annotated[TrainerTable, Selected(TRAINERS, "common.experiment.
 
 
 def with_trainer(tree: Any) -> Any:
-    """Return an experiment's keys with the data and the model of a trainer that brings its own."""
+    """Return an experiment's keys with the data, the model and the test samples of a trainer that brings its own."""
     if not isinstance(tree, Mapping) or not isinstance(training := tree.get("training", {}), Mapping):
         return tree
     data, model, table = tree.get("data", {}), tree.get("model", {}), training.get("trainer", {"name": "sgd"})
@@ -101,8 +104,11 @@ def with_trainer(tree: Any) -> Any:
     name = table.get("client_fn") if table.get("name") == "flower" else table.get("name")
     if not isinstance(name, str) or not is_own(name):  # an error of the table itself
         return tree
-    data = {"dataset": name, "partition": PARTITION, **data}
-    return {**tree, "data": data, "model": {"name": name, **model}}
+    own = {"data": {"dataset": name, "partition": PARTITION, **data}, "model": {"name": name, **model}}
+    evaluation = tree.get("evaluation", {})
+    if isinstance(evaluation, Mapping) and evaluation.get("at") in ("devices", "both"):
+        own["evaluation"] = {"data": OWN_SAMPLES, **evaluation}
+    return {**tree, **own}
 
 
 def check_trainer(trainer: TrainerTable, data: Data, model: Model) -> None:
@@ -117,8 +123,6 @@ def check_trainer(trainer: TrainerTable, data: Data, model: Model) -> None:
             raise InvalidExperiment(f"data.{key}", value, reads, "Omit it.")
     if model.name != trainer.whose:
         raise InvalidExperiment("model.name", model.name, brings, "Omit it.")
-    if model.initial is not None:
-        raise InvalidExperiment("model.initial", model.initial, brings, "Omit it, and return them by initial().")
     for key in PARTS:
         if patterns := getattr(model, key):
             problem = f"{KEY} {trainer.whose} trains all of its arrays"

@@ -198,7 +198,7 @@ def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
     experiment = folder.experiment
     if not experiment.training.trainer.learns_module:
         trainer = TrainerTester(experiment)
-        beginning = Beginning(trainer.layout, trainer.first, "", evaluates=trainer.evaluates)
+        beginning = Beginning(trainer.layout, trainer.first, "", evaluates=trainer.evaluates, initial=trainer.initial)
         return _Evaluating(beginning, trainer.evaluate)
     from common.learning import splits
     from common.learning.computing import resolve_accelerator

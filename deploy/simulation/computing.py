@@ -22,7 +22,7 @@ from common.accounting.child_report import TrainingPath
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.model.layout import Row
-from deploy.simulation.hardware import FORWARD, SimulatedHardware, SimulatedMember
+from deploy.simulation.hardware import FORWARD, TESTS, SimulatedHardware, SimulatedMember
 from device.jobs import LocalResult, Order, PoolMember, Prepared
 from device.pool.pool import Pool
 
@@ -199,7 +199,9 @@ class RealMember:
         if order.epochs:
             seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=order.epochs)
         if order.scores:
-            scored_s = self.seconds.scoring(self.node, samples=prepared.tests)
+            own = not self.seconds.experiment.training.trainer.learns_module  # only its evaluation knows how many
+            tests = max(1, round(TESTS * prepared.samples)) if own else prepared.tests
+            scored_s = self.seconds.scoring(self.node, samples=tests)
         training = self.begin(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
             (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), order.progress)

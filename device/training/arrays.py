@@ -13,6 +13,7 @@ from typing import Final
 from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
 from common.host.offload import repeated
+from common.model.scores import ScoreSums
 from common.model.trainer import LocalTask, TrainerCode, TrainingSite
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, Done, HostedDevice, LocalResult, Order, Prepared, Work
@@ -44,13 +45,20 @@ class ArrayTraining:
         )
         self._samples = 0
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether it can score models, once prepared. Raises InvalidExperiment."""
+        return self._code.evaluates
+
     def prepare(self) -> Prepared:
         """Load the device's samples, and return its facts. Raises InvalidExperiment."""
         self._samples = self._code.prepare(self._site)
+        if self._experiment.evaluation.on_devices and not self._code.evaluates:
+            self._code.refuse("it has no evaluate", 'Write one, or set evaluation.at = "cloud".')
         return Prepared(self._layout, self._samples, "", folder=self._experiment.training.trainer.remembers)
 
     def train(self, order: Order) -> LocalResult:
-        """Train as ordered; without a folder in a temporary one. Raises Cancelled, InvalidExperiment."""
+        """Score and train as ordered; without a folder in a temporary one. Raises Cancelled, InvalidExperiment."""
         if order.folder is not None:
             return self._train(order, order.folder)
         with TemporaryDirectory(prefix="fedstrata-") as folder:
@@ -78,9 +86,12 @@ class ArrayTraining:
             state=state,
             progress=progress,
         )
-        start, cpu_start = time.monotonic(), time.thread_time()
         try:
             with _use_reported(order):
+                tests = self._score(order, task) if order.scores else None
+                start, cpu_start = time.monotonic(), time.thread_time()
+                if not order.epochs:
+                    return LocalResult(self._samples, None, 0, 0.0, 0.0, tests=tests)
                 found = self._code.train(self._layout, order.row, order.out, task, samples=self._samples)
         except InvalidExperiment:
             if order.cancelled.is_set():
@@ -90,8 +101,17 @@ class ArrayTraining:
             self._code.refuse("train returns no loss", f"Return one: {rule} compares losses.")
         train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
         order.progress(found.steps, found.steps)
-        samples = found.samples or self._samples
-        return LocalResult(samples, found.loss, found.steps, train_s, wait_s=0.0, cpu_s=cpu_s, numbers=found.numbers)
+        costs = found.steps, train_s
+        return LocalResult(
+            found.samples or self._samples, found.loss, *costs, 0.0, cpu_s=cpu_s, numbers=found.numbers, tests=tests
+        )
+
+    def _score(self, order: Order, task: LocalTask) -> ScoreSums:
+        """Return the sums of the model received over the device's test samples."""
+        start = time.monotonic()
+        found = self._code.evaluate(self._layout, order.row, task)
+        n = found.samples
+        return ScoreSums(n, n * found.loss, n * found.score, seconds=time.monotonic() - start)
 
 
 class ArrayTrainers:
