@@ -48,7 +48,7 @@ import random
 
 import numpy as np
 
-MADE = []
+MADE, ROUNDS = [], []
 
 
 class NumPyClient:
@@ -94,6 +94,7 @@ def client_fn(context):
 
 
 def evaluate(server_round, parameters, config):
+    ROUNDS.append(server_round)
     return float(np.square(parameters[0]).sum()), {"accuracy": 1 / (1 + float(np.abs(parameters[0]).sum()))}
 """
 # The same client with the methods of Flower's `Client`, and its records.
@@ -495,13 +496,19 @@ def test_flowers_records_persist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
-    run = direct(home / "runs", parse(lab(FLOWER)))
     import app
 
+    app.MADE.clear()
+    app.ROUNDS.clear()
+    rate = {"schedule": {"name": "exponential", "factor": 0.5}}
+    run = direct(home / "runs", parse(lab({**FLOWER, "run_config": {"depth": 3}}, training=rate)))
+    run_configs = [context.run_config for context in app.MADE]
+    assert all((config["depth"], config["local-epochs"]) == (3, 2) for config in run_configs)
+    assert {config["learning-rate"] for config in run_configs} == {0.1, 0.05, 0.025, 0.0125}
     configs = [context.node_config for context in app.MADE]
     assert {config["num-partitions"] for config in configs[1:]} >= {4}
     assert {config["partition-id"] for config in configs} == {0, 1, 2, 3}
-    assert set(load_file(run.path / "model.safetensors")) == {"0", "1"}
+    assert set(load_file(run.path / "model.safetensors")) == {"0", "1"} and app.ROUNDS == [1, 2, 3, 4]
     rows = table(run.path / "devices.csv")
     assert {int(row["samples"]) for row in rows} == {0, 10, 11, 12, 13}  # 0: it did not take part
 
@@ -588,6 +595,10 @@ def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None
         ({"training": {"augmentation": {"flip": True}}}, "training.augmentation"),
         ({"training": {"vmapped": "always"}}, "training.vmapped"),
         ({"training": {"compile": True}}, "training.compile"),
+        (
+            {"training": {"trainer": {**FLOWER, "run_config": {"batch-size": 4}}}},
+            "training.trainer.run_config.batch-size",
+        ),
         ({"training": {"by_round": {"epochs": {"1": 2.0}}}}, "training.by_round.epochs"),
         ({"data": {"dataset": "digits"}}, "data.dataset"),
         ({"data": {"noise": 0.5}}, "data.noise"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.errors import InvalidExperiment
 from common.experiment.data import CLASSES, PARTS, Data, Model
@@ -20,6 +20,10 @@ from common.experiment.tables import Selected, SettingsTable, form
 KEY: Final = "training.trainer"
 PARTITION: Final = "private"  # every device has samples of its own
 OWN_SAMPLES: Final = "own"  # of `evaluation.data`: the trainer knows its test samples
+OF_TRAINING: Final[Mapping[str, str]] = MappingProxyType(  # in Flower's `run_config`: keys of the table `training`
+    {"local-epochs": "epochs"}
+    | {name.replace("_", "-"): name for name in ("batch_size", "learning_rate", "momentum", "weight_decay")}
+)
 Rounds = dict[Annotated[str, form(r"^[1-9]\d{0,11}$", "the number of a global round, from 1")], float]
 NUMBER: Final = r"^[A-Za-z_]\w*$"  # with {0,63} its automaton takes 10 MB, and 40 ms of each start
 NumberName = Annotated[str, form(NUMBER, "a name of letters, digits and _, no digit first"), Field(max_length=64)]
@@ -68,6 +72,17 @@ class FlowerTrainer(TrainerTable):
     initial: OwnName | None = None
     # The function by which the cloud evaluates, as in a strategy of Flower's; not set: it does not evaluate.
     evaluate_fn: OwnName | None = None
+    # The app's settings that clients find in `context.run_config`, besides `local-epochs`, `batch-size`,
+    # `learning-rate`, `momentum` and `weight-decay`, which are those of `[training]`.
+    run_config: dict[str, bool | int | float | str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _given_once(self) -> Self:
+        for name in OF_TRAINING:
+            if name in self.run_config:
+                problem, remedy = "clients have it from [training]", f"Omit it, and set training.{OF_TRAINING[name]}."
+                raise InvalidExperiment(f"{KEY}.run_config.{name}", self.run_config[name], problem, remedy)
+        return self
 
     @property
     def code(self) -> Mapping[str, str]:

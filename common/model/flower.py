@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import io
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping, MutableMapping, Sequence, Sized
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from math import isfinite
 from types import SimpleNamespace
@@ -21,7 +21,8 @@ import msgpack
 import numpy as np
 
 from common.experiment import own
-from common.experiment.trainers import KEY, FlowerTrainer
+from common.experiment.schema import Experiment
+from common.experiment.trainers import KEY, OF_TRAINING, FlowerTrainer
 from common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Scored, Trained, TrainingSite
 
 CLIENT: Final = f"{KEY}.client_fn"
@@ -39,17 +40,20 @@ class Context:
 
     node_config: dict[str, Any]
     state: MutableMapping[str, Any]
+    run_config: dict[str, Any]
     node_id: int = 0
     run_id: int = 0
-    run_config: dict[str, Any] = field(default_factory=dict)
 
 
 class ClientTrainer(ArrayTrainer):
     """Trains by the clients of a Flower app."""
 
-    def __init__(self, settings: FlowerTrainer) -> None:
+    def __init__(self, experiment: Experiment) -> None:
         """Import nothing yet: each node imports the functions that it calls."""
+        settings = experiment.training.trainer
+        assert isinstance(settings, FlowerTrainer)
         self._settings = settings
+        self._first_config = _config(experiment.settings_in(0), epochs=experiment.training.epochs, global_round=1)
         self._site: TrainingSite | None = None
         self._scores = False  # whether the clients do
 
@@ -67,7 +71,7 @@ class ClientTrainer(ArrayTrainer):
         """Return the arrays of `initial()`, or of the first client's `get_parameters`."""
         if self._first == "initial":
             return _by_place(self._function("initial")())
-        found = self._made(self._context(place=0, places=1)).get_parameters()
+        found = self._made(self._context(self._first_config, place=0, places=1)).get_parameters()
         if not found:
             self._refuse("its client has no get_parameters", f"Name a function of the arrays in {KEY}.initial.")
         return _by_place(found)
@@ -75,33 +79,37 @@ class ClientTrainer(ArrayTrainer):
     def prepare(self, site: TrainingSite) -> int:
         """Return the length of the client's `trainloader.dataset`, else what a first `fit` reports."""
         self._site = site
-        client = self._made(self._context(place=site.place, places=site.places))
+        client = self._made(self._context(self._first_config, place=site.place, places=site.places))
         self._scores = client.evaluates
         samples = getattr(getattr(client.inner, "trainloader", None), "dataset", None)
         if samples is not None:
             return len(samples)
-        config = _config(site.settings, epochs=site.epochs, global_round=1)
-        _, count, _ = self._fit(client, list(self.initial(site.seed).values()), config)
+        _, count, _ = self._fit(client, list(self.initial(site.seed).values()), dict(self._first_config))
         return count
 
     def train(self, arrays: dict[str, Array], task: LocalTask) -> Trained:
-        """Return what `fit` returns: its `train_loss` or `loss`, and `steps`, are among its metrics."""
-        client, context = self._client(task)
+        """Return what `fit` returns: its `train_loss` or `loss`, and `steps`, are among its metrics.
+
+        Without `steps` they are the batches of its `trainloader` in all epochs, or one for each epoch.
+        """
         config = _config(task.settings, epochs=task.epochs, global_round=task.global_round)
+        client, context = self._client(task, config)
         found, samples, metrics = self._fit(client, _in_order(arrays), config)
         self._keep(context, task)
         numbers = {name: float(value) for name, value in metrics.items() if _finite(value)}
         loss = next((metrics[name] for name in LOSSES if name in metrics), None)
-        return Trained(_by_place(found), loss, int(numbers.get("steps", 1)), samples, numbers)
+        steps = int(numbers.get("steps", task.epochs * client.batches))
+        return Trained(_by_place(found), loss, steps, samples, numbers)
 
     def evaluate(self, arrays: dict[str, Array], task: LocalTask) -> Scored:
         """Return the loss and the accuracy, or the score, of a device's client; at the cloud of the `evaluate_fn`."""
         if self._site is None:
-            found = self._function("evaluate_fn")(0, _in_order(arrays), {})
+            found = self._function("evaluate_fn")(task.global_round, _in_order(arrays), {})
             loss, metrics = self._checked(found, "evaluate_fn", "the loss and a dict of metrics", count=2)
             return Scored(int(metrics.get("num_examples", 1)), loss, self._score(metrics, "evaluate_fn"))
-        client, context = self._client(task)
-        config = {**task.settings, "server_round": task.global_round - 1}  # of the model, which the last round made
+        epochs = task.epochs or self._site.epochs  # of the client; none are trained here
+        config = _config(task.settings, epochs=epochs, global_round=task.global_round)
+        client, context = self._client(task, config)
         found = client.evaluate(_in_order(arrays), config)
         loss, samples, metrics = self._checked(
             found, "evaluate", "the loss, the number of samples, and a dict", count=3
@@ -109,11 +117,11 @@ class ClientTrainer(ArrayTrainer):
         self._keep(context, task)
         return Scored(samples, loss, self._score(metrics, "evaluate"))
 
-    def _client(self, task: LocalTask) -> tuple[_Client, Context]:
+    def _client(self, task: LocalTask, config: Mapping[str, Any]) -> tuple[_Client, Context]:
         """Return a new client for a task, and its context, with the state that the last task left."""
         site, file = self._site, task.state / FILE
         assert site is not None
-        context = self._context(place=site.place, places=site.places)
+        context = self._context(config, place=site.place, places=site.places)
         if file.exists():
             for name, value in _unpacked(msgpack.unpackb(file.read_bytes(), strict_map_key=False)).items():
                 context.state[name] = value
@@ -127,13 +135,15 @@ class ClientTrainer(ArrayTrainer):
             self._refuse(f"returns {type(client).__name__}, which has no fit", "Return a NumPyClient or a Client.")
         return _Client(client)
 
-    def _context(self, *, place: int, places: int) -> Context:
+    def _context(self, config: Mapping[str, Any], *, place: int, places: int) -> Context:
         self._function("client_fn")  # which imports flwr, if at all
         state: MutableMapping[str, Any] = {}
         if LIBRARY in sys.modules:
             common = import_module(f"{LIBRARY}.common")
             state = next(getattr(common, name) for name in STATES if hasattr(common, name))()
-        return Context({"partition-id": place, "num-partitions": places}, state, node_id=place)
+        run_config = {**self._settings.run_config, **{name: config[key] for name, key in OF_TRAINING.items()}}
+        node_config = {"partition-id": place, "num-partitions": places}
+        return Context(node_config, state, run_config, node_id=place)
 
     def _keep(self, context: Context, task: LocalTask) -> None:
         """Write the state of a client into the folder of the task."""
@@ -187,6 +197,12 @@ class _Client:
     def __init__(self, client: Any) -> None:
         self.inner = client
         self._plain = len(inspect.signature(self.inner.fit).parameters) == 1
+
+    @property
+    def batches(self) -> int:
+        """The batches of its `trainloader`, 1 if it has none."""
+        loader = getattr(self.inner, "trainloader", None)
+        return len(loader) if isinstance(loader, Sized) else 1
 
     @property
     def evaluates(self) -> bool:
@@ -290,7 +306,9 @@ def _finite(value: Any) -> bool:
 
 
 def _config(settings: Mapping[str, float], *, epochs: int, global_round: int) -> dict[str, Any]:
-    return {**settings, "epochs": epochs, "local_epochs": epochs, "server_round": global_round}
+    """Return what a client gets of a round: the settings, a batch size as an int, and the rest by Flower's names."""
+    size = {"batch_size": int(settings["batch_size"])}
+    return {**settings, **size, "epochs": epochs, "local_epochs": epochs, "server_round": global_round}
 
 
 def _in_order(arrays: Mapping[str, Array]) -> list[Array]:

@@ -60,13 +60,16 @@ class TrainingSite:
 class LocalTask:
     """One local round of a device, or an evaluation.
 
-    A device evaluates the model that it receives, before it trains. At the cloud `node` is `cloud`, and there are no
-    rounds, settings or state. `seed`: of this local round; the generators of Python, numpy and, if it is imported,
-    PyTorch are seeded with it already. `global_round`, `local_round`: from 1, the latter over the whole run.
-    `settings`: the numbers of the table `training`, and those of `training.by_round` in this global round.
-    `deadline_s`: after which the round may close without this device, None: it waits. `state`: a folder with what the
-    device's last task left there, empty before the first one; it persists if the device is killed. `progress(done, of)`
-    may be called between steps; it raises an error if the result is not wanted any more.
+    `seed`: of this local round; the generators of Python, numpy and, if it is imported, PyTorch are seeded with it
+    already. `global_round`, `local_round`: from 1, the latter over the whole run. `settings`: the numbers of the table
+    `training`, and those of `training.by_round` in this global round. `deadline_s`: after which the round may close
+    without this device, None: it waits. `state`: a folder with what the device's last task left there, empty before the
+    first one; it persists if the device is killed. `progress(done, of)` may be called between steps; it raises an error
+    if the result is not wanted any more.
+
+    A device evaluates the model that it receives, before it trains; `global_round` is then the one that made the model,
+    and the rest as in the training that follows. At the cloud `node` is `cloud`, and there are no local rounds,
+    settings or state.
     """
 
     node: str
@@ -138,16 +141,17 @@ class ArrayTrainer:
 
 
 class TrainerCode:
-    """A trainer that settings name, whose errors, of the user's code and of what it returns, are InvalidExperiment."""
+    """An experiment's trainer, whose errors, of the user's code and of what it returns, are InvalidExperiment."""
 
-    def __init__(self, settings: TrainerTable) -> None:
+    def __init__(self, experiment: Experiment) -> None:
         """Import and build it. Raises InvalidExperiment."""
+        settings: TrainerTable = experiment.training.trainer
         self._names = dict(settings.code)
         self.key, self.name = next(iter(self._names.items()))
         if isinstance(settings, OwnTrainer):
             self._trainer = own.build(self.key, settings, ArrayTrainer)
         else:
-            self._trainer = named_in_module(BUILT[settings.name])(settings)
+            self._trainer = named_in_module(BUILT[settings.name])(experiment)
 
     @property
     def evaluates(self) -> bool:
@@ -288,7 +292,7 @@ class TrainerTester:
     frozen: ClassVar[Arrays] = MappingProxyType({})
 
     def __init__(self, experiment: Experiment) -> None:
-        self._code = TrainerCode(experiment.training.trainer)
+        self._code = TrainerCode(experiment)
         self._data = Path(experiment.data.root.replace("{node}", CLOUD))
         self._seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
         self.layout, self.first = self._code.first(experiment.seed)
@@ -301,15 +305,18 @@ class TrainerTester:
             remedy = 'Write an evaluate, or set evaluation.at = "devices".'
             self._code.refuse("the cloud cannot evaluate with it", remedy)
 
-    def evaluate(self, row: Row) -> Scored:
-        """Return the score and the loss of a flat model, uint8 [row_bytes]. Raises InvalidExperiment."""
+    def evaluate(self, row: Row, global_round: int = 0) -> Scored:
+        """Return the score and the loss of a flat model of a global round, uint8 [row_bytes].
+
+        Raises InvalidExperiment.
+        """
         with TemporaryDirectory(prefix="fedstrata-") as state:
             task = LocalTask(
                 node=CLOUD,
                 data=self._data,
                 seed=self._seed,
                 epochs=0,
-                global_round=0,
+                global_round=global_round,
                 local_round=0,
                 settings={},
                 deadline_s=None,

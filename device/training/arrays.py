@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -30,7 +31,7 @@ class ArrayTraining:
 
     def __init__(self, experiment: Experiment, *, node: str, accelerator: str) -> None:
         self._experiment = experiment
-        self._code = TrainerCode(experiment.training.trainer)
+        self._code = TrainerCode(experiment)
         self._layout, self.first = self._code.first(experiment.seed)
         devices, data = experiment.tree.devices, Path(experiment.data.root.replace("{node}", node))
         self._site = TrainingSite(
@@ -109,7 +110,7 @@ class ArrayTraining:
     def _score(self, order: Order, task: LocalTask) -> ScoreSums:
         """Return the sums of the model received over the device's test samples."""
         start = time.monotonic()
-        found = self._code.evaluate(self._layout, order.row, task)
+        found = self._code.evaluate(self._layout, order.row, replace(task, global_round=task.global_round - 1))
         n = found.samples
         return ScoreSums(n, n * found.loss, n * found.score, seconds=time.monotonic() - start)
 
