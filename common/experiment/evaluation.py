@@ -75,16 +75,16 @@ class EvaluationSettings(SettingsTable):
 
 def check_evaluation(evaluation: EvaluationSettings, data: Data, training: TrainingSettings, score: Score) -> None:
     """Check the keys against each other, the data, the trainer and the score. Raises InvalidExperiment."""
+    if not training.trainer.learns_module:
+        _check_own(evaluation, training.trainer.whose)
     for key in sorted(evaluation.model_fields_set & evaluation.unused):
         by = 'evaluation.data = "held_out"' if key == "held_out" and evaluation.on_devices else "evaluation.at"
         problem = f"no effect with evaluation.at = {evaluation.at!r}"
         if key == "held_out" and evaluation.on_devices:
             problem = f"no effect with evaluation.data = {evaluation.data!r}"
-        raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, f"Omit it, or set {by}.")
-    if not training.trainer.learns_module:
-        _check_own(evaluation, training.trainer.whose)
-        return
-    if not evaluation.on_devices:
+        remedy = "Omit it." if evaluation.data == OWN_SAMPLES else f"Omit it, or set {by}."
+        raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, remedy)
+    if not evaluation.on_devices or not training.trainer.learns_module:
         return
     if evaluation.data == OWN_SAMPLES:
         problem = f"it is for trainers of one's own, and {TRAINER} is sgd"
@@ -99,7 +99,9 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, training: Train
 
 def _check_own(evaluation: EvaluationSettings, trainer: str) -> None:
     """Check the keys with a trainer that evaluates by code of its own. Raises InvalidExperiment."""
-    wanted = {"accelerator": "cpu", "per_class": False} | ({"data": OWN_SAMPLES} if evaluation.on_devices else {})
+    wanted: dict[str, object] = {"accelerator": "cpu", "per_class": False}
+    if evaluation.on_devices:
+        wanted["data"] = OWN_SAMPLES
     for key, value in wanted.items():
         if (given := getattr(evaluation, key)) != value:
             problem = f"{TRAINER} {trainer} evaluates on its own samples, by code of its own"
