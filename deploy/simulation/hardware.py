@@ -267,7 +267,8 @@ class SimulatedMember:
             hardware.trainings += bool(work[0] or not work[1])
             took_s = loop.time() - begun if hardware.machines is not None else seconds
         scored_s = took_s * work[1] / seconds if work[1] else 0.0
-        return (took_s - scored_s, scored_s), wait_s
+        train_s = took_s - scored_s if work[0] else 0.0  # rounding could make it negative, which parents refuse
+        return (train_s, scored_s), wait_s
 
 
 class SimulatedEvaluator:
