@@ -23,11 +23,15 @@ MODULE: Final = "cloud.evaluator_process"
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Score and loss of a model on the test set; the experiment names the score, accuracy by default."""
+    """Score and loss of a model on the test set; the experiment names the score, accuracy by default.
+
+    `more`: the further scores of `score.also`.
+    """
 
     global_round: int
     score: float
     loss: float
+    more: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +122,7 @@ class Evaluator:
             (shared,) = channel.memory.rows(1, row.nbytes)
             await offload(partial(np.copyto, shared, row))
             reply = await channel.request(global_round=global_round)
-            return EvaluationResult(global_round, reply["score"], reply["loss"])
+            return EvaluationResult(global_round, reply["score"], reply["loss"], reply["more"])
 
         return await self._process.do(evaluated)
 

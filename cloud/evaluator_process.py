@@ -6,7 +6,7 @@ The requests on the channel, and the row in shared memory that has the model:
 
     {"experiment": TEXT, "folder"}         -> {"layout", "frozen_bytes", and the rest of `Beginning`}, the model, and
                                               behind it so many bytes of frozen arrays (safetensors)
-    {"global_round"}, and its model        -> {"score", "loss"}
+    {"global_round"}, and its model        -> {"score", "loss", "more"}
 
 The data split is written into the folder. Each batch is progress; with a trainer of the user's own, the use of a core
 is. Instead of a reply there may be an error.
@@ -76,7 +76,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - the cloud reports it
             channel.send(**error_record(error))
         else:
-            channel.send(score=result.score, loss=result.loss)
+            channel.send(score=result.score, loss=result.loss, more=result.more)
 
 
 if __name__ == "__main__":

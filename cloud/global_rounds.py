@@ -17,14 +17,14 @@ from typing import Any, Final
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import Beginning, EvaluationResult
-from cloud.records import DEVICES_COLUMNS, DISPATCHED_COLUMNS, GlobalRoundRecord, tier_bytes
+from cloud.records import PERSONALISED, GlobalRoundRecord, device_columns, tier_bytes
 from cloud.results import RunFolder
 from common.accounting.child_report import ChildReport
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import lint
 from common.experiment.stopping import Course, StopReason, check_evaluated
 from common.experiment.topology import CLOUD
-from common.experiment.training import ACCURACY
+from common.experiment.training import ACCURACY, Score
 from common.host.files import replacing, until_written
 from common.host.offload import offload
 from common.methods import aggregator
@@ -45,6 +45,7 @@ from common.storage.spool import Spool
 LABELS: Final = NodeLabels("cloud", CLOUD)
 LINKS_S: Final = 5.0  # between two writes of links.csv, which has a row for each link
 LINKS_SHARE: Final = 0.02  # of the time, if it takes long: of thousands of devices
+ROW_FACTS: Final = ("accuracy", "loss", "mixed_accuracy", "mixed_loss")  # of an evaluation, beside other_scores
 SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
 
 Evaluate = Callable[[int, Row], Awaitable[EvaluationResult]]
@@ -113,6 +114,7 @@ class GlobalRounds:
         self._aggregators = {child: set(names) & tree.children.keys() for child, names in below.items()}
         self._test = evaluate
         self._refiner = refiner
+        self._columns = device_columns(experiment)
         self._metrics = metrics
         self._observe = observe
         start_epochs = dict.fromkeys(down.peers, experiment.training.epochs)
@@ -218,7 +220,7 @@ class GlobalRounds:
                 "elapsed_s": self._state.elapsed_s,
                 **({"stopped": self._ended.value} if self._ended else {}),
                 **({"best_round": self._course.best} if experiment.stop.best else {}),
-                **_evaluated(experiment.score.name, self._last),
+                **_evaluated(experiment.score, self._last),
                 "model": str(path),
                 "model_bytes": self._layout.row_bytes,
                 **self._tier_bytes(),
@@ -369,6 +371,11 @@ class GlobalRounds:
             self._report_numbers({node: found[node] for node in self._devices[name] if node in found})
         steps = sum(result.steps for result in results.values())
         spreads = self._report_plans(plans)
+        trained = [each.tests.trained for each in self._reports(results) if each.tests is not None]
+        by_devices: dict[str, float | None] = {each: None for columns in self._columns.values() for each in columns}
+        if PERSONALISED in self._columns:
+            by_devices |= self._over_devices(PERSONALISED, [sums for sums in trained if sums is not None])[0]
+        scores = [] if self._experiment.score.name == ACCURACY else ["score", "mixed_score"]
         record = GlobalRoundRecord(
             global_round=self._state.global_round,
             elapsed_s=round(self._state.elapsed_s, 6),
@@ -382,8 +389,8 @@ class GlobalRounds:
             epochs={name: epochs[name] if name in results else None for name in names},
             omega={name: omegas.get(name) for name in names},
             spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},
-            other_scores={} if self._experiment.score.name == ACCURACY else {"score": None, "mixed_score": None},
-            by_devices=dict.fromkeys(self._columns) if self._experiment.evaluation.on_devices else {},
+            other_scores=dict.fromkeys([*scores, *self._experiment.score.columns.values()]),
+            by_devices=by_devices,
         )
         self._folder.add_round(record)
         self._observe("global_round", record.values())
@@ -460,7 +467,7 @@ class GlobalRounds:
         """Wait for the running evaluation, and add it and the devices' scores, of these results, to their row."""
         if (pending := self._pending) is None:
             return
-        name, record, before = self._experiment.score.name, pending.record, self._last
+        score, record, before = self._experiment.score, pending.record, self._last
         mixed: Sequence[EvaluationResult] = ()
         found: EvaluationResult | None = None
         if pending.evaluating is not None:
@@ -468,28 +475,30 @@ class GlobalRounds:
         self._pending = None
         if pending.by_devices:
             by_devices, total = self._scores_of(record.global_round, results)
-            record = replace(record, by_devices=by_devices)
+            record = replace(record, by_devices={**record.by_devices, **by_devices})
             if total is not None and not self._experiment.evaluation.on_cloud:
-                found = EvaluationResult(record.global_round, total.score_by(name), total.mean_loss)
+                first, *further = total.by(score.names)
+                found = EvaluationResult(record.global_round, first, total.mean_loss, further)
                 await self._improved(found, pending.row)
         self._ended = self._course.ended
         facts: dict[str, Any] = {}
         if found is not None:
             self._last = found
-            if name == ACCURACY:
+            if score.name == ACCURACY:
                 self._metrics.accuracy.labels(*LABELS).set(found.score)
-            self._metrics.score.labels(*LABELS, name).set(found.score)
+            for name, value in zip(score.names, (found.score, *found.more), strict=True):
+                self._metrics.score.labels(*LABELS, name).set(value)
             self._metrics.test_loss.labels(*LABELS).set(found.loss)
-            facts |= _evaluated(name, found)
+            facts |= _evaluated(score, found)
         for other in mixed:
-            facts |= {f"mixed_{key}": value for key, value in _evaluated(name, other).items()}
+            facts |= {f"mixed_{key}": value for key, value in _evaluated(score, replace(other, more=())).items()}
         scores = {key: facts.get(key, value) for key, value in record.other_scores.items()}
-        of_row = {key: value for key, value in facts.items() if not key.endswith("score")}
+        of_row = {key: value for key, value in facts.items() if key in ROW_FACTS}
         record = replace(record, **of_row, other_scores=scores)
         self._folder.complete_round(record)
         if record.score is not None:
             shown = (
-                _evaluated(name, None) | {"score": record.score, "loss": record.loss} | facts | dict(record.by_devices)
+                _evaluated(score, None) | {"score": record.score, "loss": record.loss} | facts | dict(record.by_devices)
             )
             self._observe("evaluated", {"global_round": record.global_round, **shown})
         if found is None:
@@ -506,36 +515,46 @@ class GlobalRounds:
 
         Results report on the model with which their global round began, the one of the round before.
         """
-        score = self._experiment.score
-        reports = [report for child, result in results.items() for report in self._device_reports(child, result)]
-        scored = [(report, report.tests) for report in reports if report.tests is not None]
-        self._folder.score_devices(global_round, [report for report, _ in scored])
-        total = summed(result.tests for result in results.values())
-        found = [tests.score_by(score.name) for _, tests in scored]
-        over = distribution(found, higher=score.higher)
-        pooled: Sequence[float | None] = (None, None, None)
-        spread: Sequence[float | None] = (None, None, None)
-        if total is not None:
-            pooled = total.samples, total.mean_loss, total.score_by(score.name)
-        if over is not None:
-            spread = found_over = over.mean, over.worst, over.spread
-            for statistic, value in zip(("mean", "worst", "spread"), found_over, strict=True):
-                self._metrics.devices_score.labels(*LABELS, score.name, statistic).set(value)
+        reports = [
+            each for each in self._reports(results) if each.tests is not None and each.tests.received is not None
+        ]
+        self._folder.score_devices(global_round, reports)
+        kind = next(iter(self._columns))
+        found, total = self._over_devices(kind, [each.tests.received for each in reports if each.tests])
         if total is not None and total.classes:
             counts = unpacked(total.classes)
             by_class = {"samples": counts[::2], "right": counts[1::2]}
             self._observe("classes", {"global_round": global_round, **by_class})
-        return dict(zip(self._columns, (len(scored), *pooled, *spread), strict=True)), total
+        return found, total
+
+    def _over_devices(
+        self, kind: str, each: Sequence[ScoreSums | None]
+    ) -> tuple[dict[str, float | None], ScoreSums | None]:
+        """Return the columns of models of a kind, by the sums of each device that scored one, and the sums over all."""
+        score, sums = self._experiment.score, [found for found in each if found is not None]
+        total, over = summed(sums), distribution([one.by(score.names)[0] for one in sums], higher=score.higher)
+        values: dict[str, float | None] = {"scored": len(sums)}
+        if total is not None:
+            first, *further = total.by(score.names)
+            values |= {"samples": total.samples, "loss": total.mean_loss, "score": first}
+            values |= zip(score.columns.values(), further, strict=True)
+        if over is not None:
+            spread = {"mean": over.mean, "worst": over.worst, "spread": over.spread}
+            metric = self._metrics.personalised_score if kind == PERSONALISED else self._metrics.devices_score
+            for statistic, value in spread.items():
+                metric.labels(*LABELS, score.name, statistic).set(value)
+            values |= spread
+        names = [column.removeprefix(f"{kind}_") for column in self._columns[kind]]
+        return {f"{kind}_{name}": values.get(name) for name in names}, total
+
+    def _reports(self, results: Mapping[str, Result]) -> list[ChildReport]:
+        """Return the reports on all devices."""
+        return [report for child, result in results.items() for report in self._device_reports(child, result)]
 
     def _device_reports(self, child: str, result: Result) -> list[ChildReport]:
         """Return the reports on the devices at and below a child, in their order."""
         found = {report.name: report for report in (result.work_of(child), *result.children)}
         return [found[device] for device in self._devices[child] if device in found]
-
-    @property
-    def _columns(self) -> Sequence[str]:
-        """The columns of rounds.csv with the devices' scores, whose names say which models these are."""
-        return DISPATCHED_COLUMNS if self._experiment.several_models else DEVICES_COLUMNS
 
     async def _save_best(self, global_round: int, row: Row) -> None:
         """Keep the model of an improvement beside the next global round."""
@@ -562,8 +581,9 @@ class GlobalRounds:
         await self._written(lambda: offload(copy))
 
 
-def _evaluated(name: str, result: EvaluationResult | None) -> dict[str, float | None]:
-    """Return the facts about a model whose score has this name: `accuracy` is None unless that is the score."""
+def _evaluated(score: Score, result: EvaluationResult | None) -> dict[str, float | None]:
+    """Return the facts about a model, with its further scores: `accuracy` is None unless that is the first score."""
     if result is None:
         return {"accuracy": None, "score": None, "loss": None}
-    return {"accuracy": result.score if name == ACCURACY else None, "score": result.score, "loss": result.loss}
+    first = {"accuracy": result.score if score.name == ACCURACY else None, "score": result.score, "loss": result.loss}
+    return first | dict(zip(score.columns.values(), result.more, strict=False))

@@ -41,11 +41,15 @@ BYTES: Final = rf"(?!(epochs|omega|spread)_){TIER_NAME}_(up|down)_bytes"  # the 
 BROKER: Final = "broker"  # kind of the rows in links.csv that count a parent's whole connection
 
 # Of the devices that scored a model: their number, their samples, loss and score over all of these; then over devices
-# the mean score, that of the worst tenth, and the standard deviation.
+# the mean score, that of the worst tenth, and the standard deviation. Further scores are over all samples.
 STATISTICS: Final = ("scored", "samples", "loss", "score", "mean", "worst", "spread")
-DEVICES_COLUMNS: Final = tuple(f"devices_{name}" for name in STATISTICS)
-DISPATCHED_COLUMNS: Final = tuple(f"dispatched_{name}" for name in STATISTICS)  # each scored one of several models
-OF_DEVICES: Final = rf"(devices|dispatched)_({'|'.join(STATISTICS)})"
+DEVICES: Final = "devices"  # they scored the global model
+DISPATCHED: Final = "dispatched"  # or each one of several models
+PERSONALISED: Final = "personalised"  # or each the one that it had trained
+FURTHER: Final = r"score_(?!.*_(up|down)_bytes$).+"
+OF_DEVICES: Final = rf"({DEVICES}|{DISPATCHED}|{PERSONALISED})_({'|'.join(STATISTICS)}|{FURTHER})"
+OF_MODEL: Final = rf"(mixed_)?score|{FURTHER}"
+OF_DEVICE: Final = rf"{PERSONALISED}_(loss|score|s|{FURTHER})|test_{FURTHER}"
 
 Cell: TypeAlias = int | float | str
 
@@ -181,10 +185,11 @@ class Record:
 class GlobalRoundRecord(Record):
     """A row of rounds.csv: one global round. The scores and losses of a model are None until it is evaluated.
 
-    `other_scores`: columns `score` and `mixed_score` of an experiment whose score is not accuracy, which then is None.
+    `other_scores`: columns `score` and `mixed_score` of an experiment whose score is not accuracy, which then is None,
+    and a column of each further score.
 
-    `by_devices`: DEVICES_COLUMNS or DISPATCHED_COLUMNS where devices score. If they alone do, accuracy, or score, and
-    loss are those over all their samples.
+    `by_devices`: the columns of `device_columns` where devices score. If they alone do, accuracy, or score, and loss
+    are those over all their samples.
 
     `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by `TIER_up_bytes`, `TIER_down_bytes`; `missing`,
     `refused`: children of the cloud without an upload. `epochs`, `omega`: by child, None without a result; `spread`: by
@@ -197,7 +202,7 @@ class GlobalRoundRecord(Record):
     loss: _Short = None
     mixed_accuracy: _Short = None
     mixed_loss: _Short = None
-    other_scores: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=r"(mixed_)?score")] = (
+    other_scores: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_MODEL)] = (
         dataclasses.field(default_factory=dict)
     )
     by_devices: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_DEVICES)] = (
@@ -217,16 +222,17 @@ class GlobalRoundRecord(Record):
     @property
     def score(self) -> float | None:
         """The score of the model, which the run's manifest names; accuracy by default."""
-        return self.other_scores["score"] if self.other_scores else self.accuracy
+        return self.other_scores.get("score", self.accuracy)
 
     @property
     def scored(self) -> float | None:
         """How many devices have scored the model, None if none does or may yet."""
         return self.of_devices("scored")
 
-    def of_devices(self, statistic: str) -> float | None:
-        """Return one of STATISTICS, None if devices have not scored the model."""
-        return next((value for key, value in self.by_devices.items() if key.endswith(f"_{statistic}")), None)
+    def of_devices(self, statistic: str, *, personalised: bool = False) -> float | None:
+        """Return one of STATISTICS, None if devices have not scored the model, or those that they trained."""
+        models = [PERSONALISED] if personalised else [DEVICES, DISPATCHED]
+        return next((found for of in models if (found := self.by_devices.get(f"{of}_{statistic}")) is not None), None)
 
     @property
     def seconds(self) -> float:
@@ -266,7 +272,8 @@ class DeviceRecord(Record):
 
     `test_samples`, `test_loss`, `test_score`: of the model of this global round, None if the device did not score it;
     `evaluate_s`: the seconds of that, spent at the begin of the next round. A device that scored and did not take part
-    has no local rounds.
+    has no local rounds. `more`: `personalised_loss`, `personalised_score` and `personalised_s`, of the model that the
+    device trained in this round, and both models' further scores.
     """
 
     global_round: _Int
@@ -284,6 +291,14 @@ class DeviceRecord(Record):
     test_loss: _Short = None
     test_score: _Short = None
     evaluate_s: _Short = None
+    more: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_DEVICE)] = dataclasses.field(
+        default_factory=dict
+    )
+
+    @property
+    def personalised_score(self) -> float | None:
+        """The score of the model that the device trained."""
+        return self.more.get(f"{PERSONALISED}_score")
 
     @property
     def device(self) -> str:
@@ -312,6 +327,19 @@ def rows_of(text: str) -> Iterator[dict[str, str]]:
         if None in row or None in row.values():
             raise csv.Error("it has not as many cells as the table has columns")
         yield row
+
+
+def device_columns(experiment: Experiment) -> dict[str, tuple[str, ...]]:
+    """Return the columns of rounds.csv with devices' scores, by the kind of the models; none if devices do not score.
+
+    In each the STATISTICS come first, then the further scores.
+    """
+    if not experiment.evaluation.on_devices:
+        return {}
+    kinds = [DISPATCHED if experiment.several_models else DEVICES]
+    kinds += [PERSONALISED] if experiment.evaluation.personalised else []
+    return {kind: tuple(f"{kind}_{name}" for name in (*STATISTICS, *experiment.score.columns.values()))
+            for kind in kinds}  # fmt: skip
 
 
 MEASURED: Final = "counted by the kernels (TCP_INFO)"

@@ -23,9 +23,18 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from cloud.records import DeviceRecord, GlobalRoundRecord, Record, link_records, rows_of, to_csv, wire_status
+from cloud.records import (
+    PERSONALISED,
+    DeviceRecord,
+    GlobalRoundRecord,
+    Record,
+    link_records,
+    rows_of,
+    to_csv,
+    wire_status,
+)
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.ledger import Ledger
 from common.errors import InvalidExperiment, StorageFailed
@@ -205,7 +214,7 @@ class RunFolder:
             DeviceRecord(
                 global_round=global_round, node=tree.path(r.name), samples=r.samples, local_rounds=r.rounds,
                 epochs=r.epochs, sgd_steps=r.steps, loss=r.loss, train_s=r.train_s, wait_s=r.wait_s, pause_s=r.pause_s,
-                path=r.path,
+                path=r.path, **self._trained(r),
             )
             for r in reports
         ]  # fmt: skip
@@ -214,24 +223,48 @@ class RunFolder:
 
     def score_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
         """Add the devices' scores of a global round's model to its rows, the last ones of devices.csv."""
-        tree, score = self.experiment.tree, self.experiment.score.name
+        tree, score = self.experiment.tree, self.experiment.score
         rows = {record.node: record for record in self._devices if record.global_round == global_round}
         count = len(rows)
         for report in reports:
-            if (tests := report.tests) is not None:
+            if report.tests is not None and (tests := report.tests.received) is not None:
                 node = tree.path(report.name)
                 row = rows.get(node) or DeviceRecord(
                     global_round=global_round, node=node, samples=report.samples, local_rounds=0, epochs=0,
                     sgd_steps=0, loss=None, train_s=0.0, wait_s=0.0, pause_s=0.0, path=TrainingPath.NONE,
+                    more=self._no_more,
                 )  # fmt: skip
+                first, *further = tests.by(score.names)
+                more = {f"test_{name}": each for name, each in zip(score.columns.values(), further, strict=True)}
                 rows[node] = replace(
-                    row, test_samples=tests.samples, test_loss=tests.mean_loss, test_score=tests.score_by(score),
-                    evaluate_s=tests.seconds,
+                    row, test_samples=tests.samples, test_loss=tests.mean_loss, test_score=first,
+                    evaluate_s=tests.seconds, more={**row.more, **more},
                 )  # fmt: skip
         self._devices = [*rows.values()]
         if rows:
             new = not count and not (self.path / "devices.csv").exists()
             self._later(partial(self._replace_rows, "devices.csv", to_csv(self._devices, header=new), count))
+
+    @property
+    def _no_more(self) -> dict[str, float | None]:
+        """The cells of a device's further columns, all of them empty."""
+        experiment, further = self.experiment, self.experiment.score.columns.values()
+        if not experiment.evaluation.on_devices:
+            return {}
+        names = [f"test_{name}" for name in further]
+        if experiment.evaluation.personalised:
+            names += [f"{PERSONALISED}_{name}" for name in ("loss", "score", "s", *further)]
+        return dict.fromkeys(names)
+
+    def _trained(self, report: ChildReport) -> dict[str, Any]:
+        """Return the cells of a device's scores of the model that it trained."""
+        tests, score = None if report.tests is None else report.tests.trained, self.experiment.score
+        if tests is None:
+            return {"more": self._no_more}
+        found = {"loss": tests.mean_loss, "s": tests.seconds}
+        found |= dict(zip(("score", *score.columns.values()), tests.by(score.names), strict=True))
+        more = {f"{PERSONALISED}_{name}": value for name, value in found.items()}
+        return {"test_samples": tests.samples, "more": {**self._no_more, **more}}
 
     def catch_up(self) -> None:
         """Write the rows and events that could not be written before. Raises StorageFailed."""

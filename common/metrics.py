@@ -66,6 +66,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "devices_score": Family(
         "gauge", ("score", "statistic"), "Over the devices that scored the global model: mean, worst tenth, spread"
     ),
+    "personalised_score": Family(
+        "gauge", ("score", "statistic"), "The same over the devices that scored the model that each had trained"
+    ),
     "test_loss": Family("gauge", (), "Test loss of the global model"),
     "train_loss": Family("gauge", (), "Mean training loss of the last epoch"),
     "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each child"),
@@ -183,7 +186,7 @@ class Metrics:
         registry.register(self._watched)
         self._targets: Callable[[str], Sequence[Mapping[str, object]]] = lambda asked: ()
         self._scrapes, self._discoveries = Scrapes(), Scrapes()
-        self._scored: dict[NodeLabels, str] = {}  # the scores that a run's end removes
+        self._scored: dict[NodeLabels, tuple[str, ...]] = {}  # the scores that a run's end removes
         self.run: Final = Info("fedstrata_run", FAMILIES["run"].text, NODE, registry=registry)
         self.run_state: Final = self._gauge("run_state")
         self.round: Final = self._gauge("round")
@@ -191,6 +194,7 @@ class Metrics:
         self.accuracy: Final = self._gauge("accuracy_ratio")
         self.score: Final = self._gauge("score")
         self.devices_score: Final = self._gauge("devices_score")
+        self.personalised_score: Final = self._gauge("personalised_score")
         self.test_loss: Final = self._gauge("test_loss")
         self.train_loss: Final = self._gauge("train_loss")
         self.epochs: Final = self._gauge("epochs")
@@ -224,14 +228,16 @@ class Metrics:
             for metric in (self.run, self.round, self.round_timestamp_seconds, self.train_loss, self.epochs):
                 with suppress(KeyError):  # it was never set
                     metric.remove(*node)
-            if (name := self._scored.pop(node, None)) is not None:
-                self.score.remove(*node, name)
+            if (names := self._scored.pop(node, None)) is not None:
+                for name in names:
+                    self.score.remove(*node, name)
                 self.test_loss.remove(*node)
 
-    def scored(self, node: NodeLabels, name: str, *, score: float, loss: float) -> None:
-        """Set the score and the loss of a model that a node has scored, until the end of its run."""
-        self._scored[node] = name
-        self.score.labels(*node, name).set(score)
+    def scored(self, node: NodeLabels, scores: Mapping[str, float], *, loss: float) -> None:
+        """Set the scores, by name, and the loss of a model that a node has scored, until the end of its run."""
+        self._scored[node] = tuple(scores)
+        for name, score in scores.items():
+            self.score.labels(*node, name).set(score)
         self.test_loss.labels(*node).set(loss)
 
     def trained(self, node: NodeLabels, loss: float | None) -> None:

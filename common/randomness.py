@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     OWN_CODE = 20
     TESTS = 21
     SCORING = 22
+    SHARPNESS = 23
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -91,7 +92,7 @@ class DeviceAgent:
         self._metrics = host.metrics
         self._states = states
         self._labels = NodeLabels("device", name, parent=parent)
-        self._score = ""  # the name of the run's
+        self._scores: Sequence[str] = ()  # the names of the run's
 
     async def run(self) -> None:
         """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
@@ -200,17 +201,17 @@ class DeviceAgent:
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, joined: _Joined) -> None:
         up.set_state(NodeState.READY, samples=joined.prepared.samples)
         machine, memory, keeps = experiment.machine(self._name), joined.memory, joined.prepared.keeps
-        scores, self._score = scored_by(experiment, self._name), experiment.score.name
+        scores, self._scores = scored_by(experiment, self._name), experiment.score.names
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
-            row, since = await model.whole(), up.now()
-            if not task.epochs and not scores(task):
+            row, since, (received, trained) = await model.whole(), up.now(), scores(task)
+            if not task.epochs and not received:
                 return WorkResult(row, joined.prepared.samples, None, 0, 0, 0.0, 0.0)
             if keeps:
                 row = await offload(partial(memory.begin, task, row))
             if not task.epochs:
-                return await self._train(task, row, memory, scores=True, report=report)
-            result = await self._train(task, row, memory, scores=scores(task), report=report)
+                return await self._train(task, row, memory, scores=(True, False), report=report)
+            result = await self._train(task, row, memory, scores=(received, trained), report=report)
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
             if keeps:
@@ -234,7 +235,9 @@ class DeviceAgent:
         finally:
             reporting.cancel()
 
-    async def _train(self, task: Task, row: Row, memory: DeviceMemory, *, scores: bool, report: Report) -> WorkResult:
+    async def _train(
+        self, task: Task, row: Row, memory: DeviceMemory, *, scores: tuple[bool, bool], report: Report
+    ) -> WorkResult:
         def report_training(done: int, total: int) -> None:
             waiting.cancel()
             report(Phase.TRAINING, done, total)
@@ -253,7 +256,8 @@ class DeviceAgent:
                     task.epochs,
                     memory.number(task),
                     report_training,
-                    scores=scores,
+                    scores=scores[0],
+                    scores_trained=scores[1],
                     folder=memory.folder,
                 )
             )
@@ -273,11 +277,12 @@ class DeviceAgent:
         return result
 
     def _observe_tests(self, result: WorkResult) -> None:
-        """Export the score of the model received, if this device has one."""
+        """Export the scores of the model received, if this device has some, and the seconds of scoring."""
         if (tests := result.tests) is None:
             return
-        metrics, labels = self._metrics, self._labels
-        metrics.scored(labels, self._score, score=tests.score_by(self._score), loss=tests.mean_loss)
+        metrics, labels, names = self._metrics, self._labels, self._scores
+        if (sums := tests.received) is not None:
+            metrics.scored(labels, dict(zip(names, sums.by(names), strict=True)), loss=sums.mean_loss)
         metrics.phase_seconds.labels(*labels, "evaluate").inc(tests.seconds)
 
 

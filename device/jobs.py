@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import inf
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -20,7 +19,7 @@ from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout, Row
-from common.model.scores import ScoreSums
+from common.model.scores import ScoredModels, ScoreSums
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -36,7 +35,8 @@ class LocalResult:
     `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
     In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
     `cpu_s` are the CPU seconds of the training's thread, 0 if it was vmapped. `numbers`: of the trainer's choice.
-    `tests`: of the model received, where the order asks for them; their seconds are in none of the others.
+    `tests`: of the model received and of the trained one, where the order asks for them; their seconds are in none of
+    the others.
     `start_loss`: the training loss of that model, where the parent's rule reads it; its seconds belong to the training.
     """
 
@@ -49,8 +49,13 @@ class LocalResult:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     numbers: Mapping[str, float] = field(default_factory=dict)
-    tests: ScoreSums | None = None
+    tests: ScoredModels | None = None
     start_loss: float | None = None
+
+    @property
+    def scored_s(self) -> float:
+        """The seconds of scoring."""
+        return 0.0 if self.tests is None else self.tests.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,16 @@ class Examined:
     tests: ScoreSums | None = None
     start: ScoreSums | None = None
 
-    def of(self, result: LocalResult) -> LocalResult:
-        """Return the result of the training that followed, with these; the loss at its start is a part of it."""
+    def of(self, result: LocalResult, trained: ScoreSums | None = None) -> LocalResult:
+        """Return the result of the training that followed, with these; the loss at its start is a part of it.
+
+        `trained`: of the trained model, over the device's test samples.
+        """
+        scored = self.tests is not None or trained is not None
+        result = replace(result, tests=ScoredModels(self.tests, trained) if scored else None)
         if self.start is None:
-            return replace(result, tests=self.tests)
-        train_s = result.train_s + self.start.seconds
-        return replace(result, tests=self.tests, start_loss=self.start.mean_loss, train_s=train_s)
+            return result
+        return replace(result, start_loss=self.start.mean_loss, train_s=result.train_s + self.start.seconds)
 
 
 Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
@@ -96,7 +105,8 @@ class Prepared:
 class Order:
     """Train the model in `row` for `epochs` and write it into `out`, uint8; `device.training.vectors` has their form.
 
-    `scores`: score it before, on the device's test samples; without epochs it is not trained.
+    `scores`: score it before, on the device's test samples; without epochs it is not trained. `scores_trained`: score
+    what training makes of it, too.
     `progress(steps_done, steps_total)` is called in the thread of the training, every half second and at the end.
     `cancelled`: set, it ends the training between two steps. `folder`: the state of a trainer that
     keeps one, which the training changes.
@@ -109,6 +119,7 @@ class Order:
     progress: Progress
     cancelled: threading.Event = field(default_factory=threading.Event)
     scores: bool = False
+    scores_trained: bool = False
     folder: Path | None = None
 
 
@@ -227,12 +238,11 @@ class TrainingPool(Protocol):
 VARIABLE: Final = "FEDSTRATA_VMAPPED"
 VMAPPED_DEVICES_MOST: Final = 1024  # in one group; memory sets another limit
 QUIET_S: Final = 0.05
-WAIT_SHARE: Final = 0.1  # of the training: an executor that waits for another device trains nobody meanwhile
 PATIENCE: Final = 10  # quiet times
 
 
 class VmappedMode(StrEnum):
-    """When devices are trained vmapped: if it was measured to be faster, never, or always, as in `training.vmapped`."""
+    """When devices are trained vmapped: where the model can be, never, or always, as in `training.vmapped`."""
 
     AUTO = "auto"
     NEVER = "never"
@@ -244,7 +254,7 @@ def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
 
     This host's environment variable decides, then the experiment, then the kind of accelerator.
     """
-    without = training.deterministic or training.compile or training.own_augmentation is not None
+    without = training.deterministic or training.own_augmentation is not None
     if without or not training.trainer.learns_module:
         return VmappedMode.NEVER
     default = VmappedMode.NEVER if accelerator == "cpu" else VmappedMode.AUTO
@@ -265,17 +275,17 @@ def most_together(training: TrainingSettings, accelerator: str) -> int:
     return 1 if vmapped_mode(training, accelerator) is VmappedMode.NEVER else VMAPPED_DEVICES_MOST
 
 
-async def gather(came: asyncio.Event, complete: Callable[[], bool], *, train_s: float = inf) -> None:
+async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:
     """Wait until nothing has come for a moment, all expected requests are there, or the time limit is reached.
 
     The devices of a host get their models at nearly the same time. A device that comes after a group's start would have
-    to wait for a second group. `train_s`: the time of such a group's training; the moment is short compared with it.
+    to wait for a second group.
     """
-    loop, quiet_s = asyncio.get_running_loop(), min(QUIET_S, WAIT_SHARE * train_s)
-    end = loop.time() + PATIENCE * quiet_s
+    loop = asyncio.get_running_loop()
+    end = loop.time() + PATIENCE * QUIET_S
     while not complete() and (left := end - loop.time()) > 0:
         came.clear()
         try:
-            await asyncio.wait_for(came.wait(), min(quiet_s, left))
+            await asyncio.wait_for(came.wait(), min(QUIET_S, left))
         except TimeoutError:
             return

@@ -22,7 +22,6 @@ from common.metrics import Metrics, NodeLabels
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout
 from common.model.refinement import Refiner
-from common.model.scores import ScoreSums, summed
 from common.protocol.limits import plans_of
 from common.protocol.messages import Phase, Task
 from common.runtime.models import Arriving
@@ -54,7 +53,6 @@ class LocalRounds:
         tree = experiment.tree
         self._tasks = experiment.rounds_of(tree.depth(name) - 1)  # in each global round: the parent's rounds
         self._below = {child: frozenset(below) for child, below in tree.below_each(name).items()}
-        self._devices = {name for name in tree.below(name) if name not in tree.children}
         self._down = down
         self._metrics = metrics
         self._refiner = refiner
@@ -155,7 +153,7 @@ class LocalRounds:
         steps = sum(self._did[name].steps for name in down.peers if name in self._did)
         return WorkResult(
             rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
-            path_steps=path_steps, children=self.reports(), plans=plans, tests=self._tests(),
+            path_steps=path_steps, children=self.reports(), plans=plans,
         )  # fmt: skip
 
     def _scored(
@@ -165,12 +163,8 @@ class LocalRounds:
         self._gather(closed_round)
         return WorkResult(
             model.row, sum(self._down.samples.values()), None, 0, 0, 0.0, 0.0,
-            children=self.reports(), plans=plans, tests=self._tests(),
+            children=self.reports(), plans=plans,
         )  # fmt: skip
-
-    def _tests(self) -> ScoreSums | None:
-        """Return the sums over the test samples of the devices below."""
-        return summed(report.tests for name, report in self._did.items() if name in self._devices)
 
     def reports(self) -> tuple[ChildReport, ...]:
         """Return the work of each node below in the last task, with its link's bytes in the whole run."""

@@ -75,6 +75,7 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "data partition": [("demo", *TORCH)],
     "runs list": [("", 0, "")],
     "runs show": [("{run}", 0, "")],
+    "runs sharpness": [("{run}", *TORCH)],
     "runs prune": [("--yes --days 9", 0, "")],
     "runs delete": [("{other} --yes", 0, "")],
     "lab status": [(NOWHERE, 3, "Is it running there, and are the login and --broker right?")],

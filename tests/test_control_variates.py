@@ -39,13 +39,11 @@ from device.memory import DeviceMemory
 from device.training.batches import load_local_dataset
 from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
-from device.training.sgd import run_sgd
-from device.training.trainer import Trainer
 from device.training.vectors import finish, vectors_of
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.examples import examples
-from tests.helpers.rules import WITH_OBJECTIVE, least_lab
+from tests.helpers.steps import run_steps
 from tests.test_aggregators import Report
 
 LAYOUT: Final = ModelLayout.build(
@@ -163,7 +161,7 @@ def test_steps_are_those_of_a_plain_loop(name: str, momentum: float) -> None:
         each: [torch.randn(w.shape, generator=draw, dtype=torch.float64) / 10 for w in ours.parameters()]
         for each in names
     }
-    run_sgd(
+    run_steps(
         ours, list(ours.parameters()), batches, training=settings, learning_rate=0.1, last_epoch=0,
         watch=lambda _: None, vectors=vectors,
     )  # fmt: skip
@@ -182,19 +180,6 @@ def test_steps_are_those_of_a_plain_loop(name: str, momentum: float) -> None:
         optimiser.step()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [name for name in WITH_OBJECTIVE if RULES[name].objective])
-def test_a_model_is_compiled_before_there_are_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    training_ = {"compile": True, "batch_size": 100, "objective": {"name": WITH_OBJECTIVE[name]}}
-    trainer = Trainer(
-        parse(least_lab(name) | {"training": training_, "model": {"name": "mlp_digits"}}),
-        node="device-0",
-        accelerator="cpu",
-    )
-    trainer.prepare()
-    assert trainer.vectors.shapes
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -291,13 +276,13 @@ def test_a_vmapped_path_without_the_vectors_is_found_out(name: str, monkeypatch:
     """They are zeros in a first task: the check must not start from those."""
     recipe, turns = objective_checks._vmapped(training(name))
     assert calibration.problem_of(recipe, turns) == ""
-    real = calibration.run_sgd
+    real = calibration.LocalSteps
 
     def without(*arguments: Any, vectors: Any, **keywords: Any) -> Any:
         none = {each: [torch.zeros_like(part) for part in parts] for each, parts in vectors.items()}
         return real(*arguments, vectors=none, **keywords)
 
-    monkeypatch.setattr(calibration, "run_sgd", without)
+    monkeypatch.setattr(calibration, "LocalSteps", without)
     assert "vmapped steps in float64 that differ" in calibration.problem_of(recipe, turns)
 
 

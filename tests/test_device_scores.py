@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +20,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from torch.nn import functional
 
 from cloud.agent import evaluator_of
 from cloud.evaluator import needs_process
-from cloud.records import DEVICES_COLUMNS, DISPATCHED_COLUMNS
+from cloud.records import STATISTICS
 from cloud.results import RunFolder
 from common.accounting.child_report import ChildReport
 from common.errors import InvalidExperiment, RefusedModel, WireError
 from common.experiment.data import check_alike
 from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.learning import datasets, models, splits
 from common.learning import evaluation as learning
-from common.learning import splits
-from common.model.scores import ScoreSums, distribution, packed, summed, unpacked
+from common.model.scores import (
+    TARGETS_MOST,
+    ScoredModels,
+    ScoreSums,
+    bytes_most,
+    distribution,
+    packed,
+    packed_sums,
+    summed,
+    sums_fit,
+    unpacked,
+)
 from common.protocol import serialization, topics
 from common.protocol.limits import ChildLimits, TaskLimits, check_report, limits_below
 from common.protocol.messages import Key, Manifest, Result, Task
@@ -97,13 +111,18 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 # Sums
 
 
-def outputs_and_targets(score: str, draw: np.random.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if score == "accuracy":
+NUMBERS = ["r2", "mean_squared_error", "mean_absolute_error", "binary_accuracy"]
+
+
+def outputs_and_targets(
+    scores: list[str], draw: np.random.Generator, count: int, targets: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if "accuracy" in scores:
         return torch.from_numpy(draw.normal(size=(count, 4))), torch.from_numpy(draw.integers(0, 4, count))
-    outputs, targets = draw.normal(size=(2, count, 1))
-    if score == "binary_accuracy":
-        targets = (targets > 0).astype(float)
-    return torch.from_numpy(outputs), torch.from_numpy(targets.astype(np.float32))
+    outputs, wanted = draw.normal(size=(2, count, targets))
+    if "binary_accuracy" in scores:
+        wanted = (wanted > 0).astype(float)
+    return torch.from_numpy(outputs), torch.from_numpy(wanted.astype(np.float32))
 
 
 class Outputs(torch.nn.Linear):
@@ -115,25 +134,35 @@ class Outputs(torch.nn.Linear):
 
 @examples(60)
 @given(
-    score=st.sampled_from(["accuracy", "r2", "mean_squared_error", "mean_absolute_error", "binary_accuracy"]),
+    scores=st.just(["accuracy"]) | st.lists(st.sampled_from(NUMBERS), min_size=1, unique=True),
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    targets=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
-def test_the_sums_of_parts_give_the_score_of_the_whole(score: str, sizes: list[int], seed: int) -> None:
-    found, wanted = outputs_and_targets(score, np.random.default_rng(seed), sum(sizes))
-    loss, classes = ("cross_entropy", 4) if score == "accuracy" else ("mean_squared_error", 0)
+def test_the_sums_of_parts_give_the_scores_of_the_whole(
+    scores: list[str], sizes: list[int], targets: int, seed: int
+) -> None:
+    found, wanted = outputs_and_targets(scores, np.random.default_rng(seed), sum(sizes), targets)
+    loss, classes = ("cross_entropy", 4) if "accuracy" in scores else ("mean_squared_error", 0)
 
     def evaluate(outputs: torch.Tensor, targets: torch.Tensor) -> learning.Evaluation:
         return learning.evaluate(
-            Outputs(1, 1), outputs, labels=targets, normalise=lambda rows: rows, loss=loss, score=score, classes=classes
+            Outputs(1, 1),
+            outputs,
+            labels=targets,
+            normalise=lambda rows: rows,
+            loss=loss,
+            scores=scores,
+            classes=classes,
         )
 
     whole = evaluate(found, wanted)
     parts = zip(torch.split(found, sizes), torch.split(wanted, sizes), strict=True)
     total = summed(evaluate(*part).sums for part in parts)
     assert total is not None and total.samples == whole.sums.samples
-    assert total.score_by(score) == pytest.approx(whole.score, rel=1e-6, abs=1e-9)
+    assert total.by(scores) == pytest.approx(whole.scores, rel=1e-6, abs=1e-9)
     assert total.mean_loss == pytest.approx(whole.loss, rel=1e-6)
+    assert sums_fit(scores, total.scores) and len(total.scores) <= bytes_most(scores)
     if classes:
         right = found.argmax(1) == wanted
         by_hand = [(int((wanted == c).sum()), int(right[wanted == c].sum())) for c in range(classes)]
@@ -141,8 +170,8 @@ def test_the_sums_of_parts_give_the_score_of_the_whole(score: str, sizes: list[i
 
 
 def test_r2_of_a_constant_target_is_one_if_it_is_met() -> None:
-    assert ScoreSums(3, 0.0, 0.0, targets=0.3, squares=0.03).score_by("r2") == 1.0
-    assert ScoreSums(3, 0.0, 0.5, targets=0.3, squares=0.03).score_by("r2") == 0.0
+    assert ScoreSums(3, 0.0, packed_sums([0.0, 0.3, 0.03])).by(["r2"]) == [1.0]
+    assert ScoreSums(3, 0.0, packed_sums([0.5, 0.3, 0.03])).by(["r2"]) == [0.0]
 
 
 @given(scores=st.lists(st.floats(0, 1), min_size=1, max_size=40), higher=st.booleans())
@@ -153,11 +182,12 @@ def test_the_distribution_is_that_of_a_plain_twin(scores: list[float], higher: b
     assert [found.mean, found.worst, found.spread] == pytest.approx([np.mean(scores), np.mean(worst), np.std(scores)])
 
 
-@given(values=st.lists(st.floats(), min_size=4, max_size=4), other=st.lists(st.floats(), min_size=4, max_size=4))
+@given(values=st.lists(st.floats(), min_size=8, max_size=8), other=st.lists(st.floats(), min_size=8, max_size=8))
 def test_no_numbers_from_the_network_raise_an_error(values: list[float], other: list[float]) -> None:
-    one, two = (ScoreSums(1, *each, classes=packed([2**32 - 1, 7])) for each in (values, other))
+    made = ((loss, packed_sums(sums)) for loss, *sums in (values, other))
+    one, two = (ScoreSums(1, *each, classes=packed([2**32 - 1, 7])) for each in made)
     total = one + two
-    scores = [each.score_by(name) for each in (one, two, total) for name in ("accuracy", "r2")]
+    scores = [score for each in (one, two, total) for score in each.by(["accuracy", "r2"])]  # of two targets
     assert unpacked(total.classes) == [2**32 - 1, 14]
     over = distribution(scores, higher=True)
     assert over is None or isinstance(over.spread, float)
@@ -168,39 +198,54 @@ def test_no_numbers_from_the_network_raise_an_error(values: list[float], other: 
 
 MANIFEST = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
 RESULT = Result(Key(0, 3, 0), MANIFEST, None, 120, 0.5, 1, 12, 12, 1.5, 0.1, 0.0, (), "")
-SUMS = ScoreSums(2_000_000, 1234.5, 1_900_000.0, 0.0, 0.0, 12.5)
+SUMS = ScoreSums(2_000_000, 1234.5, packed_sums([1_900_000.0]), 12.5)
+SCORED = ChildLimits(scores=("accuracy",))
 
 
 def test_scores_cost_few_bytes_of_a_device_at_each_hop() -> None:
     for kind in (RESULT, ChildReport("device-12", 120, 1, 1, 12, 0.5, 1.5)):
         sizes = []
-        for tests in (None, SUMS):
+        for tests in (None, ScoredModels(SUMS), ScoredModels(SUMS, SUMS)):
             report = replace(kind, tests=tests)
             message = report if isinstance(report, Result) else replace(RESULT, children=(report,))
             sizes.append(len(serialization.encode(message, "s")))
             assert serialization.decode(serialization.encode(message, "s"))[1] == message
-        assert 0 < sizes[1] - sizes[0] <= 60 < EXTRA_MOST
+        assert 0 < sizes[1] - sizes[0] <= 40 and sizes[2] - sizes[0] <= 80 < EXTRA_MOST
 
 
 @pytest.mark.parametrize(
     "lie",
-    [{"samples": 0}, {"seconds": -1.0}, {"seconds": math.nan}, {"classes": b"12345678"}, {"samples": 10**13}],
+    [
+        {"samples": 0}, {"seconds": -1.0}, {"seconds": math.nan}, {"classes": b"12345678"}, {"samples": 10**13},
+        {"scores": b""}, {"scores": b"123456789"}, {"scores": packed_sums([1.0, 2.0])},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_impossible_sums_are_refused(lie: dict[str, Any]) -> None:
-    check_report(replace(RESULT, tests=SUMS))
-    with pytest.raises(RefusedModel, match="a score of"):
-        check_report(replace(RESULT, tests=replace(SUMS, **lie)))
+    check_report(replace(RESULT, tests=ScoredModels(SUMS, SUMS)), limits=SCORED)
+    wrong = replace(SUMS, **lie)
+    for tests in (ScoredModels(wrong), ScoredModels(SUMS, wrong)):
+        with pytest.raises(RefusedModel, match="a score of"):
+            check_report(replace(RESULT, tests=tests), limits=SCORED)
+    with pytest.raises(RefusedModel, match="a score of"):  # nobody scores in this run
+        check_report(replace(RESULT, tests=ScoredModels(SUMS)), limits=ChildLimits())
+
+
+def test_sums_of_r2_have_three_numbers_for_each_target() -> None:
+    fits = [count for count in range(20) if sums_fit(["mean_squared_error", "r2"], packed_sums([0.0] * count))]
+    assert fits == [4, 7, 10, 13, 16, 19]
+    assert not sums_fit(["r2"], packed_sums([0.0] * 3 * (TARGETS_MOST + 1)))
 
 
 def test_counts_of_classes_are_bounded_by_the_experiment() -> None:
-    counted = replace(RESULT, tests=replace(SUMS, classes=packed([5, 4] * 10)))
+    counted = replace(RESULT, tests=ScoredModels(replace(SUMS, classes=packed([5, 4] * 10))))
     limits = limits_below(parse({**LAB, "evaluation": {**TESTED, "per_class": True}}), CLOUD)["institution-0"]
     check_report(counted, limits=replace(limits, samples=10**6))
     with pytest.raises(RefusedModel, match="a score of"):
-        check_report(counted, limits=ChildLimits())
+        check_report(counted, limits=SCORED)
+    wrong = replace(RESULT, tests=ScoredModels(replace(SUMS, samples=-1)))
     with pytest.raises(WireError):
-        serialization.decode(serialization.encode(replace(RESULT, tests=replace(SUMS, samples=-1)), "s"))
+        serialization.decode(serialization.encode(wrong, "s"))
 
 
 def test_a_task_without_epochs_is_one_of_runs_whose_devices_score() -> None:
@@ -302,7 +347,7 @@ def test_the_tables_agree_and_training_is_not_changed(tmp_path: Path) -> None:
     models = [load_file(folder / "model.safetensors") for folder in (plain, scored)]
     assert all(np.array_equal(models[0][name], models[1][name]) for name in models[0])
     assert [row["accuracy"] for row in rows(plain)] == [row["accuracy"] for row in rows(scored)]
-    assert not set(DEVICES_COLUMNS) & rows(plain)[0].keys()
+    assert not {f"devices_{name}" for name in STATISTICS} & rows(plain)[0].keys()
     assert {row["test_samples"] for row in rows(plain, "devices.csv")} == {""}
     for row in rows(scored):
         each = [one for one in rows(scored, "devices.csv") if one["global_round"] == row["global_round"]]
@@ -335,7 +380,7 @@ def test_a_run_goes_by_the_scores_of_its_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", ["devices", "both"])
 def test_a_resumed_run_has_the_tables_of_an_undisturbed_one(at: str, every: int, tmp_path: Path) -> None:
     changes = {
-        "evaluation": {"at": at, "participation": 0.6, "per_class": True}, "rounds": 4,
+        "evaluation": {"at": at, "participation": 0.6, "per_class": True, "personalised": True}, "rounds": 4,
         "cloud": {"checkpoint_every": every}, "stop": {"best": True},
     }  # fmt: skip
     folders = [run_direct(tmp_path / str(k), changes, stop_after=k) for k in (0, 1, 3, 4)]
@@ -370,18 +415,99 @@ def test_devices_without_a_task_have_a_row_if_they_score(tmp_path: Path) -> None
     assert any(row["local_rounds"] == "0" for row in scored)
 
 
+def trained_alone(lab: Experiment, node: str) -> tuple[float, float]:
+    """Return score and loss of a device's first training on its test samples, in plain PyTorch."""
+    from device.training.trainer import Trainer
+
+    trainer, never = Trainer(lab, node=node, accelerator="cpu"), threading.Event()
+    trainer.prepare()
+    first, layout = learning.ModelTester(lab).first, trainer.layout
+    out = layout.empty()
+    trainer.train(first, out, epochs=lab.training.epochs, local_round=0, progress=lambda *_: None, cancelled=never)
+    data = datasets.load(lab.data)
+    module = models.of(lab, inputs=data.inputs).eval()
+    module.load_state_dict({name: torch.from_numpy(view.copy()) for name, view in layout.views(out).items()})
+    place = lab.tree.devices.index(node)
+    tests = splits.tests_of(len(data.test_labels), devices=len(lab.tree.devices), place=place, seed=lab.seed)
+    logits, labels = module(data.normaliser()(data.test_images[tests])), data.test_labels[tests]
+    loss = functional.cross_entropy(logits, labels)
+    return (logits.argmax(1) == labels).float().mean().item(), loss.item()
+
+
+def test_devices_score_the_models_that_they_trained(tmp_path: Path) -> None:
+    flat = {"topology": {"institutions": 0, "devices": 3}, "institution": {"rounds": 1}, "rounds": 1}
+    changes = {**flat, "evaluation": {"at": "devices", "data": "test", "personalised": True}}
+    folder = run_direct(tmp_path / "fedavg", changes)
+    lab, found = Run(folder).experiment, rows(folder, "devices.csv")
+    for row in found:
+        score, loss = trained_alone(lab, row["node"].rpartition("/")[2])
+        assert float(row["personalised_score"]) == pytest.approx(score, abs=1e-5)
+        assert float(row["personalised_loss"]) == pytest.approx(loss, abs=1e-5)
+        assert float(row["personalised_s"]) > 0
+        assert row["personalised_score"] != row["test_score"]  # of the global model
+    (row,) = rows(folder)
+    scores, samples = ([float(one[name]) for one in found] for name in ("personalised_score", "test_samples"))
+    assert (row["personalised_scored"], row["personalised_samples"]) == ("3", "359")
+    assert float(row["personalised_score"]) == pytest.approx(np.average(scores, weights=samples), abs=1e-5)
+    expected = [np.mean(scores), min(scores), np.std(scores)]
+    assert [float(row[f"personalised_{name}"]) for name in STATISTICS[-3:]] == pytest.approx(expected, abs=1e-5)
+    personal = run_direct(tmp_path / "fedper", changes, {"model": {"personal": ["fc2.*"]}})
+    cells = [[each["personalised_loss"] for each in rows(one, "devices.csv")] for one in (folder, personal)]
+    assert cells[0] == cells[1]  # in the first round FedPer trains what FedAvg trains
+
+
+def test_trained_models_are_scored_in_the_last_local_round_of_those_that_are_drawn(tmp_path: Path) -> None:
+    evaluation = {"at": "devices", "participation": 0.4, "every": 2, "personalised": True}
+    changes = {"evaluation": evaluation, "model": {"personal": ["fc2.*"]}}
+    lab, folder = parse(merged(LAB, changes)), run_direct(tmp_path, changes)
+    for row in rows(folder, "devices.csv"):
+        r, node = int(row["global_round"]), row["node"].rpartition("/")[2]
+        tasks = {i: lab.scores_trained(node, global_round=r - 1, local_round=i) for i in range(2)}
+        assert tasks == {0: False, 1: bool(row["personalised_score"])}
+        drawn = lab.scores(node, global_round=r, local_round=0, last=r == 3)
+        assert drawn == bool(row["test_score"]) == bool(row["personalised_score"])
+    assert [row["personalised_scored"] for row in rows(folder)] == ["0", "2", "2"]
+
+
+def test_further_scores_have_columns_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "second_choice.py").write_text(
+        "def top2(outputs, targets): return float((outputs.argsort(1)[:, -2:] == targets[:, None]).any(1).mean())\n"
+        "def wrong(outputs, targets): return float((outputs.argmax(1) != targets).mean())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {
+        "evaluation": {**TESTED, "personalised": True}, "rounds": 2,
+        "score": {"also": ["second_choice:top2", "second_choice:wrong"]},
+    }  # fmt: skip
+    folder = run_direct(tmp_path / "runs", changes)
+    for row in rows(folder):
+        assert float(row["score_wrong"]) == pytest.approx(1 - float(row["accuracy"]), abs=1e-5)
+        assert float(row["score_top2"]) > float(row["accuracy"])
+        for kind in ("devices", "personalised"):
+            assert float(row[f"{kind}_score_wrong"]) == pytest.approx(1 - float(row[f"{kind}_score"]), abs=1e-5)
+        assert float(row["devices_score_top2"]) == pytest.approx(float(row["score_top2"]), abs=1e-5)
+    for row in rows(folder, "devices.csv"):
+        for kind in ("test", "personalised"):
+            assert float(row[f"{kind}_score_wrong"]) == pytest.approx(1 - float(row[f"{kind}_score"]), abs=1e-5)
+    (finished,) = events(folder, "finished")
+    assert finished["score_wrong"] == pytest.approx(1 - finished["accuracy"])
+    assert Run(folder).experiment.code_at("device-0")["score.also[0]"] == "second_choice:top2"
+    resumed = run_direct(tmp_path / "again", changes, stop_after=1)
+    assert without_seconds(rows(resumed)) == without_seconds(rows(folder))
+
+
 def test_several_models_are_named_as_dispatched(tmp_path: Path) -> None:
     rule = {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}}
     folder = run_direct(tmp_path, rule, {"evaluation": TESTED})
     for row in rows(folder):
-        assert set(DISPATCHED_COLUMNS) <= row.keys() and not set(DEVICES_COLUMNS) & row.keys()
+        assert {f"dispatched_{name}" for name in STATISTICS} <= row.keys() and "devices_score" not in row
         assert row["dispatched_samples"] == "359"
     assert Run(folder).rounds[-1].of_devices("samples") == 359
 
 
 def test_a_replay_scores_alike(tmp_path: Path) -> None:
     selection = {"cloud": {"selection": {"name": "power_of_choice"}, "participation": 0.5}}
-    folder = run_direct(tmp_path / "runs", selection, {"evaluation": {"at": "devices"}})
+    folder = run_direct(tmp_path / "runs", selection, {"evaluation": {"at": "devices", "personalised": True}})
     again = replayed(Run(folder), tmp_path / "again", accelerator="cpu", observe=lambda event, facts: None)
     for name in ("rounds.csv", "devices.csv"):
         assert without_seconds(rows(again, name)) == without_seconds(rows(folder, name))
@@ -391,31 +517,39 @@ def test_numbers_are_scored_by_their_sums(tmp_path: Path, monkeypatch: pytest.Mo
     draw = np.random.default_rng(1)
     x = draw.normal(size=(300, 3))
     y = x @ [1.0, -2.0, 0.5] + 0.1 * draw.normal(size=300) + 3
-    lines = "".join(f"{a},{b},{c},{target}\n" for (a, b, c), target in zip(x, y, strict=True))
-    (tmp_path / "t.csv").write_text(f"a,b,c,y\n{lines}")
+    lines = "".join(f"{a},{b},{c},{target},{a - c}\n" for (a, b, c), target in zip(x, y, strict=True))
+    (tmp_path / "t.csv").write_text(f"a,b,c,y,z\n{lines}")
     (tmp_path / "linear_scored.py").write_text(
         "from torch import nn\ndef build(*, shape, outputs): return nn.Linear(shape[0], outputs)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    data = {"dataset": "t.csv", "root": str(tmp_path), "target_column": "y", "targets": "numbers"}
-    lab = LAB | {"data": data, "model": {"name": "linear_scored:build"}, "evaluation": TESTED}
+    data = {"dataset": "t.csv", "root": str(tmp_path), "target_column": ["y", "z"], "targets": "numbers"}
+    lab = (
+        LAB
+        | {"score": {"also": ["mean_squared_error"]}}
+        | {"data": data, "model": {"name": "linear_scored:build"}, "evaluation": TESTED}
+    )
     folder = RunFolder.create(tmp_path / "runs", parse(lab), direct=True)
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     for row in rows(folder.path):
         assert row["accuracy"] == "" and row["score"]
         assert float(row["devices_score"]) == pytest.approx(float(row["score"]), abs=1e-5)
+        squared = row["devices_score_mean_squared_error"], row["score_mean_squared_error"]
+        assert float(squared[0]) == pytest.approx(float(squared[1]), rel=1e-5)
 
 
 # Results
 
 
 def test_reports_comparisons_and_sweeps_have_the_devices_scores(tmp_path: Path) -> None:
-    runs = [Run(run_direct(tmp_path, {"evaluation": {"at": "devices"}, "seed": seed})) for seed in (1, 2)]
+    evaluation = {"at": "devices", "personalised": True}
+    runs = [Run(run_direct(tmp_path, {"evaluation": evaluation, "seed": seed})) for seed in (1, 2)]
     page, _ = compose(runs[:1])
     (course, order) = (figure for figure in page.figures if figure.name.startswith("device-"))
     assert course.title == "Accuracy of devices over global rounds" and order.table is not None
     assert "Scores of the global model by devices" in [table.title for table in page.tables]
     heads = {"mean over devices", "worst tenth", "spread over devices"}
+    heads |= {f"personalised, {head}" for head in heads}
     together, _ = compose(runs)
     assert heads <= {column.name for table in together.tables for column in table.columns if table.name == "series"}
     groups = groups_of(series_of(runs), 0.3)
@@ -423,10 +557,14 @@ def test_reports_comparisons_and_sweeps_have_the_devices_scores(tmp_path: Path) 
     worst = [run.of_devices("worst") for run in runs]
     (group,) = to_json(groups, 0.3)["groups"]
     assert group["devices_worst"]["mean"] == pytest.approx(np.mean(worst))
+    own = [run.of_devices("worst", personalised=True) for run in runs]
+    assert group["personalised_worst"]["mean"] == pytest.approx(np.mean(own)) and own != worst
     rounds = runs[0].rounds
     for of, statistic in (("worst", "worst"), ("devices", "mean"), ("spread", "spread"), ("samples", "score")):
         found = value_of(rounds, Measure(of=of), target=None, rounds=3)
         assert found == pytest.approx(100 * (rounds[-1].of_devices(statistic) or math.nan))
+        found = value_of(rounds, Measure(of=of, personalised=True), target=None, rounds=3)
+        assert found == pytest.approx(100 * (rounds[-1].of_devices(statistic, personalised=True) or math.nan))
     course_of = [row.of_devices("spread") or math.nan for row in rounds]
     best = value_of(rounds, Measure(of="spread", best=True), target=None, rounds=3)
     assert best == pytest.approx(100 * min(course_of)) and sign_of(Measure(of="spread")) < 0
@@ -496,7 +634,8 @@ def tables_of(victim: str = "", global_round: int = 0) -> list[list[dict[str, st
         tables.extend(without_seconds(rows(folder, name)) for name in ("rounds.csv", "devices.csv"))
 
     tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 3}, "institution": {"rounds": 2}}
-    tree |= {"links": {"check": "off"}, "evaluation": {"at": "devices", "per_class": True}}
+    evaluation = {"at": "devices", "per_class": True, "personalised": True}
+    tree |= {"links": {"check": "off"}, "evaluation": evaluation}
     lab = SimulatedLab(parse(tree), seed=3, scenario=scenario, at_end=keep)
     assert lab.run().ended[CLOUD] == ""
     return [[{key: cell for key, cell in row.items() if "bytes" not in key} for row in table] for table in tables]
@@ -509,7 +648,8 @@ def test_a_node_killed_while_a_model_is_scored_changes_no_score(victim: str, glo
     assert tables_of(victim, global_round) == undisturbed
     rounds, devices = undisturbed
     assert [row["devices_scored"] for row in rounds] == ["3", "3"]
-    assert all(row["test_samples"] for row in devices)
+    assert all(row["test_samples"] and row["personalised_score"] for row in devices)
+    assert [row["personalised_scored"] for row in rounds] == ["3", "3"]
 
 
 def test_a_task_that_only_scores_has_no_seconds_of_training() -> None:
@@ -564,6 +704,18 @@ def test_another_file_is_no_beginning_without_pytorch(tmp_path: Path) -> None:
         ({"evaluation": {"at": "devices", "accelerator": "auto"}}, "evaluation.accelerator = 'auto': no effect"),
         ({"evaluation": {"at": "devices", "data": "test", "held_out": 0.2}}, "evaluation.held_out = 0.2: no effect"),
         ({"evaluation": {"at": "devices", "held_out": 1.0}}, "evaluation.held_out = 1.0"),
+        ({"evaluation": {"personalised": True}}, "evaluation.personalised = True: no effect with evaluation.at"),
+        (
+            {"evaluation": {"at": "devices", "data": "users"}},
+            "evaluation.data = 'users': data.partition is 'iid', and devices are no users. Use data.partition",
+        ),
+        (
+            {"training": {"trainer": {"name": "mine:T"}}, "score": {"also": ["mine:f1"]}},
+            "score.also = ['mine:f1']: training.trainer mine:T has one score. Omit it.",
+        ),
+        ({"score": {"also": ["accuracy"]}}, "score.also = 'accuracy': two scores have this name"),
+        ({"score": {"also": ["a:f1", "b:f1"]}}, "score.also = 'a:f1': two scores have this name"),
+        ({"score": {"also": ["r2"]}}, "score.also = 'r2': data.targets are classes"),
         ({"evaluation": {"at": "devices", "participation": 0.0}}, "evaluation.participation = 0.0"),
         (
             {"evaluation": {"at": "both"}, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 1}}},
@@ -596,6 +748,7 @@ def test_the_effective_experiment_has_the_keys_that_count() -> None:
         "data",
         "held_out",
         "participation",
+        "personalised",
         "per_class",
     }
     assert parse(devices.model_dump(mode="json")).digest == devices.digest

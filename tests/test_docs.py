@@ -13,7 +13,7 @@ from typing import Any, Final, get_type_hints
 import pytest
 from pydantic import BaseModel
 
-from cloud.records import DEVICES_COLUMNS, DeviceRecord, GlobalRoundRecord, LinkRecord
+from cloud.records import STATISTICS, DeviceRecord, GlobalRoundRecord, LinkRecord
 from common.experiment.data import TEXTS
 from common.experiment.methods import RULES, SELECTORS
 from common.experiment.reading import parse
@@ -28,7 +28,7 @@ from common.protocol.serialization import KINDS, VERSION
 from common.text import JSON_MOST, JsonText, NameText, ShortText
 from deploy.kits.lab import parse as lab_of
 from deploy.sweeps.grid import expand, is_sweep
-from docs.tools import experiment, metrics_table, sketches
+from docs.tools import experiment, kept_pictures, metrics_table, sketches
 from docs.tools.drawing import PICTURES
 from docs.tools.manual import manual
 
@@ -92,6 +92,12 @@ def defined(name: str) -> list[Row]:
 def test_pictures_are_what_the_code_draws(name: str) -> None:
     kept = (PICTURED / name).read_text(encoding="utf-8")
     assert kept == PICTURES[name](), "draw them anew: python -m docs.tools.drawing docs/algorithms"
+
+
+def test_pictures_of_results_are_those_of_the_kept_runs() -> None:
+    drawn = kept_pictures.pictures(ROOT / "docs" / "results")
+    kept = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "results").glob("*.svg")}
+    assert kept == drawn, "draw them anew: python -m docs.tools.kept_pictures docs/results"
 
 
 def test_the_table_of_metrics_is_what_the_code_has() -> None:
@@ -161,11 +167,12 @@ def test_each_column_of_a_runs_tables_is_described() -> None:
     page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     kinds, groups = (
         (GlobalRoundRecord, LinkRecord, DeviceRecord),
-        ("phases", "bytes_", "epochs", "omega", "spread", "other_scores", "by_devices"),
+        ("phases", "bytes_", "epochs", "omega", "spread", "other_scores", "by_devices", "more"),
     )
     fields_ = {field.name for kind in kinds for field in dataclasses.fields(kind)} - set(groups)
     columns = {field.removesuffix("_") for field in fields_} | {f"{phase}_s" for phase in GLOBAL_PHASES}
-    columns |= {"TIER_up_bytes", "TIER_down_bytes", "score", "mixed_score", *DEVICES_COLUMNS}
+    columns |= {"TIER_up_bytes", "TIER_down_bytes", "score", "mixed_score"}
+    columns |= {f"devices_{name}" for name in STATISTICS} | {"personalised_scored", "personalised_s"}
     assert [column for column in columns if f"`{column}`" not in page] == []
 
 

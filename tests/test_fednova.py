@@ -12,6 +12,7 @@ import torch
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.training import FedProx, TrainingSettings
+from common.learning.optimizers import optimizer_of
 from common.methods.aggregator import build
 from common.methods.fednova import gradient_weights
 from common.methods.rule import Aggregated, Uploads
@@ -125,25 +126,21 @@ def trained(training: TrainingSettings, count: int, *, slope: float = 1.0, start
         [theirs], ETA, training.momentum, weight_decay=training.weight_decay, nesterov=training.nesterov
     )
     prox = training.objective.mu if isinstance(training.objective, FedProx) else 0.0
-    batch = Minibatch(lambda: torch.empty(0), torch.empty(0), [mine], [mine.clone()])
-
-    def linear() -> torch.Tensor:
-        mine.grad = torch.full((1,), slope, dtype=torch.float64)
-        return torch.zeros(())
-
-    batch.captured = linear
+    batch = Minibatch(lambda: slope * mine, torch.empty(0), [mine.requires_grad_()], [mine.detach().clone()])
+    objective.losses = lambda _, logits: logits.sum()  # type: ignore[method-assign]
     for _ in range(count):
         step(
             batch,
-            [momentum] if training.momentum else [None],
+            {"momentum": [momentum]} if training.momentum else {},
             objective=objective,
-            training=training,
+            optimizer=optimizer_of(training),
+            clip_norm=training.clip_norm,
             learning_rate=ETA,
         )
         optimiser.zero_grad()
         (slope * theirs + prox / 2 * (theirs - start) ** 2).sum().backward()
         optimiser.step()
-    return float(mine), float(theirs.detach())
+    return float(mine.detach()), float(theirs.detach())
 
 
 @each_training

@@ -19,6 +19,7 @@ from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
+from common.model.scores import ScoredModels, ScoreSums
 from common.randomness import Purpose, generator
 from device import jobs
 from device.jobs import (
@@ -40,7 +41,6 @@ from device.pool.pool import Pool
 from device.pool.trainers import Trainers
 from device.training.trainer import Trainer
 from device.vmapped import loop, trainer
-from device.vmapped.calibration import StepTimes
 from device.vmapped.loop import Turn
 from device.vmapped.loop import train as train_together
 from device.vmapped.models import Recipe, VmappedModels
@@ -111,6 +111,14 @@ class Work:
         self.check(self.endings)
         return [how.path for how in self.endings if isinstance(how, LocalResult)]
 
+    @staticmethod
+    def scored(lab: schema.Experiment, k: int, out: Row) -> ScoreSums:
+        """Return the sums of a model, as of one that device k receives."""
+        order = Order(out, out, 0, 0, lambda *_: None, threading.Event(), scores=True)
+        found: list[Any] = []
+        Trainers().train([(HostedDevice(lab, "", f"device-{k}"), order)], "cpu", lambda _, how: found.append(how))
+        return replace(found[0].tests.received, seconds=0.0)
+
     def check(self, endings: Sequence[Any]) -> None:
         for k, how in enumerate(endings):
             order = self.orders[k]
@@ -130,7 +138,7 @@ def test_models_are_scored_before_they_are_trained_together() -> None:
     work = Work(experiment(vmapped="always"))
     lab = reading.parse(work.lab.model_dump(mode="json") | scores)
     plain = Work(lab)
-    plain.orders = [replace(order, scores=k != 1) for k, order in enumerate(plain.orders)]
+    plain.orders = [replace(order, scores=k != 1, scores_trained=k != 2) for k, order in enumerate(plain.orders)]
     assert plain.train() == [TrainingPath.VMAPPED] * 4
     only = Work(lab, digest="only")
     only.orders = [replace(order, scores=True, epochs=0) for order in only.orders]
@@ -139,9 +147,10 @@ def test_models_are_scored_before_they_are_trained_together() -> None:
     for k, (trained, scored) in enumerate(zip(plain.endings, only.endings, strict=True)):
         assert isinstance(trained, LocalResult) and isinstance(scored, LocalResult)
         assert scored.tests is not None and scored.steps == 0 and scored.tests.seconds > 0
-        assert (trained.tests is None) is (k == 1)
-        if trained.tests is not None:
-            assert replace(trained.tests, seconds=0.0) == replace(scored.tests, seconds=0.0)
+        assert trained.tests is not None and scored.tests.received is not None
+        received = None if k == 1 else replace(scored.tests.received, seconds=0.0)
+        after = None if k == 2 else Work.scored(lab, k, plain.outs[k])
+        assert trained.tests.lasting(0.0) == ScoredModels(received, after)
 
 
 @pytest.mark.parametrize(
@@ -149,20 +158,6 @@ def test_models_are_scored_before_they_are_trained_together() -> None:
 )
 def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Work(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4
-
-
-@pytest.mark.parametrize(("training", "captured"), [({}, True), ({"precision": "bf16", "batch_size": 10}, False)])
-def test_gradients_of_small_models_are_captured_vmapped_too(
-    training: dict[str, Any], captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipes: list[Recipe] = []
-    monkeypatch.setattr(trainer, "RECORDED_USE", 2)
-    monkeypatch.setattr(
-        trainer, "train", lambda recipe, turns, most: (recipes.append(recipe), train_together(recipe, turns, most=most))
-    )
-    assert Work(experiment(**training)).train() == [TrainingPath.VMAPPED] * 4
-    for recipe in recipes:
-        assert recipe.captured.replays() if captured and recipe.captured else recipe.captured is None and not captured
 
 
 def dropping(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
@@ -201,34 +196,20 @@ def test_a_deterministic_run_is_not_vmapped() -> None:
 
 
 @pytest.mark.parametrize("prepared", [0, 1, 3])
-@pytest.mark.parametrize(("vmapped_s", "path"), [(1.5, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
-def test_the_quicker_path_is_taken(
-    monkeypatch: pytest.MonkeyPatch, vmapped_s: float, path: TrainingPath, prepared: int
+@pytest.mark.parametrize(("problem", "path"), [("", TrainingPath.VMAPPED), ("a layer", TrainingPath.IN_PROCESS)])
+def test_what_can_be_is_trained_together_and_tried_once(
+    monkeypatch: pytest.MonkeyPatch, problem: str, path: TrainingPath, prepared: int
 ) -> None:
     monkeypatch.delenv(VARIABLE)
-    measured: list[int] = []
-
-    def measure(*_: object, size: int) -> StepTimes:
-        measured.append(size)
-        return StepTimes(alone_s=1.0, single_s=vmapped_s, vmapped_s=vmapped_s, size=size)
-
-    monkeypatch.setattr(trainer, "measure", measure)
+    tried: list[int] = []
+    monkeypatch.setattr(trainer, "problem_of", lambda _, turns: tried.append(len(turns)) or problem)
     trainers, work = Trainers(), Work(experiment(vmapped="auto"))
     for k in range(prepared):
         trainers.prepare(HostedDevice(work.lab, work.digest, f"device-{k}"), "cpu")
-    assert len(measured) == (prepared > 1), "a device alone is no reason to measure"
+    assert len(tried) == (prepared > 1), "a device alone is no reason to try"
     assert work.train(trainers) == [path] * 4
     assert work.train(trainers) == [path] * 4
-    assert measured == [trainer.TRIAL_DEVICES], "measured again"
-
-
-def test_a_device_with_many_steps_is_trained_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(trainer, "measure", lambda *_, size: StepTimes(1.0, 1.0, 1.0, size))
-    work = Work(experiment(vmapped="auto"))
-    work.orders[1] = replace(work.orders[1], epochs=9)
-    paths = work.train()
-    assert paths == [TrainingPath.VMAPPED, TrainingPath.IN_PROCESS, TrainingPath.VMAPPED, TrainingPath.VMAPPED]
+    assert tried == [2], "tried again"
 
 
 @pytest.mark.parametrize(
@@ -368,7 +349,6 @@ def test_a_pools_devices_are_trained_vmapped(lane: Callable[[], Executor]) -> No
         ({"vmapped": "auto"}, "auto", "auto"),
         ({"vmapped": "always"}, "always", "always"),
         ({"deterministic": True}, "never", "never"),
-        ({"compile": True}, "never", "never"),
     ],
 )
 def test_experiment_and_accelerator_choose(
@@ -404,11 +384,6 @@ def test_always_is_refused_for_a_model_that_cannot_be_vmapped(monkeypatch: pytes
         " which trains such models one after another, or never."
     )
     trainers.prepare(HostedDevice(experiment(vmapped="auto"), "other", "device-0"), "cpu")
-
-
-def test_groups_that_are_not_faster_are_not_gathered_again() -> None:
-    lanes = played([4, 4], slots=1, devices=4, path=TrainingPath.IN_PROCESS)
-    assert [len(names) for names in lanes[0].begun] == [4, 1, 1, 1, 1]
 
 
 def test_executors_without_work_share_what_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,9 @@ from common.learning.models import classifier_of, with_features
 from deploy.local.direct import run_in_process
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
-from device.training.sgd import check_features, features_of, run_sgd
+from device.training.sgd import features_of
 from tests.helpers.commands import tensors
+from tests.helpers.steps import run_steps
 from tests.test_models import SIZES
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def test_steps_are_those_of_a_plain_loop(mu: float, temperature: float, kept: bo
     received, previous = copy.deepcopy(theirs), net(seed=4) if kept else copy.deepcopy(theirs)
     settings = training(mu=mu, temperature=temperature)
     vector = [w.detach() if kept else torch.zeros_like(w) for w in previous.parameters()]
-    found, _ = run_sgd(
+    found, _ = run_steps(
         ours, list(ours.parameters()), some_batches(), training=settings, learning_rate=0.1, last_epoch=0,
         watch=lambda _: None, buffers=list(ours.buffers()), vectors={"previous": vector},
         features=features_of(ours, settings, device=CPU),
@@ -156,10 +157,7 @@ def test_what_gives_no_features_is_refused() -> None:
     with pytest.raises(
         InvalidExperiment, match=r"model\.name = 'Conv2d': it has no torch\.nn\.Linear.*End it with one"
     ):
-        check_features(nn.Conv2d(1, 10, 3), training())
-    compiled = training().model_copy(update={"compile": True})
-    with pytest.raises(InvalidExperiment, match=r"training\.compile = True: the objective moon reads features.*false"):
-        check_features(net(), compiled)
+        classifier_of(nn.Conv2d(1, 10, 3))
     with pytest.raises(InvalidExperiment, match=r"model\.projection = 8: .*Build the layers in its function"):
         parse({"model": {"name": "mine:net", "projection": 8}, "data": {"dataset": "digits"}})
 

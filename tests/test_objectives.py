@@ -25,14 +25,14 @@ from common.experiment.training import OBJECTIVES, CrossEntropy, FedProx, Traini
 from common.learning import datasets, models
 from common.model.layout import Row
 from deploy.planning import trainings
-from device.training.captured import CapturedGradients
+from device.training import trainer
 from device.training.objectives import table
 from device.training.objectives.objective import Minibatch, Objective
 from device.training.objectives.table import objective_of
-from device.training.sgd import run_sgd
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, tensors
 from tests.helpers.commands import table as device_rows
+from tests.helpers.steps import run_steps
 
 Batches = list[tuple[int, Tensor, Tensor]]
 SMALL = (
@@ -159,7 +159,7 @@ def test_steps_are_those_of_a_plain_loop(
             "objective": {"name": name, key: value},
         }
     )
-    losses, _ = run_sgd(
+    losses, _ = run_steps(
         ours,
         list(ours.parameters()),
         some_batches(),
@@ -199,7 +199,7 @@ def test_a_layer_that_is_never_called_stays_as_it_is() -> None:
     for name in TWINS:
         module = Odd().double()
         before = copy.deepcopy(module.state_dict())
-        run_sgd(
+        run_steps(
             module,
             list(module.parameters()),
             some_batches(),
@@ -224,7 +224,7 @@ def test_an_objective_may_have_a_loss_of_its_own(monkeypatch: pytest.MonkeyPatch
 
     def trained() -> list[Tensor]:
         module, settings = net(), {"objective": FedProx(mu=1.0)}
-        run_sgd(
+        run_steps(
             module,
             list(module.parameters()),
             some_batches(),
@@ -302,14 +302,15 @@ def test_a_larger_mu_stays_nearer_to_the_received_model() -> None:
 def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds of a step, from which plans and emulated hardware follow, include the objective's."""
     passes = 0
-    backward = CapturedGradients.backward
+    backward = Objective.backward
 
     def counted(*batch: Any) -> Tensor:
         nonlocal passes
         passes += 1
         return backward(*batch)
 
-    monkeypatch.setattr(CapturedGradients, "backward", counted)
+    monkeypatch.setattr(Objective, "backward", counted)
+    monkeypatch.setattr(trainer, "record", lambda *_, **__: None)
     steps = []
     for objective in (None, {"name": "fedsam"}):
         passes = 0

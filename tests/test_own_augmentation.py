@@ -20,6 +20,7 @@ from common.experiment.schema import Experiment
 from device.jobs import VARIABLE, VmappedMode, vmapped_mode
 from device.training import batches
 from device.training.trainer import Trainer
+from tests.helpers.steps import batches_of
 
 HERE = "tests.test_own_augmentation"
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def experiment(name: str = "", **keywords: Any) -> Experiment:
 
 def inputs_of(lab: Experiment, *, epochs: int = 2, local_round: int = 0, joins: bool = False) -> list[Tensor]:
     local = batches.load_local_dataset(lab, "device-1", accelerator=CPU)
-    some = batches.batches(local, lab, node="device-1", epochs=epochs, local_round=local_round)
+    some = batches_of(local, lab, node="device-1", epochs=epochs, local_round=local_round)
     return [inputs for _, inputs, _ in some]
 
 

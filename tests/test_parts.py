@@ -42,6 +42,7 @@ from device.training import batches
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, table
 from tests.helpers.real_workload import RealWorkload
+from tests.helpers.steps import batches_of
 
 CPU = torch.device("cpu")
 ODD = "tests.helpers.odd_models"
@@ -111,7 +112,7 @@ def one_round(lab: Experiment, node: str, state: dict[str, torch.Tensor], *, loc
         weight_decay=training.weight_decay,
     )
     with seeded(torch_seed(lab.seed, Purpose.OWN_CODE, node, local_round)):
-        for _, inputs, labels in batches.batches(local, lab, node=node, epochs=1, local_round=local_round):
+        for _, inputs, labels in batches_of(local, lab, node=node, epochs=1, local_round=local_round):
             optimiser.zero_grad()
             functional.cross_entropy(module.train()(inputs), labels).backward()  # type: ignore[no-untyped-call]
             optimiser.step()

@@ -29,7 +29,8 @@ from common.methods.rule import Uploads, link_layouts
 from common.model.layout import ModelLayout, Section
 from deploy.console.stages import Stages
 from deploy.planning import calibration, footprint, predicting, recording, trainings, workload
-from deploy.planning.simulated import Site
+from deploy.planning.calibration import MachineSpeeds
+from deploy.planning.simulated import Site, simulate
 from deploy.planning.trainings import MeasuredTraining, TrainingSpeed
 from device.jobs import LocalResult, Order, Prepared
 from tests.helpers.commands import invoke
@@ -37,6 +38,10 @@ from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 from tests.test_aggregators import Report
 
 MB = 1_000_000
+SCORED = {"evaluation": {"at": "devices"}}
+STEPS = MachineSpeeds(  # the steps of devices alone take time
+    1.5, 0.0, 0.0, message_s=0.0, round_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2
+)
 
 
 @pytest.mark.parametrize("name", WITH_OBJECTIVE)
@@ -56,6 +61,32 @@ def test_one_device_is_calibrated_if_the_data_of_each_are_not_known(monkeypatch:
     assert len(alone.tree.devices) == 1 and alone.hardware.of == {} and alone.data.samples == 30
 
 
+@pytest.mark.parametrize("data", ["held_out", "test"])
+def test_a_plan_counts_the_test_samples_of_each_device(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 8, 8], "samples": 100, "test_samples": 10}
+    tree = {"topology": {"devices": 4}, "data": made, "evaluation": {"at": "devices", "data": data}}
+    work = workload.workload(parse(tree))
+    names = parse(tree).tree.devices
+    assert [work.samples_of(name) for name in names] == ([25] * 4 if data == "test" else [23] * 4)
+    assert [work.tests_of(name) for name in names] == ([3, 3, 2, 2] if data == "test" else [2] * 4)
+    monkeypatch.setattr(workload, "MOST_LISTED", 3)
+    assert workload.workload(parse(tree)).tests == 2  # 2.5, of devices that are assumed to be equal
+
+
+def test_the_seconds_of_scoring_are_those_of_the_test_samples() -> None:
+    made = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 8, 8], "samples": 40, "test_samples": 400}
+    phases = {}
+    for models in (1, 2):
+        evaluation = {"at": "devices", "data": "test", "personalised": models == 2}
+        tree = {"rounds": 3, "topology": {"institutions": 0, "devices": 2}, "data": made, "evaluation": evaluation}
+        work = workload.workload(parse({"training": {"batch_size": 10}, "model": {"name": "mlp_digits"}} | tree))
+        workload.rehearse(work, STEPS)
+        phases[models] = simulate(work, STEPS, site=Site.HOSTS, work_s=lambda begin: begin() or 0.0).seconds()["train"]
+    forward_s = 1.5 * 20 / 3  # 200 test samples are 20 batches, a forward pass is a third of a step
+    assert phases[1] == pytest.approx(2 * 1.5 + forward_s, rel=0.01)
+    assert phases[2] == pytest.approx(2 * 1.5 + 2 * forward_s, rel=0.01)
+
+
 BIG = ModelLayout.build([("fc.weight", (2500, 1000), Section.PARAMETER)])  # 10 MB
 
 
@@ -68,6 +99,14 @@ def test_memory_is_bound_by_what_may_stay_resident() -> None:
     assert many["institution"] == footprint.AGENT_BYTES + 512 * MB + 20 * MB
     assert many["device"] == footprint.TORCH_BYTES + MB + 2 * 50 * MB
     assert many["device_broker"] == footprint.BROKER_BYTES + 5 * 8 * MB
+
+
+def test_personal_arrays_are_in_a_devices_models_and_in_two_rows_of_its_training() -> None:
+    work = workload.workload(parse({"model": {"name": "mlp_digits", "personal": ["fc1.*"]}} | SCORED))
+    assert work.kept_bytes == 4 + 4 * (64 * 32 + 32) and work.layout.row_bytes == 4 * (32 * 10 + 10)
+    plain, kept = memory({}, devices=3)["device"], 2 * MB
+    personal = footprint.memory_of(parse({}), BIG, data_bytes=MB, devices=3, kept_bytes=kept)["device"]
+    assert personal == plain + 3 * 6 * kept + 2 * (10 * MB + kept)
 
 
 def test_the_process_of_a_run_without_a_network_has_all_roles() -> None:

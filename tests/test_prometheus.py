@@ -57,7 +57,7 @@ MODEL_BYTES: Final = 320_000
 LAB: Final = f"""
 rounds = {GLOBAL_ROUNDS}
 transfer = {{ chunk_bytes = 32768 }}
-evaluation = {{ at = "both" }}
+evaluation = {{ at = "both", personalised = true }}
 links = {{ check = "warn" }}  # a loaded host does not carry what the fast tiers declare
 tiers = [
     {{ name = "core", children = "region", link = "wan-200mbit" }},

@@ -137,6 +137,29 @@ def test_fedlaw_mixes_parameters_by_gamma_and_lambda_and_buffers_by_lambda() -> 
     assert outcome.loss == pytest.approx(0.5 * 0.0 + 0.5 * 0.3)
 
 
+def test_fedadam_steps_towards_what_fedlaw_has_learned() -> None:
+    """Four rounds against FedAdam written out, from the dispatched model by gamma times the mean by lambda."""
+    lambdas, gamma, D = [0.2, 0.3, 0.4, 0.1], 1.2, LAYOUT.parameters
+    step = {"name": "fedadam", "learning_rate": 0.1}
+    rule = rule_of({"name": "fedlaw", "step": step}, Stand(gamma=gamma, lambdas=lambdas))
+    rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
+    z, m, v = np.zeros(D), np.zeros(D), np.full(D, 1e-6)
+    for r in range(4):
+        ((sent, _),) = rule.dispatch(r, CHILDREN)
+        np.testing.assert_allclose(LAYOUT.floats(sent)[:D], z, rtol=1e-5, atol=1e-6)
+        rows_K = uploaded(len(CHILDREN), seed=r)
+        floats_K = LAYOUT.floats(rows_K).astype(np.float64)
+        outcome = rule.aggregate(r, Uploads(CHILDREN, rows_K, tuple(Report(9, 0.5) for _ in CHILDREN), lambda: None))
+        delta = gamma * np.array(lambdas) @ floats_K[:, :D] - z
+        m, v = 0.9 * m + 0.1 * delta, 0.99 * v + 0.01 * delta**2
+        z = z + 0.1 * m / (np.sqrt(v) + 1e-3)
+        np.testing.assert_allclose(LAYOUT.floats(rule.model)[:D], z, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(LAYOUT.floats(rule.model)[D:], np.array(lambdas) @ floats_K[:, D:], rtol=1e-5)
+        far = {child: float(np.linalg.norm(floats_K[k, :D] - z)) for k, child in enumerate(CHILDREN)}
+        assert outcome.distances == pytest.approx(far, rel=1e-5)
+        assert outcome.facts["lambdas"] == dict(zip(CHILDREN, lambdas, strict=True))
+
+
 def test_a_rule_without_its_refiner_cannot_be_built() -> None:
     with pytest.raises(RuntimeError, match="feddf needs a refiner"):
         rule_of({"name": "feddf"})

@@ -23,7 +23,7 @@ from common.learning.evaluation import evaluate, score_of
 from common.learning.inputs import Inputs
 from common.learning.losses import loss_of, try_loss
 from common.model.layout import LinkLayouts
-from device.training.batches import batches, load_local_dataset
+from device.training.batches import load_local_dataset
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.training.trainer import Trainer
@@ -33,6 +33,7 @@ from device.vmapped.loop import Turn, Visits
 from device.vmapped.models import Recipe
 from device.vmapped.schedule import Load
 from tests.helpers.examples import examples
+from tests.helpers.steps import batches_of
 
 OWN = """
 import torch
@@ -143,14 +144,14 @@ def test_a_score_of_ones_own_gets_all_outputs_and_targets(mine: None) -> None:
     samples, targets = torch.randn(11, 3), torch.randn(11, 1)
     found = evaluate(
         module, samples, labels=targets, normalise=torch.clone, batch_size=4, loss="ownscores:cubed",
-        score="ownscores:worst",
+        scores=["ownscores:worst"],
     )  # fmt: skip
     with torch.no_grad():
         errors = (module(samples) - targets).abs()
     assert found.score == pytest.approx(float(errors.max()))
     assert found.loss == pytest.approx(float((errors**3).mean()), rel=1e-6)
     with pytest.raises(InvalidExperiment, match=r"score\.name = 'ownscores:failing': fails with AttributeError"):
-        evaluate(module, samples, labels=targets, normalise=torch.clone, loss="huber", score="ownscores:failing")
+        evaluate(module, samples, labels=targets, normalise=torch.clone, loss="huber", scores=["ownscores:failing"])
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def test_training_of_numbers_is_a_plain_loop(objective: str, tmp_path: Path) -> 
         for parameter in module.parameters():
             parameter.zero_()
     momenta = [torch.zeros_like(parameter) for parameter in module.parameters()]
-    for _, inputs, targets in batches(local, experiment, node="device-1", epochs=2, local_round=0):
+    for _, inputs, targets in batches_of(local, experiment, node="device-1", epochs=2, local_round=0):
         term = 0.15 * sum((parameter**2).sum() for parameter in module.parameters()) if objective else 0.0
         loss = torch.nn.functional.mse_loss(module(inputs), targets) + term
         gradients = torch.autograd.grad(loss, list(module.parameters()))

@@ -412,6 +412,17 @@ def test_devices_score_by_their_trainer(kind: str, home: Path) -> None:
     assert invoke("report", run.path).exit_code == 0
 
 
+def test_a_device_scores_its_own_model_after_its_training(home: Path) -> None:
+    evaluation = {"at": "devices", "personalised": True}
+    run = direct(home / "runs", parse(lab(FLOWER, evaluation=evaluation, institution={"participation": 1.0})))
+    fits: dict[str, int] = {}
+    for row in table(run.path / "devices.csv"):
+        fits[row["node"]] = fits.get(row["node"], 0) + int(row["local_rounds"])  # its state has these
+        assert float(row["personalised_score"]) == pytest.approx(0.1 * fits[row["node"]])
+        assert float(row["test_score"]) == pytest.approx(0.1 * fits[row["node"]])  # with the next task, before it
+    assert set(fits.values()) == {8}
+
+
 def test_a_run_goes_by_the_scores_of_trainers_on_devices(home: Path) -> None:
     trainer = {**FLOWER, "evaluate_fn": None}
     run = direct(home / "runs", parse(lab(trainer, evaluation={"at": "devices"}, stop={"target": 0.15})))
@@ -594,7 +605,7 @@ def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None
         ({"training": {"objective": "fedprox"}}, "training.objective"),
         ({"training": {"augmentation": {"flip": True}}}, "training.augmentation"),
         ({"training": {"vmapped": "always"}}, "training.vmapped"),
-        ({"training": {"compile": True}}, "training.compile"),
+        ({"training": {"optimizer": "adam"}}, "training.optimizer"),
         (
             {"training": {"trainer": {**FLOWER, "run_config": {"batch-size": 4}}}},
             "training.trainer.run_config.batch-size",

@@ -3,6 +3,7 @@ images changed as a loop over pixels changes them."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -22,7 +23,7 @@ from common.experiment.schema import Experiment
 from common.experiment.training import Augmentation, Schedule, TrainingSettings, learning_rate
 from common.learning import datasets
 from device.training import batches
-from device.training.sgd import run_sgd
+from tests.helpers.steps import batches_of, run_steps
 
 CPU = torch.device("cpu")
 
@@ -84,6 +85,7 @@ def test_rates_written_out() -> None:
     assert rates(Schedule(warmup=3), 5) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
     assert rates(Schedule(name="step", every=2, factor=0.5), 5) == [0.1, 0.1, 0.05, 0.05, 0.025]
     assert rates(Schedule(name="exponential", factor=0.5, warmup=1), 4) == [0.05, 0.1, 0.05, 0.025]
+    assert rates(Schedule(name="inverse", halving=2, warmup=1), 4) == pytest.approx([0.05, 0.1, 0.1 * 2 / 3, 0.05])
     assert rates(Schedule(name="cosine", final=0.2), 4) == pytest.approx([0.1, 0.08828427, 0.06, 0.03171573])
 
 
@@ -92,11 +94,12 @@ def test_rates_written_out() -> None:
     [
         ({"nesterov": True, "momentum": 0.0}, r"training\.nesterov = True: .*momentum above 0"),
         ({"vmapped": "auto", "deterministic": True}, r"training\.vmapped = 'auto': training\.deterministic trains"),
-        ({"vmapped": "always", "compile": True}, r"training\.vmapped = 'always': training\.compile trains devices"),
+        ({"vmapped": "always", "deterministic": True}, r"training\.vmapped = 'always': training\.deterministic trains"),
         ({"schedule": {"name": "step", "factor": 0.5}}, r"training\.schedule\.every = None: .*'step' needs it.*Set"),
         ({"schedule": {"name": "step", "every": 2}}, r"training\.schedule\.factor = None: .*'step' needs it.*Set"),
+        ({"schedule": {"name": "inverse"}}, r"training\.schedule\.halving = None: .*'inverse' needs it"),
         ({"schedule": {"name": "exponential"}}, r"training\.schedule\.factor = None: .*'exponential' needs it"),
-        ({"schedule": {"name": "linear"}}, r"training\.schedule\.name = 'linear': .*cosine"),
+        ({"schedule": {"name": "linear"}}, r"training\.schedule\.name = 'linear': .*inverse"),
         ({"schedule": {"warm_up": 3}}, r"training\.schedule\.warm_up = 3: unknown key.*'warmup'"),
         ({"schedule": {"final": 1.5}}, r"training\.schedule\.final = 1\.5: .*Write 1 or less"),
         ({"augmentation": {"crop": -1}}, r"training\.augmentation\.crop = -1: .*Write 0 or more"),
@@ -141,7 +144,7 @@ def test_a_sgd_is_that_of_torchs_optimiser(
     nesterov = nesterov and momentum > 0
     training = TrainingSettings(momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, clip_norm=clip_norm)
     seen: list[int] = []
-    losses, steps = run_sgd(
+    losses, steps = run_steps(
         ours,
         list(ours.parameters()),
         batches,
@@ -163,6 +166,75 @@ def test_a_sgd_is_that_of_torchs_optimiser(
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
     assert float(losses) == pytest.approx(last, rel=1e-12) and steps == 4 and seen == [0, 1, 2, 3]
+
+
+@given(
+    name=st.sampled_from(["adam", "adamw"]),
+    beta1=st.sampled_from([0.0, 0.5, 0.9]),
+    beta2=st.sampled_from([0.9, 0.999]),
+    epsilon=st.sampled_from([1e-8, 0.1]),
+    weight_decay=st.sampled_from([0.0, 0.05]),
+    clip_norm=st.sampled_from([None, 0.3]),
+)
+def test_ten_local_rounds_of_adam_are_those_of_torchs_optimiser(
+    name: str, beta1: float, beta2: float, epsilon: float, weight_decay: float, clip_norm: float | None
+) -> None:
+    """Each local round begins with a fresh optimiser, from the weights of the one before."""
+    ours, theirs = small_net(), small_net()
+    keys = {"name": name, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
+    training = TrainingSettings.model_validate({"clip_norm": clip_norm, "optimizer": keys})
+    source, kind = torch.Generator().manual_seed(1), torch.optim.Adam if name == "adam" else torch.optim.AdamW
+    for _ in range(10):
+        batches = [(0, torch.randn(4, 6, generator=source, dtype=torch.float64), torch.arange(4) % 3) for _ in range(5)]
+        run_steps(ours, list(ours.parameters()), batches, training=training, learning_rate=0.01, last_epoch=0)
+        optimiser = kind(theirs.parameters(), 0.01, (beta1, beta2), epsilon, weight_decay)
+        for _, inputs, labels in batches:
+            optimiser.zero_grad()
+            torch.autograd.backward(functional.cross_entropy(theirs(inputs), labels))
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
+            optimiser.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-10)
+
+
+def test_the_keys_of_sgd_may_stand_in_its_table() -> None:
+    short = parse({"training": {"momentum": 0.5, "weight_decay": 0.1}})
+    table = parse({"training": {"optimizer": {"name": "sgd", "momentum": 0.5, "weight_decay": 0.1}}})
+    assert table == short and table.digest == short.digest
+    assert parse({"training": {"optimizer": "sgd"}}) == parse({})
+    adam = parse({"training": {"optimizer": "adam"}})
+    assert parse(adam.to_json()) == adam and "momentum" not in json.loads(adam.to_json())["training"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        (
+            {"training": {"momentum": 0.5, "optimizer": {"momentum": 0.1}}},
+            r"momentum = 0\.5: .*is 0\.1.*Omit",
+        ),
+        ({"training": {"momentum": 0.5, "optimizer": "adam"}}, r"training\.momentum = 0\.5: adam does not.*Omit"),
+        (
+            {"training": {"weight_decay": 0.5, "optimizer": "adamw"}},
+            r"decay = 0\.5: .*Set training\.optimizer\.",
+        ),
+        ({"training": {"optimizer": {"name": "sgd", "beta1": 0.5}}}, r"training\.optimizer\.beta1 = 0\.5: unknown key"),
+        ({"training": {"optimizer": {"name": "adam", "beta2": 1.0}}}, r"training\.optimizer\.beta2 = 1\.0: .*below 1"),
+        ({"training": {"optimizer": "rmsprop"}}, r"training\.optimizer\.name = 'rmsprop': .*adam"),
+        (
+            {"training": {"optimizer": "adam", "objective": "scaffold"}, "cloud": {"aggregation": "scaffold"}},
+            r"training\.optimizer\.name = 'adam': scaffold estimates gradients",
+        ),
+        (
+            {"training": {"optimizer": "adam"}, "cloud": {"aggregation": "fednova"}},
+            r"training\.optimizer\.name = 'adam': fednova weighs the gradients of SGD",
+        ),
+    ],
+)
+def test_optimisers_that_do_not_fit_are_refused(tree: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse({"topology": {"institutions": 0, "devices": 2}, **tree})
 
 
 def changed_by_hand(image: np.ndarray, *, flip: bool, shift: tuple[int, int], crop: int) -> np.ndarray:
@@ -217,7 +289,7 @@ def rounds_inputs(
     lab: Experiment, *, node: str = "device-0", local_round: int = 0, epochs: int = 2
 ) -> list[torch.Tensor]:
     device = batches.load_local_dataset(parse({"topology": {"devices": 1}}), "device-0", accelerator=CPU)
-    return [inputs for _, inputs, _ in batches.batches(device, lab, node=node, epochs=epochs, local_round=local_round)]
+    return [inputs for _, inputs, _ in batches_of(device, lab, node=node, epochs=epochs, local_round=local_round)]
 
 
 def test_a_device_makes_no_list_of_all_samples_of_a_split(monkeypatch: pytest.MonkeyPatch) -> None:

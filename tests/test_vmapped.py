@@ -24,14 +24,15 @@ from common.model.layout import LinkLayouts, ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.batches import Changes, change_images, draw_changes
 from device.training.objectives.objective import Objective
-from device.training.sgd import captured_of, forward_of, run_sgd
+from device.training.sgd import LocalSteps, forward_of
 from device.training.vectors import TaskVectors
 from device.vmapped import calibration, loop
 from device.vmapped import models as vmapped_models
-from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
+from device.vmapped.calibration import most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult
-from device.vmapped.models import Recipe, VmappedModels, keep_batch_norm_fp32, logits_of
-from device.vmapped.schedule import Load, plan
+from device.vmapped.models import Recipe, VmappedModels, keep_batch_norm_fp32
+from device.vmapped.schedule import Load
+from tests.helpers.steps import run_steps
 
 CPU = torch.device("cpu")
 BATCHES_OF_4 = TrainingSettings(batch_size=4, learning_rate=0.05, momentum=0.9, weight_decay=0.01)
@@ -175,7 +176,7 @@ class Case:
         module, load = copy.deepcopy(self.module).to(on), self.loads[k]
         models.read_row(module, self.layout, self.rows[k])
         reseed(module, k, on)
-        losses, taken = run_sgd(
+        losses, taken = run_steps(
             forward_of(module, self.training, device=on),
             list(module.parameters()),
             [(epoch, inputs.to(on), labels.to(on)) for epoch, inputs, labels in self._batches(k)][:steps],
@@ -243,6 +244,20 @@ CASES: dict[str, Callable[[], Case]] = {
         (1, 8, 8),
         training=TrainingSettings.model_validate({"batch_size": 4, "augmentation": {"flip": True, "crop": 2}}),
     ),
+    "adam": lambda: Case(
+        mlp(Inputs((1, 8, 8), 10)),
+        (1, 8, 8),
+        training=TrainingSettings.model_validate({"batch_size": 4, "optimizer": {"name": "adam", "weight_decay": 0.1}}),
+    ),
+    "adamw, odd": lambda: Case(
+        _Odd(), (1, 8, 8), training=TrainingSettings.model_validate({"batch_size": 4, "optimizer": {"name": "adamw"}})
+    ),
+    "adam, batch norm": lambda: Case(
+        of("resnet20", (3, 16, 16)),
+        (3, 16, 16),
+        loads=RAGGED[:3],
+        training=TrainingSettings.model_validate({"batch_size": 4, "optimizer": {"name": "adam"}}),
+    ),
     "odd": lambda: Case(_Odd(), (1, 8, 8)),
     "fedprox": lambda: Case(
         mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=with_objective({"name": "fedprox", "mu": 1.0})
@@ -279,27 +294,8 @@ def test_vmapped_training_gives_what_each_gives_alone(name: str, monkeypatch: py
             torch.testing.assert_close(tensor, wanted[entry], rtol=0, atol=1e-10)
         views = case.layout.views(how.row)
         for entry, view in views.items():
-            np.testing.assert_allclose(view, wanted[entry], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(view, wanted[entry], rtol=2.0**-23, atol=1e-6)  # a view is float32
         assert np.abs(case.layout.floats(how.row) - before.numpy()).max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("name", "replays"),
-    [
-        *((name, True) for name in ("mlp", "no momentum", "nesterov, clipped", "augmented", "fedsam", "lenet5")),
-        *((name, False) for name in ("odd", "dropout")),
-    ],
-)
-@pytest.mark.parametrize("recorded_use", [1, 2])
-def test_captured_gradients_give_the_same_bits(name: str, replays: bool, recorded_use: int) -> None:
-    """A layer that is never called has no gradient, and masks are drawn: both are left to autograd."""
-    case, wanted = CASES[name](), CASES[name]()
-    wanted.rows = case.rows
-    captured = captured_of(logits_of(case.module), case.training, recorded_use=recorded_use)
-    loop.train(replace(case.recipe, captured=captured), case.turns, most=100)
-    assert captured.replays() == replays
-    for how, other in zip(case.ended, wanted.train(), strict=True):
-        assert isinstance(how, VmappedResult) and how.loss == other.loss and np.array_equal(how.row, other.row)
 
 
 @pytest.mark.parametrize("name", ["lenet5", "resnet20"])
@@ -650,18 +646,18 @@ def test_a_term_that_only_one_path_has_is_found_out(name: str, monkeypatch: pyte
     """FedProx's term is zero at the received parameters, so a first step does not show it."""
     case = CASES[name]()
     case = Case(case.module.float(), case.shape, case.loads[:2], case.training, torch.float32)
-    run = calibration.run_sgd
+    made = calibration.LocalSteps
+    hooks: list[Any] = []
 
-    def proximal(forward: Any, weights: Sequence[Tensor], *rest: Any, **settings: Any) -> Any:
-        hooks = with_proximal_term(weights, 1e-3)
-        result = run(forward, weights, *rest, **settings)
-        for hook in hooks:
-            hook.remove()
-        return result
+    def proximal(forward: Any, weights: Sequence[Tensor], **settings: Any) -> LocalSteps:
+        while hooks:
+            hooks.pop().remove()
+        hooks.extend(with_proximal_term(weights, 1e-3))
+        return made(forward, weights, **settings)
 
     assert problem_of(case.recipe, case.turns) == ""
     with monkeypatch.context() as patch:
-        patch.setattr(calibration, "run_sgd", proximal)
+        patch.setattr(calibration, "LocalSteps", proximal)
         assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
         patch.setattr(calibration, "TRIAL_STEPS", 1)
         assert problem_of(case.recipe, case.turns) == ""
@@ -705,12 +701,12 @@ def test_an_objective_that_vmapped_steps_ignore_is_found_out(
 
 
 def test_momentum_that_only_one_path_has_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, run = quick(), calibration.run_sgd
+    case, made = quick(), calibration.LocalSteps
 
-    def plain(*given: Any, training: TrainingSettings, **settings: Any) -> Any:
-        return run(*given, training=training.model_copy(update={"momentum": 0.0}), **settings)
+    def plain(*given: Any, training: TrainingSettings, **settings: Any) -> LocalSteps:
+        return made(*given, training=training.model_copy(update={"momentum": 0.0}), **settings)
 
-    monkeypatch.setattr(calibration, "run_sgd", plain)
+    monkeypatch.setattr(calibration, "LocalSteps", plain)
     assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
 
 
@@ -735,38 +731,13 @@ def test_what_vmap_lacks_is_found_out_and_an_lstm_is_not_among_it() -> None:
     assert "lstm" in problem_of(both.recipe, both.turns)
 
 
-def test_trying_and_timing_leave_the_turns_as_they_were() -> None:
+def test_trying_leaves_the_turns_as_they_were() -> None:
     case = quick()
-    speeds = measure(case.recipe, case.turns[0], size=5)
-    assert speeds.size == 5 and min(speeds.alone_s, speeds.single_s, speeds.vmapped_s) > 0
     assert problem_of(case.recipe, case.turns) == ""
     for k, how in enumerate(case.train()):
         wanted = case.alone(k)[0]
         for entry, view in case.layout.views(how.row).items():
             np.testing.assert_allclose(view, wanted[entry], rtol=0, atol=1e-5)
-
-
-def test_the_quicker_path_depends_on_the_plan() -> None:
-    speeds = StepTimes(alone_s=1.0, single_s=3.0, vmapped_s=4.0, size=11)
-    together_, ragged = plan([Load(8, 1)] * 11, batch_size=4, pad=True), plan([Load(40, 1)], batch_size=4, pad=True)
-    assert speeds.one_by_one_s(together_) == 22 and speeds.together_s(together_) == pytest.approx(8)
-    assert speeds.one_by_one_s(ragged) == 10 and speeds.together_s(ragged) == pytest.approx(30)
-    assert speeds.pays(together_) and not speeds.pays(ragged)
-
-
-@pytest.mark.parametrize(
-    ("totals", "alone"), [([2] * 11, 0), ([40, *[2] * 10], 1), ([40, 30, 30, *[2] * 8], 3), ([4, 3, 3, 2], 0)]
-)
-def test_devices_with_many_more_steps_than_the_others_are_kept_apart(totals: list[int], alone: int) -> None:
-    speeds = StepTimes(alone_s=1.0, single_s=2.0, vmapped_s=2.5, size=11)
-    assert speeds.alone_of(np.array(totals)) == alone
-
-    def cost(k: int) -> float:
-        """Return the time of the first k alone and of the others together, step by step."""
-        active = [sum(total > step for total in totals[k:]) for step in range(totals[k])]
-        return sum(totals[:k]) + calibration.GAIN_LEAST * sum(2.0 + 0.05 * (some - 1) for some in active)
-
-    assert alone == min(range(len(totals) - 1), key=cost)
 
 
 def test_a_cap_follows_from_what_a_few_devices_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -814,8 +785,6 @@ def test_a_gpu_is_left_as_it_was_and_trains_lenet_vmapped(precision: str) -> Non
     recipe, turns = case.recipe, case.turns
     assert problem_of(recipe, turns) == ""
     assert most_in_memory(recipe, turns[0]) >= 40
-    speeds = measure(recipe, turns[0], size=8)
-    assert speeds.vmapped_s < 40 * speeds.alone_s
     before = torch.cuda.memory_allocated()
     loop.train(recipe, turns, most=40)
     assert all(isinstance(how, VmappedResult) for how in case.ended)

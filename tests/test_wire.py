@@ -238,10 +238,10 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
         assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 1, 8, 10, -1, True, 9.0, "9", b"\x09", None, [9]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 9, 11, -1, True, 10.0, "10", b"\x0a", None, [10]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
     text = refusal(pack([version, SESSION, 7, "0" * 16]))
-    assert "protocol version" in text and "uses 9" in text
+    assert "protocol version" in text and "uses 10" in text
 
 
 @pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)
@@ -460,19 +460,19 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("b8a9f7692ef4c46c")
-        + b"\x9d\x09\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00"
+        bytes.fromhex("9dcefcf2ffc78924")
+        + b"\x9d\x0a\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("fb464813685abd6d")
-        + b"\x98\x09\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        bytes.fromhex("4e9962156d4e2627")
+        + b"\x98\x0a\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\x00\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("4bd901b24598abd9")
-        + b"\x99\x09\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        bytes.fromhex("5e7a41000b6845fb")
+        + b"\x99\x0a\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
         + (b"\x9d" + bytes(12) + b"\x9b" + bytes(11))
         + (b"\x91\x9d" + bytes(12) + b"\x9b" + bytes(11))
     )

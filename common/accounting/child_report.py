@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from common.accounting.traffic import NO_WIRE, Measured, TcpStats, Traffic
-from common.model.scores import ScoreSums, summed
+from common.model.scores import ScoredModels, summed
 from common.text import NameText
 
 
@@ -41,7 +41,7 @@ class ChildReport:
     measured: Measured = Measured()
     traffic: Traffic = Traffic()
     broker: TcpStats = NO_WIRE
-    tests: ScoreSums | None = None
+    tests: ScoredModels | None = None
 
     def with_work_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with the work of an earlier one added."""

@@ -281,6 +281,9 @@ class Model(SettingsTable):
     # The first model: that of a run, by its folder, or of a file in safetensors' format, from the folder in which the
     # cloud was started. Not set: one drawn from the seed.
     initial: str | None = None
+    # false: in the first local round of a run each device begins with a model of its own, drawn from the seed and its
+    # name, and not with the received one.
+    same_initial: bool = True
     # Arrays that are the same everywhere: no device trains them, and they are never sent.
     frozen: list[Pattern] = Field(default_factory=list)
     # Arrays that each device trains and keeps for itself, from its first task to its last. The cloud has none of them.
@@ -288,7 +291,8 @@ class Model(SettingsTable):
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if value or key not in PARTS}
+        unset: dict[str, Any] = {"frozen": [], "personal": [], "same_initial": True}
+        return {key: value for key, value in dump(self).items() if key not in unset or value != unset[key]}
 
 
 def found_in(root: Path) -> list[str]:
@@ -363,9 +367,7 @@ def check_data(data: Data, model: Model) -> None:
         raise InvalidExperiment(
             "data.image_shape", data.image_shape, "images in files have 1 or 3 channels", "Begin with 1 or 3."
         )
-    if model.projection and is_own(model.name):
-        problem, remedy = "a model of one's own has no head of fedstrata's", "Build the layers in its function."
-        raise InvalidExperiment("model.projection", model.projection, problem, remedy)
+    _check_model(model)
     if data.dataset == "synthetic" and not isinstance(data.classes, int):
         raise InvalidExperiment("data.classes", data.classes, "synthetic needs a number", "Write for instance 10.")
     if data.node_samples and data.private:
@@ -379,6 +381,15 @@ def check_data(data: Data, model: Model) -> None:
             problem = f"no effect with data.dataset {data.dataset} and data.partition {data.partition}"
             remedy = f"Omit it; it belongs to {_USES[key].belongs}."
             raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
+
+
+def _check_model(model: Model) -> None:
+    if model.projection and is_own(model.name):
+        problem, remedy = "a model of one's own has no head of fedstrata's", "Build the layers in its function."
+        raise InvalidExperiment("model.projection", model.projection, problem, remedy)
+    if model.initial is not None and not model.same_initial:
+        problem = "devices begin with model.initial"
+        raise InvalidExperiment("model.same_initial", False, problem, "Omit one of the two.")
 
 
 def check_fits(data: Data, model: Model, *, devices: int) -> None:

@@ -14,11 +14,11 @@ from common.experiment.trainers import KEY as TRAINER
 from common.experiment.trainers import OWN_SAMPLES
 from common.experiment.training import ACCURACY, Score, TrainingSettings
 
-ON_DEVICES: Final = ("data", "held_out", "participation", "per_class")  # keys of what devices do
+ON_DEVICES: Final = ("data", "held_out", "participation", "personalised", "per_class")  # keys of what devices do
 
 
 class EvaluationSettings(SettingsTable):
-    """Where the models of a run are scored, and after which global rounds. `[score]` names the score.
+    """Where the models of a run are scored, and after which global rounds. `[score]` names the scores.
 
     The cloud scores on the test set. A device scores the model that it receives with its first task of a global round,
     before it trains: that is the model of the global round before, whose row has the scores. The last model is sent
@@ -30,13 +30,16 @@ class EvaluationSettings(SettingsTable):
     # Where the cloud evaluates: `cpu`, `cuda`, `cuda:1` (a GPU's number), or `auto`, a GPU if its machine has one. It
     # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
     accelerator: AcceleratorName = "cpu"
-    # What devices score on: `held_out`, a share of their own samples, or `test`, the test set, of which each sample is
-    # on exactly one device. With a trainer that is not `sgd`: `own`, the samples that it evaluates on.
-    data: Literal["held_out", "test", "own"] = "held_out"
+    # What devices score on: `held_out`, a share of their own samples; `test`, the test set, of which each sample is on
+    # exactly one device; or `users`, the test samples of the device's user, as LEAF's data sets have them. With a
+    # trainer that is not `sgd`: `own`, the samples that it evaluates on.
+    data: Literal["held_out", "test", "users", "own"] = "held_out"
     # Of `data = "held_out"`: the share of a device's samples that it never trains on, at least one of two or more.
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
     # Share of all devices that score in a global round, drawn anew for each. Those without a task do not score.
     participation: Fraction = 1.0
+    # Score each device's own model, too: the one that it has trained in its last local round of the global round.
+    personalised: bool = False
     per_class: bool = False  # count the samples of each class, and the right ones, too; of accuracy
 
     @model_serializer(mode="wrap")
@@ -84,16 +87,22 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, training: Train
             problem = f"no effect with evaluation.data = {evaluation.data!r}"
         remedy = "Omit it." if evaluation.data == OWN_SAMPLES else f"Omit it, or set {by}."
         raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, remedy)
+    if score.also and not training.trainer.learns_module:
+        problem = f"{TRAINER} {training.trainer.whose} has one score"
+        raise InvalidExperiment("score.also", score.also, problem, "Omit it.")
     if not evaluation.on_devices or not training.trainer.learns_module:
         return
     if evaluation.data == OWN_SAMPLES:
         problem = f"it is for trainers of one's own, and {TRAINER} is sgd"
-        raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out or test.")
-    if evaluation.data == "test" and data.private:
+        raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out, test or users.")
+    if evaluation.data != "held_out" and data.private:
         problem = "every device has samples of its own, and the cloud alone has the test set"
-        raise InvalidExperiment("evaluation.data", "test", problem, "Use held_out.")
-    if evaluation.per_class and (data.targets != CLASSES or score.name != ACCURACY):
-        problem = "it counts right classes, and the score is not accuracy"
+        raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out.")
+    if evaluation.data == "users" and data.partition != "natural":
+        problem = f"data.partition is {data.partition!r}, and devices are no users"
+        raise InvalidExperiment("evaluation.data", "users", problem, 'Use data.partition = "natural", or held_out.')
+    if evaluation.per_class and (data.targets != CLASSES or ACCURACY not in score.names):
+        problem = "it counts right classes, and no score is accuracy"
         raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
 
 

@@ -13,13 +13,14 @@ from common.errors import InvalidExperiment
 from common.experiment.methods import RULES, SELECTORS, STEPS
 from common.experiment.tables import FORMS, proposal, stands_for
 from common.experiment.trainers import TRAINERS
-from common.experiment.training import AUGMENTATIONS, OBJECTIVES
+from common.experiment.training import AUGMENTATIONS, OBJECTIVES, OPTIMIZERS
 
 # Keys of tables that are selected by `name`: what the name is of, and the tables.
 SELECTED: Final = {
     "aggregation": ("rule", RULES),
     "augmentation": ("augmentation", AUGMENTATIONS),
     "objective": ("objective", OBJECTIVES),
+    "optimizer": ("optimizer", OPTIMIZERS),
     "selection": ("selector", SELECTORS),
     "step": ("step of a server", STEPS),
     "trainer": ("trainer", TRAINERS),

@@ -29,6 +29,7 @@ from common.experiment.devices import (
 )
 from common.experiment.evaluation import EvaluationSettings, check_evaluation
 from common.experiment.links import (
+    DELTA,
     DOWN,
     UP,
     Links,
@@ -184,6 +185,10 @@ class Experiment(ExperimentSettings):
         for tier in self.tiers:
             check_codec(f"{self.key(tier, 'transfer')}.up", tier.transfer.up, UP)
             check_codec(f"{self.key(tier, 'transfer')}.down", tier.transfer.down, DOWN)
+        up, last = self.tiers[-1].transfer.up, self.key(self.tiers[-1], "transfer")
+        if not self.model.same_initial and up.startswith(DELTA) and "fp32" not in up:
+            problem = f"{last}.up = {up!r} rounds differences from the received model, and devices begin with others"
+            raise InvalidExperiment("model.same_initial", False, problem, "Use fp32, or delta+fp32+zstd.")
         return self
 
     @property
@@ -292,6 +297,20 @@ class Experiment(ExperimentSettings):
         evaluation = self.evaluation
         if not evaluation.on_devices or local_round or not global_round:
             return False
+        return self._scores_in(node, global_round, last=last)
+
+    def scores_trained(self, node: str, *, global_round: int, local_round: int) -> bool:
+        """Return whether a device scores the model that it trains with a task, both rounds from 0.
+
+        That is a model of the next global round, in its last local round.
+        """
+        if not self.evaluation.personalised or local_round + 1 != self.device_rounds:
+            return False
+        return self._scores_in(node, global_round + 1, last=global_round + 1 == self.rounds)
+
+    def _scores_in(self, node: str, global_round: int, *, last: bool) -> bool:
+        """Return whether a device is drawn to score models of a global round, counted from 1."""
+        evaluation = self.evaluation
         if not last and global_round % evaluation.every:
             return False
         devices = self.tree.devices
@@ -325,6 +344,9 @@ class Experiment(ExperimentSettings):
         if not training.trainer.learns_module:
             return dict(training.trainer.code)
         names = {"training.loss": training.loss, "training.objective.name": training.objective.name}
+        if self.evaluation.on_devices:
+            names |= {"score.name": self.score.name}
+            names |= {f"score.also[{place}]": name for place, name in enumerate(self.score.also)}
         if training.own_augmentation is not None:
             names |= {"training.augmentation.name": training.augmentation.name}
         return self._learned | names

@@ -28,7 +28,8 @@ ALIKE: Final = 0.8  # from which it surely is
 FORMS: Final[dict[str, str]] = {}  # of texts: by pattern, what to write
 # Tables of an experiment for which their `name` stands: `objective = "fedprox"`.
 NAMED: Final = (
-    "score", "model", "aggregation", "selection", "objective", "augmentation", "trainer", "schedule", "epoch_control"
+    "score", "model", "aggregation", "selection", "objective", "augmentation", "trainer", "optimizer", "schedule",
+    "epoch_control",
 )  # fmt: skip
 
 
@@ -90,11 +91,11 @@ def named_in_module(place: str) -> Any:
 class Selected:
     """Makes a field one of several tables: that of its `name`, the first one without it, and `own` for `package:Name`.
 
-    It annotates the tables' common base.
+    It annotates the tables' common base. Without `own` there is none of the user's own.
     """
 
     tables: Mapping[str, type[SettingsTable]]
-    own: str  # `module:Class`
+    own: str = ""  # `module:Class`
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return pydantic's schema."""
@@ -111,7 +112,7 @@ class Selected:
         if not isinstance(tree, Mapping):
             raise PydanticKnownError("dict_type")
         name = tree.get("name", next(iter(self.tables)))
-        is_own = isinstance(name, str) and ":" in name
+        is_own = bool(self.own) and isinstance(name, str) and ":" in name
         if not is_own and name not in self.tables:
             context = {"discriminator": "name", "tag": str(name), "expected_tags": ", ".join(self.tables)}
             raise PydanticKnownError("union_tag_invalid", context)

@@ -138,6 +138,8 @@ def check_trainer(trainer: TrainerTable, data: Data, model: Model) -> None:
             raise InvalidExperiment(f"data.{key}", value, reads, "Omit it.")
     if model.name != trainer.whose:
         raise InvalidExperiment("model.name", model.name, brings, "Omit it.")
+    if not model.same_initial:
+        raise InvalidExperiment("model.same_initial", False, brings, "Omit it.")
     for key in PARTS:
         if patterns := getattr(model, key):
             problem = f"{KEY} {trainer.whose} trains all of its arrays"

@@ -12,7 +12,7 @@ from math import cos, pi
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from common.errors import InvalidExperiment
 from common.experiment import own
@@ -33,6 +33,7 @@ SCORES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {CLASSES: (ACCURACY,), NUMBERS: ("r2", "mean_squared_error", "mean_absolute_error", "binary_accuracy")}
 )
 HIGHER: Final = (ACCURACY, "r2", "binary_accuracy")
+SCORES_MOST: Final = 8  # of an experiment
 SHARES: Final = (ACCURACY, "binary_accuracy")  # 0 to 1, for people in percent
 LossName = Annotated[str, Field(json_schema_extra={"enum": [name for names in LOSSES.values() for name in names]})]
 ScoreName = Annotated[str, Field(json_schema_extra={"enum": [name for names in SCORES.values() for name in names]})]
@@ -151,6 +152,46 @@ OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
 ObjectiveSettings = Annotated[ObjectiveTable, Selected(OBJECTIVES, "common.experiment.training:OwnObjective")]
 
 
+class OptimizerTable(SettingsTable):
+    """The settings of an optimiser, which begins anew in each local round."""
+
+    name: str  # the optimiser
+
+
+class Sgd(OptimizerTable):
+    """SGD. Its keys are `momentum`, `nesterov` and `weight_decay` of `training`; they may stand here, too."""
+
+    name: Literal["sgd"] = "sgd"  # the optimiser
+
+
+class AdaptiveTable(OptimizerTable):
+    """The settings of an optimiser that divides the mean of the gradients by the root of their squares' mean."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of the mean of the gradients
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999  # decay of the mean of their squares
+    epsilon: Positive = 1e-8  # added to the root of the squares' mean
+
+
+class Adam(AdaptiveTable):
+    """Adam, as torch.optim.Adam (Kingma and Ba 2015)."""
+
+    name: Literal["adam"] = "adam"  # the optimiser
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # L2 penalty, a part of the gradient
+
+
+class AdamW(AdaptiveTable):
+    """Adam with a decay of the weights apart from the gradient, as torch.optim.AdamW (Loshchilov and Hutter 2019)."""
+
+    name: Literal["adamw"] = "adamw"  # the optimiser
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01  # share of each weight, times the learning rate, in each step
+
+
+OPTIMIZERS: Final[Mapping[str, type[OptimizerTable]]] = MappingProxyType({"sgd": Sgd, "adam": Adam, "adamw": AdamW})
+OF_SGD: Final = ("momentum", "nesterov", "weight_decay")  # the keys of SGD
+
+OptimizerSettings = Annotated[OptimizerTable, Selected(OPTIMIZERS)]
+
+
 class Schedule(SettingsTable):
     """The learning rate over the global rounds. All local rounds of a global round have the same.
 
@@ -161,13 +202,16 @@ class Schedule(SettingsTable):
     - step: factor ** floor(s / every)
     - exponential: factor ** s
     - cosine: final + (1 - final) (1 + cos(pi s / S)) / 2, so `final` itself would come after the last global round
+    - inverse: halving / (halving + s), as in Theorem 1 of FedCross
     """
 
-    name: Literal["constant", "step", "exponential", "cosine"] = "constant"  # the curve after the warm-up
+    # The curve after the warm-up.
+    name: Literal["constant", "step", "exponential", "cosine", "inverse"] = "constant"
     warmup: Annotated[int, Field(ge=0)] = 0  # global rounds of a linear rise
     every: Count | None = None  # of `step`: global rounds between two steps
     factor: Fraction | None = None  # of `step` and `exponential`: the learning rate is multiplied by it
     final: Share = 0.0  # of `cosine`: share of the learning rate at the end
+    halving: Positive | None = None  # of `inverse`: global rounds until the learning rate is halved
 
 
 class AugmentationTable(SettingsTable):
@@ -206,7 +250,9 @@ AugmentationSettings = Annotated[
 ]
 
 
-OF_MODULES: Final = ("loss", "objective", "augmentation", "precision", "compile", "deterministic", "vmapped")
+OF_MODULES: Final = (
+    "optimizer", "loss", "objective", "augmentation", "precision", "recorded", "deterministic", "vmapped"
+)  # fmt: skip
 OF_TASKS: Final = ("epochs", "learning_rate")  # what others decide, or need to know
 
 
@@ -219,6 +265,8 @@ class TrainingSettings(SettingsTable):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # as in torch.optim.SGD
     nesterov: bool = False  # Nesterov momentum, as in torch.optim.SGD
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # L2 penalty, as in torch.optim.SGD
+    # `sgd`, whose keys are the three above; `adam` or `adamw`, with keys of their own.
+    optimizer: OptimizerSettings = Sgd()
     clip_norm: Positive | None = None  # largest L2 norm of a step's gradients, all together
     # The loss on which every objective builds; with `data.targets = "numbers"` the default is the mean squared error.
     # Or a function of one's own, `package.module:function`, of outputs and targets, that returns each sample's loss.
@@ -231,17 +279,34 @@ class TrainingSettings(SettingsTable):
     # backward in torch's autocast, weights and steps in fp32. It pays with convolutions. On a CPU linear layers stay
     # fp32 in batches of 16 samples or fewer, where casts cost more than they save.
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    compile: bool = False  # `torch.compile`, before the run's clock starts; on one core it made small models slower
+    # Whether a CPU runs the steps of small models as programs, recorded in trial steps, without Python; the bits are
+    # the same. False: code of one's own runs in each step, for instance as it prints, or reads a file or a clock.
+    recorded: bool = True
     # On CUDA, use only operations that give the same bits again; a model with others is refused. A CPU always gives
     # the same bits.
     deterministic: bool = False
-    # Whether the devices of a process train in common steps: `always`, `never`, or `auto`, where it was measured to be
-    # faster. Not set: `never` on a CPU, `auto` on a GPU. The last bits of a result then depend on who trains together,
-    # so two runs may differ by rounding.
+    # Whether the devices of a process train in common steps: `always`, `never`, or `auto`, where the model can be. Not
+    # set: `never` on a CPU, where they are slower than those of one device alone, `auto` on a GPU. The last bits of a
+    # result then depend on who trains together, so two runs may differ by rounding.
     vmapped: Literal["never", "auto", "always"] | None = None
     trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower client, or a class of one's own
     # Numbers for a trainer that is not `sgd`, by the global round from which they hold: `mu = { 1 = 0.0, 10 = 0.1 }`.
     by_round: ByRound = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, tree: Any) -> Any:
+        """Let the keys of SGD in a table `optimizer` be those of the training."""
+        given = tree.get("optimizer") if isinstance(tree, Mapping) else None
+        if not isinstance(given, Mapping) or given.get("name", "sgd") != "sgd":
+            return tree
+        moved = {key: given[key] for key in OF_SGD if key in given}
+        if twice := [key for key in moved if key in tree and tree[key] != moved[key]]:
+            key = f"training.{twice[0]}"
+            problem = f"training.optimizer.{twice[0]} is {moved[twice[0]]}"
+            raise InvalidExperiment(key, tree[twice[0]], problem, "Omit one of the two.")
+        left = {key: value for key, value in given.items() if key not in moved}
+        return {**tree, **moved, "optimizer": left}
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -252,12 +317,18 @@ class TrainingSettings(SettingsTable):
         unused: tuple[str, ...] = ("trainer", "by_round") if self.trainer.learns_module else OF_MODULES
         if self.loss != CROSS_ENTROPY and self.plain:
             unused += ("objective",)
+        unused += ("optimizer",) if self.by_sgd else OF_SGD
         return {key: value for key, value in dump(self).items() if key not in unused}
 
     @property
     def remembers(self) -> bool:
         """Whether a device has state that persists between its tasks."""
         return self.objective.remembers or self.trainer.remembers
+
+    @property
+    def by_sgd(self) -> bool:
+        """Whether the optimiser is SGD."""
+        return isinstance(self.optimizer, Sgd)
 
     @property
     def image_changes(self) -> Augmentation:
@@ -276,7 +347,7 @@ class TrainingSettings(SettingsTable):
 
 
 class Score(SettingsTable):
-    """What the cloud evaluates on the test set, beside the loss.
+    """What models are evaluated by, beside the loss.
 
     `accuracy`: share of the samples whose largest output is their class. `r2`: 1 minus the ratio of the squared errors
     to those of the targets' mean, the mean of several targets. `binary_accuracy`: share of the targets, 0 or 1, on the
@@ -286,6 +357,22 @@ class Score(SettingsTable):
 
     name: ScoreName = ACCURACY  # a score, or a function of one's own, `package.module:function`
     better: Literal["higher", "lower"] | None = None  # of one's own: which of two scores is the better one
+    # Further scores, which are recorded only: targets, the best model, charts and comparisons are of `name`.
+    also: Annotated[list[ScoreName], Field(max_length=SCORES_MOST - 1)] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if key != "also" or value}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All scores, in the order of their sums."""
+        return (self.name, *self.also)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The further scores with the ends of their columns: `score_f1` of `mine:f1`."""
+        return {name: f"score_{name.rpartition(':')[2]}" for name in self.also}
 
     @property
     def higher(self) -> bool:
@@ -320,6 +407,8 @@ def learning_rate(training: TrainingSettings, *, global_round: int, global_round
         share = schedule.factor**s
     elif schedule.factor is not None and schedule.every is not None and schedule.name == "step":
         share = schedule.factor ** (s // schedule.every)
+    elif schedule.name == "inverse" and schedule.halving is not None:
+        share = schedule.halving / (schedule.halving + s)
     elif schedule.name == "cosine":
         share = schedule.final + (1 - schedule.final) * (1 + cos(pi * s / whole)) / 2
     return training.learning_rate * share
@@ -353,6 +442,12 @@ def check_score(targets: str, loss: str, score: Score) -> None:
     if is_own(score.name) and score.better is None:
         remedy = "Set it to 'higher' or 'lower'."
         raise InvalidExperiment("score.better", None, f"not known of {score.name}", remedy)
+    for name in score.also:
+        _check_name("score.also", name, SCORES, targets)
+    columns = ["score_" + score.name.rpartition(":")[2], *score.columns.values()]
+    if twice := [name for name, column in score.columns.items() if columns.count(column) > 1]:
+        remedy = "Name each score once, and functions differently."
+        raise InvalidExperiment("score.also", twice[0], "two scores have this name", remedy)
     if score.better is not None and score.higher != (score.name in HIGHER) and not is_own(score.name):
         problem = f"{score.name} is better when {'higher' if score.name in HIGHER else 'lower'}"
         raise InvalidExperiment("score.better", score.better, problem, "Omit it.")
@@ -366,16 +461,17 @@ def check_training(training: TrainingSettings, data: Data) -> None:
     if training.by_round:
         problem, remedy = "it is for trainers of one's own", "Omit it, or use training.schedule."
         raise InvalidExperiment("training.by_round", dict(training.by_round), problem, remedy)
-    if training.nesterov and not training.momentum:
+    if not training.by_sgd:
+        _check_adaptive(training)
+    elif training.nesterov and not training.momentum:
         raise InvalidExperiment(
             "training.nesterov", True, "it is a form of momentum", "Set training.momentum above 0, or omit it."
         )
-    for key in ("deterministic", "compile"):
-        if training.vmapped in ("auto", "always") and getattr(training, key):
-            problem, remedy = f"training.{key} trains devices one after another", "Omit one of the two keys."
-            raise InvalidExperiment("training.vmapped", training.vmapped, problem, remedy)
+    if training.vmapped in ("auto", "always") and training.deterministic:
+        problem, remedy = "training.deterministic trains devices one after another", "Omit one of the two keys."
+        raise InvalidExperiment("training.vmapped", training.vmapped, problem, remedy)
     schedule = training.schedule
-    needed = {"step": ("every", "factor"), "exponential": ("factor",)}
+    needed = {"step": ("every", "factor"), "exponential": ("factor",), "inverse": ("halving",)}
     for key in needed.get(schedule.name, ()):
         if getattr(schedule, key) is None:
             problem = f"schedule {schedule.name!r} needs it"
@@ -394,6 +490,18 @@ def check_training(training: TrainingSettings, data: Data) -> None:
     if data.targets == NUMBERS and training.objective.name == "fedgen":
         problem = "it needs labels, and data.targets are numbers"
         raise InvalidExperiment("training.objective.name", "fedgen", problem, "Use another objective and rule.")
+
+
+def _check_adaptive(training: TrainingSettings) -> None:
+    """Check the keys beside an optimiser that is not SGD. Raises InvalidExperiment."""
+    name = training.optimizer.name
+    for key in OF_SGD:
+        if key in training.model_fields_set:
+            remedy = f"Set training.optimizer.{key}." if hasattr(training.optimizer, key) else "Omit it."
+            raise InvalidExperiment(f"training.{key}", getattr(training, key), f"{name} does not read it", remedy)
+    if training.objective.name == "scaffold":
+        problem = "scaffold estimates gradients from the steps of SGD"
+        raise InvalidExperiment("training.optimizer.name", name, problem, "Use sgd, or another objective and rule.")
 
 
 def _check_foreign(training: TrainingSettings) -> None:

@@ -41,6 +41,8 @@ BLOCK_SAMPLES: Final = 1_000  # converted to float64 at once
 DIGITS: Final = 4  # significant ones, as published constants have: sums differ in the last bits between machines
 ROUNDING: Final = 2.0**-23  # the deviation, as a part of the mean, up to which it is float32's rounding alone
 
+OWNERS: Final = ("owners", "test_owners")  # names of stored tensors
+
 # Keys that determine the split, or how samples are normalised, not the samples.
 _NOT_OF_SAMPLES: Final = {
     "root", "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "partition_size",
@@ -67,7 +69,8 @@ class Dataset:
     Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or texts, int64 [N, L], with values below `tokens`
     (0 = images); or of tables and own data float32 [N, ...]. `scale` maps a pixel into [0, 1]; `mean` and `std` are per
     channel or feature, or one for all, after scaling (`data.normalise`). If the samples have users, `owners` int64 [N]
-    are the indices in `users` of the training samples' users. `notes`: what the user should know of the files, a line
+    are the indices in `users` of the training samples' users, and if they have some `test_owners` of the test samples',
+    -1 for one without training samples. `notes`: what the user should know of the files, a line
     each; one node of a run shows them.
     """
 
@@ -83,6 +86,7 @@ class Dataset:
     users: tuple[str, ...] = ()
     owners: Labels | None = None
     notes: tuple[str, ...] = ()
+    test_owners: Labels | None = None
 
     @property
     def inputs(self) -> Inputs:
@@ -166,8 +170,9 @@ def _make_stored(data: Data, root: Path, reader: str) -> stored.Stored:
         "test": _noisy(parts.test, data.noise / source.scale, f"{data.dataset}/test"),
         "test_labels": torch.from_numpy(parts.test_labels),
     }
-    if parts.owners is not None:
-        tensors["owners"] = torch.from_numpy(parts.owners)
+    for name, owners in zip(OWNERS, (parts.owners, parts.test_owners), strict=True):
+        if owners is not None:
+            tensors[name] = torch.from_numpy(owners)
     notes = [*parts.notes, *_unlearned(data, parts)]
     facts = {"classes": parts.classes, "tokens": parts.tokens, "users": parts.users, "notes": notes}
     return stored.Stored(tensors, facts)
@@ -177,7 +182,7 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
     tensors = made.tensors
     as_it_is = (is_own(data.dataset) or is_table(data.dataset)) and tensors["train"].is_floating_point()
     source = _AS_IT_IS if as_it_is else _source(data)
-    owners = tensors.get("owners")
+    owners, test_owners = (None if (each := tensors.get(name)) is None else each.numpy() for name in OWNERS)
     published = source.mean, source.std
     samples = tensors["train"] if len(tensors["train"]) else tensors["test"]
     mean, std = constants_of(data, samples, scale=source.scale, published=published)
@@ -192,8 +197,9 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
         std,
         made.facts["tokens"],
         tuple(made.facts["users"]),
-        None if owners is None else owners.numpy(),
+        owners,
         tuple(made.facts["notes"]),
+        test_owners,
     )
 
 

@@ -32,7 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.learning.refiner import Adam, NodeSamples
+from common.experiment.training import Adam
+from common.learning.optimizers import AdaptiveMoments, WeightSteps
+from common.learning.refiner import NodeSamples
 from common.methods.refined import FedBE, FedDF
 from common.model.layout import Row, Section
 from common.model.refinement import Doubles, RoundModels
@@ -48,12 +50,12 @@ def distil(node: NodeSamples, settings: FedDF, models: RoundModels) -> Mapping[s
     node.load(models.mean)
     before = best = node.divergence(target)
     kept, kept_at, taken = _copies(node.weights), 0, 0
-    optimiser = Adam(node.weights)
+    optimiser = WeightSteps(AdaptiveMoments(Adam()), node.weights)
     batches = chain.from_iterable(node.passes(settings.batch_size, r=models.r))
     for step, places in enumerate(islice(batches, settings.steps)):
         loss_to(node, places, target).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(node.weights, settings.clip_norm)
-        optimiser.step(settings.learning_rate * (1 + cos(pi * step / settings.steps)) / 2)
+        optimiser.take(settings.learning_rate * (1 + cos(pi * step / settings.steps)) / 2)
         taken = step + 1
         if taken % LOOK_STEPS and taken < settings.steps:
             continue

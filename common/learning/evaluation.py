@@ -1,6 +1,7 @@
 """Score and loss of a module on a set of samples, and of an experiment's models on its test set.
 
-A score is one number of all outputs [N, K] and all targets, [N] classes or [N, T] numbers:
+A score is one number of all outputs [N, K] and all targets, [N] classes or [N, T] numbers. An experiment may have
+several:
 
     accuracy               share of samples with argmax(o) = y
     r2                     1 - sum (o - t)^2 / sum (t - mean t)^2, the mean over the T targets; a constant target adds 1
@@ -13,7 +14,7 @@ A score is one number of all outputs [N, K] and all targets, [N] classes or [N, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -33,12 +34,13 @@ from common.learning import datasets, models
 from common.learning.computing import CPU, accelerators, calls_own_code, seeded, set_up_evaluation
 from common.learning.losses import loss_of, try_loss
 from common.model.layout import Row
-from common.model.scores import R2, ScoreSums, packed
+from common.model.scores import R2, ScoreSums, packed, packed_sums
 from common.randomness import Purpose, torch_seed
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 ScoreFunction: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], float]
 KEY: Final = "score.name"
+ALSO: Final = "score.also"
 BATCH: Final = 500
 CPU_BATCH: Final = 100  # on a slow machine 500 samples may take longer than the progress that is expected of a process
 
@@ -47,11 +49,21 @@ log = logging.getLogger("fedstrata.evaluation")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The score, of accuracy as a fraction of 1; the mean loss, of cross-entropy in nats; the sums over the samples."""
+    """The scores, accuracy as a fraction of 1; the mean loss, of cross-entropy in nats; the sums over the samples."""
 
-    score: float
+    scores: tuple[float, ...]
     loss: float
     sums: ScoreSums
+
+    @property
+    def score(self) -> float:
+        """The first score."""
+        return self.scores[0]
+
+    @property
+    def more(self) -> tuple[float, ...]:
+        """The further scores."""
+        return self.scores[1:]
 
 
 def evaluate(
@@ -62,7 +74,7 @@ def evaluate(
     normalise: Callable[[Tensor], Tensor],
     batch_size: int = BATCH,
     loss: str = CROSS_ENTROPY,
-    score: str = ACCURACY,
+    scores: Sequence[str] = (ACCURACY,),
     classes: int = 0,
     watch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
@@ -77,6 +89,7 @@ def evaluate(
     correct = torch.zeros((), dtype=torch.int64, device=device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     each_loss, outputs = loss_of(loss), list[Tensor]()
+    keeps = any(name != ACCURACY for name in scores)
     counts = torch.zeros((2, classes), dtype=torch.int64, device=device)  # of the samples, and of the right ones
     module.eval()
     try:
@@ -85,14 +98,14 @@ def evaluate(
             for some_images, some_labels in batches:
                 wanted = some_labels.to(device)
                 found = module(normalise(some_images.to(device)))
-                if score == ACCURACY:
+                if ACCURACY in scores:
                     right = found.argmax(1) == wanted
                     correct += right.sum()
                     if classes:
                         counts += torch.stack(
                             [wanted.bincount(minlength=classes), wanted[right].bincount(minlength=classes)]
                         )
-                else:
+                if keeps:
                     outputs.append(found.float().cpu())
                 if loss == CROSS_ENTROPY:
                     total += functional.cross_entropy(found, wanted, reduction="sum")
@@ -102,17 +115,24 @@ def evaluate(
     finally:
         module.train(was_training)
     count, loss_sum = len(labels), float(total)
-    if score == ACCURACY:
-        sums = ScoreSums(count, loss_sum, float(correct), classes=packed(counts.t().flatten().tolist()))
-        return Evaluation(int(correct) / count, loss_sum / count, sums)
-    whole, wanted = torch.cat(outputs).double(), labels.cpu()
+    values, sums = list[float](), list[float]()
+    whole = torch.cat(outputs).double() if keeps else torch.empty(0)
+    wanted = labels.cpu()
     targets = wanted.double() if wanted.is_floating_point() else wanted
-    value = score_of(score)(whole.numpy(), targets.numpy())
-    sums = ScoreSums(count, loss_sum, count * value)
-    if score == R2:
-        rest, squares = (float(torch.square(each).sum()) for each in (whole - targets, targets))
-        sums = ScoreSums(count, loss_sum, rest, float(targets.sum()), squares)
-    return Evaluation(value, loss_sum / count, sums)
+    for name in scores:
+        if name == ACCURACY:
+            values.append(int(correct) / count)
+            sums.append(float(correct))
+            continue
+        score = score_of(name, KEY if name == scores[0] else ALSO)
+        values.append(score(whole.numpy(), targets.numpy()))
+        if name == R2:
+            for each in (torch.square(whole - targets), targets, torch.square(targets)):
+                sums += each.sum(0).tolist()
+        else:
+            sums.append(count * values[-1])
+    by_class = packed(counts.t().flatten().tolist()) if ACCURACY in scores else b""
+    return Evaluation(tuple(values), loss_sum / count, ScoreSums(count, loss_sum, packed_sums(sums), classes=by_class))
 
 
 def accelerator_of(experiment: Experiment, *, beside: torch.device = CPU) -> torch.device:
@@ -140,9 +160,10 @@ class ModelTester:
         self._experiment = experiment
         self._watch = watch
         self._data = datasets.load(experiment.data)
-        self._loss, self._score = experiment.training.loss, experiment.score.name
+        self._loss, self._scores = experiment.training.loss, experiment.score.names
         try_loss(self._loss, self._data.inputs)
-        score_of(self._score)
+        for name in self._scores:
+            score_of(name, KEY if name == self._scores[0] else ALSO)
         self._experiment = experiment
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
@@ -192,19 +213,19 @@ class ModelTester:
             normalise=data.normaliser(device),
             batch_size=CPU_BATCH if device == CPU else BATCH,
             loss=self._loss,
-            score=self._score,
+            scores=self._scores,
             watch=self._watch,
         )
 
 
-def score_of(name: str) -> ScoreFunction:
+def score_of(name: str, key: str = KEY) -> ScoreFunction:
     """Return the score of this name, or the user's own function as one. Raises InvalidExperiment."""
     if not is_own(name):
         return _SCORES[name]
-    found = own.load(KEY, name)
+    found = own.load(key, name)
 
     def score(outputs: npt.NDArray[Any], targets: npt.NDArray[Any]) -> float:
-        with own.guarded({KEY: name}):
+        with own.guarded({key: name}):
             return float(found(outputs, targets))
 
     return score

@@ -57,10 +57,15 @@ def of(experiment: Experiment, *, inputs: Inputs) -> nn.Module:
     return _frozen(build(model.name, experiment.seed, inputs=inputs, projection=model.projection, parts=model), model)
 
 
-def anew(experiment: Experiment, *, inputs: Inputs) -> nn.Module:
-    """Return the user's own model as `of` did, without another trial of it. Raises InvalidExperiment."""
-    model = experiment.model
-    return _frozen(build_own(model.name, torch_seed(experiment.seed, Purpose.INIT), inputs=inputs), model)
+def anew(experiment: Experiment, *, inputs: Inputs, node: str = "") -> nn.Module:
+    """Return the experiment's model as `of` did, without another trial of it. Raises InvalidExperiment.
+
+    `node`: with the weights of this node's own, and not with those that all nodes have.
+    """
+    model, own_seed = experiment.model, torch_seed(experiment.seed, Purpose.INIT, node)
+    if is_own(model.name):
+        return _frozen(build_own(model.name, own_seed, inputs=inputs), model)
+    return _frozen(_built(model.name, own_seed, inputs=inputs, projection=model.projection), model)
 
 
 def _frozen(module: nn.Module, model: Model) -> nn.Module:
@@ -88,6 +93,10 @@ def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0, parts: M
         parts_of(module, parts.model_copy(update={"name": name}))
         return module
     check_accepted(name, inputs.shape, text=inputs.tokens > 0, what=str(inputs))
+    return _built(name, torch_seed(seed, Purpose.INIT), inputs=inputs, projection=projection)
+
+
+def _built(name: str, own_seed: int, *, inputs: Inputs, projection: int) -> nn.Module:
     with torch.device("meta"):
         module = ARCHITECTURES[name](inputs)
         if projection:
@@ -96,7 +105,7 @@ def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0, parts: M
     storage = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in module.state_dict().items()}
     module.load_state_dict(storage, assign=True)
     with torch.no_grad():
-        DRAWS.get(name, draw_default)(module, torch.Generator().manual_seed(torch_seed(seed, Purpose.INIT)))
+        DRAWS.get(name, draw_default)(module, torch.Generator().manual_seed(own_seed))
     return module
 
 

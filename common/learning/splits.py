@@ -244,6 +244,34 @@ def tests_of(count: int, *, devices: int, place: int, seed: int) -> Indices:
     return np.sort(np.array_split(generator(seed, Purpose.TESTS).permutation(count), devices)[place])
 
 
+def users_of_tests(dataset: datasets.Dataset, name: str) -> Indices:
+    """Return whose each test sample is, int64 [N]: the place of a device under `natural`, -1 for a user without one.
+
+    `name`: of the data set. Raises InvalidExperiment.
+    """
+    owners = dataset.test_owners
+    problem = f"the test samples of {name} have no users"
+    if owners is not None and owners.max(initial=-1) >= 0:
+        return owners
+    if owners is not None:
+        problem = f"no user of the training samples of {name} has test samples"
+    raise InvalidExperiment("evaluation.data", "users", problem, "Use held_out.")
+
+
+def counts_of_tests(dataset: datasets.Dataset, experiment: schema.Experiment, *, samples: Sequence[int]) -> list[int]:
+    """Return how many test samples each device has, in order; `samples`: of each, before it holds out some."""
+    evaluation, devices, count = experiment.evaluation, len(samples), len(dataset.test_labels)
+    if not evaluation.on_devices:
+        return [0] * devices
+    if evaluation.data == "held_out":
+        return list(map(evaluation.taken_of, samples))
+    if evaluation.data == "test":
+        return [count // devices + (place < count % devices) for place in range(devices)]
+    owners = users_of_tests(dataset, experiment.data.dataset)
+    counts: list[int] = np.bincount(owners[owners >= 0], minlength=devices)[:devices].tolist()
+    return counts
+
+
 def digest_of(parts: Sequence[Indices], *, labels: Indices) -> str:
     """Return 16 hexadecimal digits over the labels, int64 [N], or numbers' bits, and the partitions, in order."""
     total = hashlib.blake2b(digest_size=8)

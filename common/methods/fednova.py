@@ -35,6 +35,9 @@ class FedNova(RuleSettings):
 
     def check_training(self, key: str, model: Model, training: TrainingSettings) -> None:
         """Check that the gradients' weights are known. Raises InvalidExperiment."""
+        if not training.by_sgd:
+            problem = "fednova weighs the gradients of SGD"
+            raise InvalidExperiment("training.optimizer.name", training.optimizer.name, problem, "Use sgd.")
         if training.clip_norm is not None and training.objective.proximal:
             problem = "fednova cannot weigh gradients that are clipped together with fedprox's term"
             raise InvalidExperiment("training.clip_norm", training.clip_norm, problem, "Omit it.")

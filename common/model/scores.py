@@ -1,46 +1,51 @@
-"""Sums over test samples: what a node counts of a model, what travels, and how sums become a score and a loss.
+"""Sums over test samples: what a device counts of a model, what travels, and how sums become scores and a loss.
 
-Sums of nodes are added, so those over all devices are the sums over all their samples. With o the outputs, t the
-targets and n the samples, `score` is
+The cloud adds the sums of devices, so those over all devices are the sums over all their samples. With o the outputs, t
+the targets and n the samples, those of a score are
 
     accuracy               the number of samples with argmax(o) = y
     mean_squared_error     the sum of each sample's mean of (o - t)^2; alike mean_absolute_error and binary_accuracy
-    r2                     sum (o - t)^2, of one target; the score is 1 - score / (squares - targets^2 / n)
-    a user's own           n times the score of a node's samples: over nodes it is the mean weighted by samples
+    r2                     sum (o - t)^2, sum t and sum t^2 of each of T targets; the score is the mean over them of
+                           1 - sum (o - t)^2 / (sum t^2 - (sum t)^2 / n)
+    a user's own           n times the score of a device's samples: over devices it is the mean weighted by samples
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import reduce
 from itertools import zip_longest
 from math import ceil, isfinite, sqrt
 from operator import add
-from typing import Final
+from typing import Any, Final, Self, TypeVar
 
 R2: Final = "r2"
 CONSTANT: Final = 1e-12  # of the sum of squares: a smaller deviation of the targets is rounding
 WORST: Final = 0.1  # of the devices
 CLASSES_MOST: Final = 1000  # of counts of single classes
+TARGETS_MOST: Final = 100  # of r2 on devices
 COUNT_BYTES: Final = 4
 COUNT_MOST: Final = 2**32 - 1
+SUM_BYTES: Final = 8
+R2_SUMS: Final = 3  # of each target
+
+_Sums = TypeVar("_Sums", "ScoreSums", "ScoredModels")
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreSums:
-    """Sums over the test samples of a node, or of the nodes below it.
+    """Sums over the test samples of a device, or of several.
 
-    `loss`, `score`: see above; `targets`, `squares`: of r2, of the targets and their squares. `seconds`: of the
-    scoring; of several nodes the longest. `classes`: little-endian uint32 [classes, 2], the samples of each class and
-    the right ones among them; empty unless they are asked for.
+    `loss`: see above; `scores`: little-endian float64, the sums of each score of the experiment, one after another.
+    `seconds`: of the scoring; of several nodes the longest. `classes`: little-endian uint32 [classes, 2], the samples
+    of each class and the right ones among them; empty unless they are asked for.
     """
 
     samples: int
     loss: float
-    score: float
-    targets: float = 0.0
-    squares: float = 0.0
+    scores: bytes
     seconds: float = 0.0
     classes: bytes = b""
 
@@ -49,9 +54,7 @@ class ScoreSums:
         return ScoreSums(
             self.samples + other.samples,
             self.loss + other.loss,
-            self.score + other.score,
-            self.targets + other.targets,
-            self.squares + other.squares,
+            packed_sums([a + b for a, b in zip_longest(sums_in(self.scores), sums_in(other.scores), fillvalue=0.0)]),
             max(self.seconds, other.seconds),
             packed([a + b for a, b in zip_longest(unpacked(self.classes), unpacked(other.classes), fillvalue=0)]),
         )
@@ -61,14 +64,50 @@ class ScoreSums:
         """The mean loss of a sample."""
         return self.loss / self.samples
 
-    def score_by(self, name: str) -> float:
-        """Return the score of this name."""
-        if name != R2:
-            return self.score / self.samples
-        deviation = self.squares - self.targets * self.targets / self.samples
-        if deviation > CONSTANT * self.squares:
-            return 1 - self.score / deviation
-        return 0.0 if self.score else 1.0
+    def by(self, names: Sequence[str]) -> list[float]:
+        """Return the scores of these names, those of the experiment in their order."""
+        sums, found = list(sums_in(self.scores)), []
+        targets = (len(sums) - len(names) + 1) // R2_SUMS  # of r2
+        for name in names:
+            if name == R2:
+                each, sums = sums[: R2_SUMS * targets], sums[R2_SUMS * targets :]
+                apart = zip(each[:targets], each[targets : 2 * targets], each[2 * targets :], strict=True)
+                found.append(sum(_r2(*three, samples=self.samples) for three in apart) / targets)
+            else:
+                found.append(sums.pop(0) / self.samples)
+        return found
+
+
+def _r2(rest: float, total: float, squares: float, *, samples: int) -> float:
+    """Return the score of one target, by its sums of squared errors, of targets, and of squared targets."""
+    deviation = squares - total * total / samples
+    if deviation > CONSTANT * squares:
+        return 1 - rest / deviation
+    return 0.0 if rest else 1.0
+
+
+def packed_sums(sums: Sequence[float]) -> bytes:
+    """Return sums as bytes."""
+    return struct.pack(f"<{len(sums)}d", *sums)
+
+
+def sums_in(scores: bytes) -> tuple[float, ...]:
+    """Return the sums of `packed_sums`."""
+    return struct.unpack(f"<{len(scores) // SUM_BYTES}d", scores)
+
+
+def sums_fit(names: Sequence[str], scores: bytes) -> bool:
+    """Return whether these can be the sums of the scores of these names."""
+    count, rest = divmod(len(scores), SUM_BYTES)
+    count -= len(names)
+    if R2 not in names:
+        return not rest and not count
+    return not rest and (count + 1) % R2_SUMS == 0 and 1 <= (count + 1) // R2_SUMS <= TARGETS_MOST
+
+
+def bytes_most(names: Sequence[str]) -> int:
+    """Return the most bytes of the sums of the scores of these names."""
+    return SUM_BYTES * (len(names) + (R2_SUMS * TARGETS_MOST if R2 in names else 0))
 
 
 def packed(counts: Sequence[int]) -> bytes:
@@ -82,8 +121,58 @@ def unpacked(counts: bytes) -> list[int]:
     return [int.from_bytes(counts[place : place + COUNT_BYTES], "little") for place in places]
 
 
-def summed(sums: Iterable[ScoreSums | None]) -> ScoreSums | None:
-    """Return the sums over all nodes that have some, None if none has."""
+@dataclass(frozen=True, slots=True)
+class ScoredModels:
+    """Sums of the models of a task: `received`, the one that came with it, and `trained`, what training made of it."""
+
+    received: ScoreSums | None = None
+    trained: ScoreSums | None = None
+
+    def __add__(self, other: ScoredModels) -> ScoredModels:
+        """Return the sums over the samples of both, of each model."""
+        return ScoredModels(summed((self.received, other.received)), summed((self.trained, other.trained)))
+
+    @property
+    def each(self) -> tuple[ScoreSums, ...]:
+        """The sums that are not None."""
+        return tuple(sums for sums in (self.received, self.trained) if sums is not None)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the scoring."""
+        return sum(sums.seconds for sums in self.each)
+
+    def lasting(self, seconds: float) -> ScoredModels:
+        """Return the same sums, whose scoring takes these seconds, as many for each model."""
+        each = seconds / max(1, len(self.each))
+        received, trained = (sums and replace(sums, seconds=each) for sums in (self.received, self.trained))
+        return ScoredModels(received, trained)
+
+    def to_json(self) -> list[Any]:
+        """Return what JSON can hold, which has no bytes."""
+
+        def plain(sums: ScoreSums | None) -> list[Any] | None:
+            if sums is None:
+                return None
+            return [each.hex() if isinstance(each, bytes) else each for each in astuple(sums)]
+
+        return [plain(self.received), plain(self.trained)]
+
+    @classmethod
+    def from_json(cls, found: Sequence[Any]) -> Self:
+        """Return the models of `to_json`."""
+
+        def sums(plain: Sequence[Any] | None) -> ScoreSums | None:
+            if plain is None:
+                return None
+            samples, loss, scores, seconds, classes = plain
+            return ScoreSums(samples, loss, bytes.fromhex(scores), seconds, bytes.fromhex(classes))
+
+        return cls(*map(sums, found))
+
+
+def summed(sums: Iterable[_Sums | None]) -> _Sums | None:
+    """Return the sums over all devices that have some, None if none has."""
     found = [each for each in sums if each is not None]
     return reduce(add, found) if found else None
 

@@ -106,6 +106,11 @@ class Scored(NamedTuple):
     loss: float
     score: float
 
+    @property
+    def more(self) -> tuple[float, ...]:
+        """The further scores: none."""
+        return ()
+
 
 class ArrayTrainer:
     """Base of a user's trainer; its constructor gets the keywords of `training.trainer`."""

@@ -11,7 +11,7 @@ one, with the work of its siblings.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,8 +21,9 @@ from common.experiment.data import samples_most
 from common.experiment.devices import OnlineTimes
 from common.experiment.schema import Experiment
 from common.experiment.tiers import TIERS_MOST
+from common.experiment.training import SCORES_MOST
 from common.model.layout import ROW_BYTES_MOST
-from common.model.scores import CLASSES_MOST, COUNT_BYTES
+from common.model.scores import CLASSES_MOST, COUNT_BYTES, R2, bytes_most, sums_fit
 from common.protocol import topics
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -66,14 +67,15 @@ SECONDS_MOST: Final = 1e9  # of one local round
 FLOAT_MOST: Final = 1e300  # JSON has integers that no float holds
 LOSS_MOST: Final = 1e39  # a float32's is below
 CLASS_BYTES: Final = 2 * COUNT_BYTES  # of a class in a report
+MODELS: Final = 2  # that a report has scores of
 
 
 class SenderBounds:
     """What the messages of one sender may hold, and so the most bytes of each.
 
     `nodes`: entries of its lists, one for each node below it; `blob_bytes`: of a model; `inline_bytes`: of one inside a
-    message. `plans`: it aggregates, and reports its decisions; `announces`: it is a parent. `class_bytes`: of the
-    counts of classes in each of its reports.
+    message. `plans`: it aggregates, and reports its decisions; `announces`: it is a parent. `score_bytes`: of the
+    sums of scores, and the counts of classes, in each of its reports.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class SenderBounds:
         inline_bytes: int = INLINE_MOST,
         plans: bool = True,
         announces: bool = True,
-        class_bytes: int = 0,
+        score_bytes: int = 0,
     ) -> None:
         self.nodes = nodes
         chunks = -(-blob_bytes // MIN_CHUNK_BYTES)
@@ -93,13 +95,13 @@ class SenderBounds:
         model = SMALL_BYTES + chunks * DIGEST_BYTES + inline_bytes
         noise = SMALL_BYTES + NOISE_CHUNKS_MOST * DIGEST_BYTES
         tiers = SMALL_BYTES + min(nodes, TIERS_MOST) * TRAFFIC_BYTES
-        reports = nodes * (REPORT_BYTES + class_bytes)
+        reports = nodes * (REPORT_BYTES + score_bytes)
         found: dict[type[Message], int] = {
             Presence: presence,
             Announcement: announcement,
             Task: model,
             Progress: tiers,
-            Result: model + class_bytes + tiers + reports + plans * JSON_MOST,
+            Result: model + score_bytes + tiers + reports + plans * JSON_MOST,
             Ask: SMALL_BYTES + chunks // 8,
             Reports: SMALL_BYTES + reports,
             Farewell: tiers,
@@ -117,7 +119,9 @@ class SenderBounds:
         return self._bytes.get(kind, SMALL_BYTES)
 
 
-ANYBODY: Final = SenderBounds(class_bytes=CLASSES_MOST * CLASS_BYTES)  # of any lab
+ANYBODY: Final = SenderBounds(  # of any lab
+    score_bytes=MODELS * (bytes_most([R2] * SCORES_MOST) + CLASSES_MOST * CLASS_BYTES)
+)
 STRANGER: Final = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, plans=False, announces=False)
 
 
@@ -171,9 +175,9 @@ class ChildLimits:
     `samples`: of its training data; `rounds`: local rounds of a device below it for each of its tasks; `below`: the
     most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children, or
     whose trainer may report numbers.
-    `online`: when a device is there by its trace; at other times nothing is expected of it. `class_bytes`: of the
-    counts of classes in a report. `loss`: whether its results have a training loss; `start_loss`: that of the model
-    received.
+    `online`: when a device is there by its trace; at other times nothing is expected of it. `scores`: the names of
+    those in a report, none if devices do not score; `class_bytes`: of the counts of classes in it. `loss`: whether its
+    results have a training loss; `start_loss`: that of the model received.
     """
 
     samples: int = COUNT_MOST
@@ -181,9 +185,15 @@ class ChildLimits:
     below: Mapping[str, int] = field(default_factory=dict)
     aggregators: Collection[str] = ()
     online: OnlineTimes | None = None
+    scores: Sequence[str] = ()
     class_bytes: int = 0
     loss: bool = False
     start_loss: bool = False
+
+    @property
+    def score_bytes(self) -> int:
+        """The most bytes of the scores in a report."""
+        return MODELS * (bytes_most(self.scores) + self.class_bytes)
 
     def steps(self, epochs: int) -> int:
         """Return the most SGD steps of a task: batches have at least one sample."""
@@ -239,6 +249,7 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
             below={name: each * devices[name] for name in names},
             aggregators=frozenset(name for name in everybody if numbers or name in tree.children),
             online=experiment.online(child),
+            scores=experiment.score.names if experiment.evaluation.on_devices else (),
             class_bytes=CLASSES_MOST * CLASS_BYTES if experiment.evaluation.per_class else 0,
             loss=experiment.tier_below(parent).compares_losses,
             start_loss=experiment.tier_below(parent).aggregation.reads_losses,
@@ -301,14 +312,16 @@ def _check_work(
     seconds = (work.train_s, work.wait_s, work.pause_s)
     if not all(0 <= value <= SECONDS_MOST * limits.rounds for value in seconds):
         raise RefusedModel("{} reports {} s of training, {} s of waiting and a pause of {} s".format(who, *seconds))
-    tests = work.tests
-    if tests is not None and not (
-        1 <= tests.samples <= COUNT_MOST
-        and 0 <= tests.seconds <= SECONDS_MOST
-        and len(tests.classes) <= limits.class_bytes
-        and len(tests.classes) % CLASS_BYTES == 0
-    ):
-        raise RefusedModel(f"{who} reports a score of {tests.samples} samples, in {tests.seconds} s")
+    for tests in work.tests.each if work.tests is not None else ():
+        if not (
+            1 <= tests.samples <= COUNT_MOST
+            and 0 <= tests.seconds <= SECONDS_MOST
+            and limits.scores
+            and sums_fit(limits.scores, tests.scores)
+            and len(tests.classes) <= limits.class_bytes
+            and len(tests.classes) % CLASS_BYTES == 0
+        ):
+            raise RefusedModel(f"{who} reports a score of {tests.samples} samples, in {tests.seconds} s")
     if not abs(work.loss or 0.0) <= LOSS_MOST:
         raise RefusedModel(f"its training loss is {work.loss}" if who == "it" else f"{who} has a loss of {work.loss}")
 

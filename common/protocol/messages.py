@@ -13,7 +13,7 @@ from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.traffic import Traffic
 from common.errors import WireError
 from common.host.examination import Finding
-from common.model.scores import ScoreSums
+from common.model.scores import ScoredModels
 from common.text import JsonText, NameText, ShortText
 
 DIGEST_BYTES: Final = 8
@@ -211,9 +211,9 @@ class Result:
     of lists of objects, by node. `children`: reports on all nodes below it. `train_s`: training; `wait_s`: waiting for
     a slot before it; `pause_s`: after it, if the child emulates slower hardware (`common/experiment/devices.py`). For
     an institution these are sums over its rounds of its children's maximum. `traffic` and `below` as in Progress, at
-    the time of the announcement. `path`: a device's training path. `tests`: the sums over the test samples of the model
-    that came with the task, at an institution those of its devices; None where nobody scored it. `start_loss`: a
-    device's training loss of that model, where the parent's rule reads it.
+    the time of the announcement. `path`: a device's training path. `tests`: a device's sums over its test samples of
+    the model that came with the task, and of the trained one; None where it scored none. `start_loss`: a device's
+    training loss of the model that came, where the parent's rule reads it.
     """
 
     key: Key
@@ -232,7 +232,7 @@ class Result:
     traffic: Traffic = Traffic()
     below: tuple[Traffic, ...] = ()
     path: TrainingPath = TrainingPath.NONE
-    tests: ScoreSums | None = None
+    tests: ScoredModels | None = None
     start_loss: float | None = None
 
     def work_of(self, child: str) -> ChildReport:

@@ -271,7 +271,7 @@ class ParentSession:
                 inline_bytes=inline_bytes,
                 plans=bool(limit.aggregators),
                 announces=False,
-                class_bytes=limit.class_bytes,
+                score_bytes=limit.score_bytes,
             )
             for name, limit in self._limits.items()
         } | {self.link.identity.name: SenderBounds(nodes=sum(len(limit.below) + 1 for limit in self._limits.values()))}

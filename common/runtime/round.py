@@ -14,7 +14,7 @@ from common.experiment.tiers import Closing
 from common.methods.rule import Uploads
 from common.methods.selection import ResultFacts
 from common.model.layout import Row
-from common.model.scores import ScoreSums
+from common.model.scores import ScoredModels
 from common.protocol.messages import Manifest, Phase, Result, Task
 from common.protocol.round_state import Timeline
 from common.runtime.models import Arriving
@@ -118,7 +118,7 @@ class WorkResult:
     children: tuple[ChildReport, ...] = ()
     plans: Mapping[str, Sequence[Mapping[str, object]]] = field(default_factory=dict)
     path: TrainingPath = TrainingPath.NONE
-    tests: ScoreSums | None = None
+    tests: ScoredModels | None = None
     start_loss: float | None = None
 
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from deploy.results.page import Page
     from deploy.results.run import Run
 
+DISTANCES: Final = (0.1, 0.2, 0.5)  # of `sharpness`
 REASON_MOST: Final = 60  # characters of a reason in the list
 Labels = Annotated[
     list[str] | None,
@@ -258,6 +260,54 @@ def show_run(
         typer.echo(Table("facts", "Facts", columns, facts(run)).aligned())
         columns = (Column("file", text=True), Column("bytes"))
         typer.echo(Table("files", "Files", columns, list(files.items())).aligned(), nl=False)
+
+
+@app.command()
+def sharpness(
+    names: Names,
+    runs: Runs = Path("runs"),
+    label: Labels = None,
+    samples: Annotated[int, typer.Option(min=1, help="Training samples, drawn by the seed, at most.")] = 2_000,
+    directions: Annotated[int, typer.Option(min=1, help="Random directions.")] = 10,
+    distance: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0, help="Shares of each filter's length; repeat it.  [default: 0.1, 0.2, 0.5]", show_default=False
+        ),
+    ] = None,
+    output: Output = "table",
+) -> None:
+    """Show how the training loss rises around final models: along random directions, and along the steepest way up.
+
+    Directions have the length of the parameters filter by filter (Li et al., NeurIPS 2018). Runs that differ only in
+    the seed are one row, with mean and deviation; the random directions of a run are averaged before.
+    """
+    from deploy.console.tabular import Cell, Column, Spread, Table
+    from deploy.results.series import series_of
+
+    with reporting():
+        require("torch")
+        from common.learning.sharpness import Around, Surroundings
+
+        series, rows = series_of(named_runs(names, runs), label or ()), list[list[Cell]]()
+        for each in series:
+            several: list[list[Around]] = []
+            for run in each.runs:
+                experiment = run.experiment
+                model = experiment.model.model_copy(update={"initial": str(run.path)})
+                around = Surroundings(experiment.model_copy(update={"model": model}), samples=samples)
+                several.append([around.at(r, directions=directions) for r in (0.0, *(distance or DISTANCES))])
+                if output == "json":
+                    points = [asdict(point) for point in several[-1]]
+                    typer.echo(json_text({"run": run.id, "label": each.label, "seed": run.seed, "points": points}))
+            for places in zip(*several, strict=True):
+                values = [[place.loss, place.worst_loss, place.score, place.worst_score] for place in places]
+                rows.append([each.label, places[0].distance, *map(Spread.of, zip(*values, strict=True))])
+        score = series[0].runs[0].scored_by.label
+        columns = [Column("", text=True), Column("distance", digits=3)]
+        columns += [Column(head, digits=4) for head in ("loss", "loss, worst", score, f"{score}, worst")]
+        if output == "table":
+            typer.echo(Table("sharpness", "Sharpness", columns, rows).aligned(), nl=False)
 
 
 def _listed(given: str, known: Sequence[str], option: str) -> list[str]:

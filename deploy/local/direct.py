@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ async def _run(
     async def evaluate(global_round: int, row: Row) -> EvaluationResult:
         with clock.stopped():
             found = cloud.evaluate(global_round, row)
-        return EvaluationResult(global_round, found.score, found.loss)
+        return EvaluationResult(global_round, found.score, found.loss, found.more)
 
     layout, partition = cloud.beginning.layout, cloud.beginning.partition
     calls = partial(Calls, resident_mb=experiment.transfer.resident_mb, clock=clock)
@@ -184,6 +184,8 @@ class _Evaluated(Protocol):
     def score(self) -> float: ...
     @property
     def loss(self) -> float: ...
+    @property
+    def more(self) -> Sequence[float]: ...
 
 
 @dataclass(frozen=True, slots=True)

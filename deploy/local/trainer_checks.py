@@ -77,8 +77,8 @@ class _Device:
     def score(self) -> ScoreSums:
         """Return the sums of the model over its test samples, without the seconds."""
         tests = self._order(ROUNDS, epochs=0, folder=self._folder, scores=True)[0].tests
-        assert tests is not None
-        return replace(tests, seconds=0.0)
+        assert tests is not None and tests.received is not None
+        return replace(tests.received, seconds=0.0)
 
     def _train(self, r: int, *, epochs: int, folder: Path) -> LocalResult:
         result, self.model = self._order(r, epochs=epochs, folder=folder)
@@ -88,7 +88,7 @@ class _Device:
         out = self._layout.empty()
         given = self.model.copy()
         given.flags.writeable = False
-        order = Order(given, out, epochs, r, lambda done, of: None, Event(), scores, folder)
+        order = Order(given, out, epochs, r, lambda done, of: None, Event(), scores, folder=folder)
         return self._training.train(order), out
 
 

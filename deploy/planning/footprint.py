@@ -18,11 +18,13 @@ TORCH_BYTES: Final = 560_000_000
 BROKER_BYTES: Final = 9_000_000
 
 
-def memory_of(experiment: Experiment, layout: ModelLayout, *, data_bytes: int, devices: int) -> dict[str, int]:
+def memory_of(
+    experiment: Experiment, layout: ModelLayout, *, data_bytes: int, devices: int, kept_bytes: int = 0
+) -> dict[str, int]:
     """Return the peak memory of each process by role, bytes.
 
     `data_bytes`: size of the data set, which devices, the evaluator and some refiners load. `devices`: devices in the
-    largest process.
+    largest process. `kept_bytes`: of a device's personal arrays.
     """
     row, transfer, tiers = layout.row_bytes, experiment.transfer, experiment.tiers
     children = [max(sizes) for sizes in experiment.sizes()]
@@ -46,7 +48,11 @@ def memory_of(experiment: Experiment, layout: ModelLayout, *, data_bytes: int, d
     # rows, and as tensors.
     last = links[-1]
     each = _models(experiment) * row + 4 * (2 * last.down.extras + last.up.extras)
-    found |= {"device": learner + data_bytes + devices * each, "cloud_broker": _broker(own, row, transfer)}
+    whole = 0
+    if kept_bytes:  # in these models, and a copy; a training has two rows of the whole model
+        each, whole = each + (_models(experiment) + 1) * kept_bytes, 2 * (row + kept_bytes)
+    device = learner + data_bytes + devices * each + whole
+    found |= {"device": device, "cloud_broker": _broker(own, row, transfer)}
     if below:
         found["device_broker"] = _broker(max(below), row, transfer)
     return found
@@ -62,10 +68,10 @@ def _models(experiment: Experiment) -> int:
     return 5 + objective.uses_received + 3 * len(objective.keeps)
 
 
-def direct_bytes(experiment: Experiment, layout: ModelLayout, *, data_bytes: int) -> int:
+def direct_bytes(experiment: Experiment, layout: ModelLayout, *, data_bytes: int, kept_bytes: int = 0) -> int:
     """Return the bytes of a process that has all roles of an experiment."""
     sizes = experiment.sizes()
-    memory = memory_of(experiment, layout, data_bytes=data_bytes, devices=sum(sizes[-1]))
+    memory = memory_of(experiment, layout, data_bytes=data_bytes, devices=sum(sizes[-1]), kept_bytes=kept_bytes)
     return memory["device"] + memory["cloud"] + sum(map(len, sizes[1:])) * memory.get("institution", 0)
 
 

@@ -77,9 +77,10 @@ class Predictor:
         )
         seconds, all_nodes = run.seconds(), sum(map(sum, experiment.sizes()))
         devices = 1 if self.site is Site.HOSTS else max(experiment.sizes()[-1])
-        memory = memory_of(experiment, work.layout, data_bytes=work.data_bytes, devices=devices)
+        held = {"data_bytes": work.data_bytes, "kept_bytes": work.kept_bytes}
+        memory = memory_of(experiment, work.layout, devices=devices, **held)
         if self.site is Site.DIRECT:
-            memory = {"worker": direct_bytes(experiment, work.layout, data_bytes=work.data_bytes)}
+            memory = {"worker": direct_bytes(experiment, work.layout, **held)}
         return {
             "experiment": experiment.name,
             "experiment_digest": experiment.digest,

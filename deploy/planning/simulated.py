@@ -168,10 +168,10 @@ class NoiseWorkload:
         noise = np.random.default_rng(0).standard_normal(2 * columns, np.float32)
         self._factors = 1 + np.float32(CHANGE) * noise  # each device takes its own window of them
 
-    def samples(self, node: str) -> int:
-        """Return the number of a device's training samples: it joins the run."""
+    def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
+        """Return the numbers of a device's training and test samples: it joins the run."""
         self._moved()
-        return self._work.samples_of(node)
+        return self._work.samples_of(node), self._work.tests_of(node)
 
     def kept_bytes(self, experiment: Experiment) -> int:
         """Return those of the objective's vectors; no link carries personal arrays."""

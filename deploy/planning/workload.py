@@ -63,7 +63,8 @@ class PlannedWorkload:
 
     calibrated: for calibration: the same experiment, or with one device if the data of each device are not known
     layout, first: of its models, and the first one
-    samples: by device, or one number for all devices
+    samples, tests: by device, or one number for all devices; tests are those on which it scores models
+    kept_bytes: of the personal arrays of a device
     here: whether the data set is available    epochs: by child of the cloud    assumed: the assumptions, as text
     """
 
@@ -72,8 +73,10 @@ class PlannedWorkload:
     layout: ModelLayout
     first: Row
     samples: int | Mapping[str, int]
+    tests: int | Mapping[str, int]
     data_bytes: int
     here: bool
+    kept_bytes: int = 0
     epochs: Mapping[str, float] = field(default_factory=dict)
     assumed: list[str] = field(default_factory=list)
 
@@ -85,6 +88,10 @@ class PlannedWorkload:
     def samples_of(self, device: str) -> int:
         """Return the samples of a device."""
         return self.samples[device] if isinstance(self.samples, Mapping) else self.samples
+
+    def tests_of(self, device: str) -> int:
+        """Return the test samples of a device."""
+        return self.tests[device] if isinstance(self.tests, Mapping) else self.tests
 
     def steps(self, samples: int, epochs: float) -> float:
         """Return the SGD steps of one training, of a mean one if the epochs are a mean."""
@@ -109,16 +116,19 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     tester = ModelTester(here)
     count = sum(experiment.sizes()[-1])
     mean = _mean_samples(experiment, dataset, count)
-    samples: int | dict[str, int] = mean
+    sizes = [mean] * count
     if count > MOST_LISTED:
         assumed.append(f"all {count} devices are equal, {mean} samples each; links.of and hardware.of are ignored")
     elif here is experiment and experiment.data.dataset != "folder":
         sizes = [len(part) for part in splits.split_of(experiment).partitions]
-        trained = [size - experiment.evaluation.taken_of(size) for size in sizes]
-        samples = dict(zip(experiment.tree.devices, trained, strict=True))
     else:
         assumed.append(f"each device has {mean} samples")
-        samples = dict.fromkeys(experiment.tree.devices, mean)
+    scored = splits.counts_of_tests(dataset, here, samples=sizes)
+    trained = [size - experiment.evaluation.taken_of(size) for size in sizes]
+    samples: int | dict[str, int] = trained[0]
+    tests: int | dict[str, int] = round(fmean(scored))
+    if count <= MOST_LISTED:
+        samples, tests = (dict(zip(experiment.tree.devices, each, strict=True)) for each in (trained, scored))
     calibrated = experiment if isinstance(samples, dict) and not assumed else _alone(here, mean)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
     return PlannedWorkload(
@@ -127,8 +137,10 @@ def workload(experiment: Experiment) -> PlannedWorkload:
         tester.layout,
         tester.first,
         samples,
+        tests,
         nbytes,
         here=here is experiment,
+        kept_bytes=tester.parts.kept_bytes,
         assumed=assumed,
     )
 
@@ -145,8 +157,11 @@ def _of_trainer(experiment: Experiment) -> PlannedWorkload:
     if count > PREPARED_MOST:
         assumed.append(f"each device has {each} samples, as the first one")
     samples = {name: some.get(name, each) for name in experiment.tree.devices} if listed else each
+    tests = max(1, each // 10) if experiment.evaluation.on_devices else 0
+    if tests:
+        assumed.append(f"each device scores models on {tests} samples, a tenth of those that it trains on")
     return PlannedWorkload(
-        experiment, calibrated, tester.layout, tester.first, samples, data_bytes=0, here=True, assumed=assumed
+        experiment, calibrated, tester.layout, tester.first, samples, tests, data_bytes=0, here=True, assumed=assumed
     )
 
 
@@ -180,7 +195,10 @@ def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment
     classes = 20 if data.dataset == "cifar100" and data.labels == "coarse" else shape.classes
     made = {"dataset": "synthetic", "classes": classes, "image_shape": list(shape.image), "partition": "iid"}
     made |= {"samples": shape.samples, "test_samples": shape.test_samples}
-    return parse(experiment.model_dump(mode="json") | {"data": made})
+    tree = experiment.model_dump(mode="json") | {"data": made}
+    if experiment.evaluation.data == "users":
+        tree["evaluation"]["data"] = "test"  # as many for each device
+    return parse(tree)
 
 
 def _alone(experiment: Experiment, samples: int) -> Experiment:

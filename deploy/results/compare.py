@@ -13,7 +13,7 @@ from typing import Any, Final
 from common.errors import InvalidExperiment
 from common.experiment.training import ACCURACY
 from deploy.console.tabular import Column, Spread, Table
-from deploy.results.device_scores import OVER_DEVICES
+from deploy.results.device_scores import OverDevices, statistics_of
 from deploy.results.run import Run, State, columns_of, seconds_of, tiers_of
 from deploy.results.series import Series, by_seed, condition_notes, firsts, paired, unlike
 
@@ -38,9 +38,9 @@ class Group:
         """The number of runs that reached the target."""
         return sum(cost is not None for cost in self.costs)
 
-    def of_devices(self, statistic: str) -> Spread | None:
-        """Return the mean and the deviation, over the runs, of the last one of the devices' STATISTICS."""
-        return Spread.of([value for run in self.series.runs if (value := run.of_devices(statistic)) is not None])
+    def of_devices(self, statistic: OverDevices) -> Spread | None:
+        """Return the mean and the deviation of a statistic over the runs, of each the last one."""
+        return Spread.of([value for run in self.series.runs if (value := statistic.of(run)) is not None])
 
     def spread(self, figure: str) -> Spread | None:
         """Return the mean and the standard deviation of a cost over the runs that reached the target."""
@@ -114,7 +114,7 @@ def table(groups: Sequence[Group], target: float) -> Table:
     tasks, unlike = any(each.series.task for each in groups), any(each.unlike for each in groups)
     byte_columns = (Column(f"{tier.upper()} {to}", "MB", 3) for tier in _tiers(groups) for to in ("up", "down"))
     figures, runs = _figures(groups), [run for each in groups for run in each.series.runs]
-    by_devices = any(run.of_devices("mean") is not None for run in runs)
+    by_devices = statistics_of(runs)
     ratio_head = "speed-up within the task" if tasks else "speed-up"
     columns = [
         *[Column("task", text=True)] * tasks,
@@ -122,7 +122,7 @@ def table(groups: Sequence[Group], target: float) -> Table:
         *(Column("global rounds"), Column("time", seconds_of(runs)), *byte_columns),
         *(Column(name, digits=0) for name in ("SGD steps", "critical path")),
         *(Column(ratio_head, digits=2), Column("seeds paired", text=True)),
-        *(Column(name, digits=4) for name in OVER_DEVICES.values() if by_devices),
+        *(Column(statistic.title, digits=4) for statistic in by_devices),
         *[Column("also differs in", text=True)] * unlike,
     ]
     rows = []
@@ -132,7 +132,7 @@ def table(groups: Sequence[Group], target: float) -> Table:
         costs = [_mega(cost) if name.endswith("_bytes") else cost for name, cost in zip(figures, costs, strict=True)]
         rows.append([
             *[each.series.task] * tasks, each.series.label, f"{each.reached}/{len(each.costs)}", *costs, ratio,
-            f"{pairs}/{common}", *(each.of_devices(name) for name in OVER_DEVICES if by_devices),
+            f"{pairs}/{common}", *map(each.of_devices, by_devices),
             *[", ".join(each.unlike)] * unlike,
         ])  # fmt: skip
     within = ", speed-ups within each task" if tasks else ""
@@ -153,7 +153,7 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
                 "reached": each.reached,
                 "of": len(each.costs),
                 **{figure: _plain(each.spread(figure)) for figure in _figures(groups)},
-                **{f"devices_{name}": _plain(cost) for name in OVER_DEVICES if (cost := each.of_devices(name))},
+                **{found.key: _plain(each.of_devices(found)) for found in statistics_of(each.series.runs)},
                 "speed_up": _plain(ratio),
                 "relative_to": each.first.label,
                 "seeds_paired": pairs,

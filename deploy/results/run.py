@@ -271,9 +271,10 @@ class Run:
         """The last known score, or None."""
         return next((row.score for row in reversed(self.rounds) if row.score is not None), None)
 
-    def of_devices(self, statistic: str) -> float | None:
-        """Return the last known one of the devices' STATISTICS, or None."""
-        return next((value for row in reversed(self.rounds) if (value := row.of_devices(statistic)) is not None), None)
+    def of_devices(self, statistic: str, *, personalised: bool = False) -> float | None:
+        """Return the last known one of the devices' STATISTICS, of the models that they trained or not, or None."""
+        found = (row.of_devices(statistic, personalised=personalised) for row in reversed(self.rounds))
+        return next((value for value in found if value is not None), None)
 
     @property
     def scored_by(self) -> Score:

@@ -18,7 +18,7 @@ from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import Cell, Column, Spread, Table
 from deploy.results import charts, maps
 from deploy.results.charts import Axis, Curve
-from deploy.results.device_scores import GLOBAL_ROUND, OVER_DEVICES, score_axis, times
+from deploy.results.device_scores import GLOBAL_ROUND, score_axis, statistics_of, times
 from deploy.results.figures import PHASES, Figure, Point
 from deploy.results.maps import NODES_MOST, Rates, quantiles
 from deploy.results.run import Event, Run, columns_of, seconds_of, tiers_of
@@ -302,7 +302,7 @@ def means(series: Sequence[Series]) -> Table:
     tiers = tiers_of(runs)
     column, score = _scored(runs)
     tasks = any(each.task for each in series)
-    by_devices = any(run.of_devices("mean") is not None for run in runs)
+    by_devices = statistics_of(runs)
     factor = 100.0 if column.unit else 1.0
     columns = [
         *[Column("task", text=True)] * tasks,
@@ -310,7 +310,7 @@ def means(series: Sequence[Series]) -> Table:
         *(Column("global rounds"), column),
         Column("difference, paired", "points" if column.unit else "", column.digits),
         *(Column("test loss", digits=4), Column("time", seconds_of(runs)), *_byte_columns(tiers, "MB")),
-        *(Column(name, column.unit, column.digits) for name in OVER_DEVICES.values() if by_devices),
+        *(Column(statistic.title, column.unit, column.digits) for statistic in by_devices),
     ]
     rows: list[Sequence[Cell]] = []
     for each in series:
@@ -324,7 +324,7 @@ def means(series: Sequence[Series]) -> Table:
             None if each is first else paired(theirs, own, lambda before, after: after - before),
             _spread(run.loss for run in done), Spread.of([run.seconds for run in done]),
             *(_spread(cells[i] for cells in cells_of) for cells_of in bytes_ for i in (0, 1)),
-            *(_spread(times(factor, run.of_devices(name)) for run in done) for name in OVER_DEVICES if by_devices),
+            *(_spread(times(factor, statistic.of(run)) for run in done) for statistic in by_devices),
         ))  # fmt: skip
     title = "The series: mean ± standard deviation (n - 1) over the finished runs"
     return Table("series", title, columns, rows)

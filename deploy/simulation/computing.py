@@ -22,7 +22,7 @@ from common.accounting.child_report import TrainingPath
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.model.layout import Row
-from deploy.simulation.hardware import FORWARD, TESTS, SimulatedHardware, SimulatedMember
+from deploy.simulation.hardware import FORWARD, SimulatedHardware, SimulatedMember
 from device.jobs import LocalResult, Order, PoolMember, Prepared
 from device.pool.pool import Pool
 
@@ -198,10 +198,11 @@ class RealMember:
         prepared, seconds, scored_s = self.prepared.result(), 0.0, 0.0
         if order.epochs:
             seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=order.epochs)
-        if order.scores:
+        models = order.scores + order.scores_trained
+        if models:
             own = not self.seconds.experiment.training.trainer.learns_module  # only its evaluation knows how many
-            tests = max(1, round(TESTS * prepared.samples)) if own else prepared.tests
-            scored_s = self.seconds.scoring(self.node, samples=tests)
+            tests = max(1, prepared.samples // 10) if own else prepared.tests
+            scored_s = models * self.seconds.scoring(self.node, samples=tests)
         training = self.begin(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
             (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), order.progress)
@@ -210,7 +211,7 @@ class RealMember:
             raise
         result: LocalResult = training.result()
         if result.tests is not None:
-            result = replace(result, tests=replace(result.tests, seconds=scored_s))
+            result = replace(result, tests=result.tests.lasting(scored_s))
         path = result.path if result.path is TrainingPath.VMAPPED else TrainingPath.IN_PROCESS  # with any workers
         return replace(result, train_s=train_s, wait_s=wait_s, wall_s=0.0, path=path)
 

@@ -10,7 +10,7 @@ import math
 import random
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +26,12 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.subprocess_channel import REPLACEMENTS
 from common.model.layout import ModelLayout, Row, Section
-from common.model.scores import ScoreSums
+from common.model.scores import R2, R2_SUMS, ScoredModels, ScoreSums, packed_sums
 from deploy.simulation.machines import Machines
 from device.jobs import LocalResult, Order, Prepared, Progress, TrainingPool
 
 STEPS_MOST: Final = 8
 FORWARD: Final = 1 / 3  # of the seconds of a step: the backward pass takes twice as long
-TESTS: Final = 0.1  # of a device's training samples, where the test set is split over the devices
 NULL_CHANGE: Final = 0.01
 
 
@@ -43,8 +42,8 @@ class Workload(Protocol):
     first: Row
     partition: str
 
-    def samples(self, node: str) -> int:
-        """Return the number of a device's training samples."""
+    def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
+        """Return the numbers of a device's training and test samples."""
 
     def kept_bytes(self, experiment: Experiment) -> int:
         """Return the bytes behind a device's models that it keeps from task to task."""
@@ -69,9 +68,13 @@ class NullWorkload:
         self.first = self.layout.empty()
         self.layout.floats(self.first)[:] = np.random.default_rng(1).standard_normal(columns, np.float32)
 
-    def samples(self, node: str) -> int:
-        """Return 50 to 149 samples, depending on the name."""
-        return 50 + zlib.crc32(node.encode()) % 100
+    def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
+        """Return 50 to 149 samples, depending on the name, of which some may be held out, and 5 to 14 for testing."""
+        samples = min(
+            50 + zlib.crc32(node.encode()) % 100, samples_most(experiment.data, devices=len(experiment.tree.devices))
+        )
+        taken = experiment.evaluation.taken_of(samples)
+        return samples - taken, taken or max(1, samples // 10)
 
     def kept_bytes(self, experiment: Experiment) -> int:
         """Return those of the objective's vectors, and of one more for personal arrays."""
@@ -150,7 +153,7 @@ class SimulatedHardware:
 
     def evaluator(self, experiment: Experiment, folder: Path) -> SimulatedEvaluator:
         """Return the evaluator of a cloud."""
-        return SimulatedEvaluator(self)
+        return SimulatedEvaluator(self, further=len(experiment.score.also))
 
     async def compute(self, node: str, seconds: float) -> None:
         """Let a node's machine compute for so many seconds of one core."""
@@ -195,6 +198,7 @@ class SimulatedMember:
         self._node = node
         self._samples = self._tests = 0
         self._reads_losses = False
+        self._scores: Sequence[str] = ()
 
     @property
     def moves(self) -> int:
@@ -211,11 +215,9 @@ class SimulatedMember:
             await asyncio.get_running_loop().create_future()
         await asyncio.sleep(hardware.durations.boot_s)
         workload = hardware.workload
-        most = samples_most(experiment.data, devices=len(experiment.tree.devices))
-        samples, evaluation = min(most, workload.samples(self._node)), experiment.evaluation
-        self._samples = samples - evaluation.taken_of(samples)
+        self._samples, self._tests = workload.samples(self._node, experiment)
+        self._scores = experiment.score.names
         self._reads_losses = experiment.tier_above(self._node).aggregation.reads_losses
-        self._tests = evaluation.taken_of(samples) or max(1, round(TESTS * samples))
         kept_bytes = workload.kept_bytes(experiment)
         return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
 
@@ -226,20 +228,21 @@ class SimulatedMember:
         seconds, scored_s = 0.0, 0.0
         if order.epochs:
             seconds = hardware.durations.training_s(self._node, epochs=order.epochs, drawn=rng.random())
-        if order.scores:
-            scored_s = hardware.durations.scoring_s(self._node, share=self._tests / self._samples)
+        models = order.scores + order.scores_trained if self._tests else 0
+        if models:
+            scored_s = models * hardware.durations.scoring_s(self._node, share=self._tests / self._samples)
         (train_s, scored_s), wait_s = await self.occupy((seconds, scored_s), order.progress)
-        tests = None
-        if order.scores:
-            score, loss = hardware.workload.evaluate(order.row)
-            tests = ScoreSums(self._tests, self._tests * loss, self._tests * score, seconds=scored_s)
+        received = self._tested(order.row) if models and order.scores else None
         if not order.epochs:
-            return LocalResult(self._samples, None, 0, 0.0, wait_s, tests=tests)
+            found = None if received is None else ScoredModels(received).lasting(scored_s)
+            return LocalResult(self._samples, None, 0, 0.0, wait_s, tests=found)
         hardware.trained[self._node, order.local_round] += 1
         loss, steps = hardware.workload.train(
             self._node, order.row, order.out, epochs=order.epochs, local_round=order.local_round
         )
         steps = min(steps, order.epochs * self._samples)
+        trained = self._tested(order.out) if models and order.scores_trained else None
+        tests = ScoredModels(received, trained).lasting(scored_s) if models else None
         return LocalResult(
             self._samples,
             loss,
@@ -249,6 +252,12 @@ class SimulatedMember:
             tests=tests,
             start_loss=loss if self._reads_losses else None,
         )
+
+    def _tested(self, row: Row) -> ScoreSums:
+        """Return sums over the test samples, of which R2 has one target."""
+        score, loss = self._hardware.workload.evaluate(row)
+        sums = [each for name in self._scores for each in [self._tests * score] * (R2_SUMS if name == R2 else 1)]
+        return ScoreSums(self._tests, self._tests * loss, packed_sums(sums))
 
     async def occupy(self, work: tuple[float, float], progress: Progress) -> tuple[tuple[float, float], float]:
         """Occupy a slot of the device's process, and a core of its host, with a training and a scoring.
@@ -272,10 +281,11 @@ class SimulatedMember:
 
 
 class SimulatedEvaluator:
-    """Replacement of `cloud.evaluator.Evaluator`."""
+    """Replacement of `cloud.evaluator.Evaluator`. `further`: how many scores there are beside the first one."""
 
-    def __init__(self, hardware: SimulatedHardware) -> None:
+    def __init__(self, hardware: SimulatedHardware, *, further: int = 0) -> None:
         self._hardware = hardware
+        self._further = further
 
     async def start(self) -> Beginning:
         """Return the first model."""
@@ -294,7 +304,8 @@ class SimulatedEvaluator:
                 raise RunFailed("the evaluator process was killed, and so were its replacements")
             await asyncio.sleep(3 * hardware.durations.boot_s)
             await hardware.compute(CLOUD, hardware.durations.evaluate_s)
-        return EvaluationResult(global_round, *self._hardware.workload.evaluate(row))
+        score, loss = hardware.workload.evaluate(row)
+        return EvaluationResult(global_round, score, loss, [score] * self._further)
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""

@@ -296,6 +296,7 @@ def _label(measure: Measure, *, several: bool) -> str:
         text += {"samples": "", "devices": ", mean of devices", "worst": ", worst devices", "spread": ", spread"}[
             measure.of
         ]
+        text += ", personalised" if measure.personalised else ""
         text += f" to {100 * measure.target:g} %" if measure.target is not None else ""
         text += f", {' + '.join(measure.phases)}" if measure.phases else ""
         text += f", {measure.tier}" if measure.tier else ""

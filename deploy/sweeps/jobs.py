@@ -58,4 +58,4 @@ def _bytes_of(experiment_json: str) -> int:
     from deploy.planning import footprint, workload
 
     work = workload.workload(parse(experiment_json))
-    return footprint.direct_bytes(work.experiment, work.layout, data_bytes=work.data_bytes)
+    return footprint.direct_bytes(work.experiment, work.layout, data_bytes=work.data_bytes, kept_bytes=work.kept_bytes)

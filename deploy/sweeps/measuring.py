@@ -13,7 +13,7 @@ from deploy.sweeps.schema import SCALES, UNITS, Measure
 DIGITS: Final = {"accuracy": 2, "rounds": 0, "steps": 0, "path_steps": 0}  # decimals; else 1
 SPEED_UP_DIGITS: Final = 2
 PERCENT: Final = 100.0
-OF_DEVICES: Final = {"devices": "mean"}
+OF_DEVICES: Final = {"devices": "mean", "samples": "score"}
 
 
 def value_of(rows: Sequence[GlobalRoundRecord], measure: Measure, *, target: float | None, rounds: int) -> float | None:
@@ -83,7 +83,9 @@ def _accuracy(rows: Sequence[GlobalRoundRecord], measure: Measure, rounds: int) 
 
 def _of(row: GlobalRoundRecord, measure: Measure) -> float | None:
     """Return a row's accuracy over samples, or a statistic of the devices' accuracies."""
-    return row.accuracy if measure.of == "samples" else row.of_devices(OF_DEVICES.get(measure.of, measure.of))
+    if measure.of == "samples" and not measure.personalised:
+        return row.accuracy
+    return row.of_devices(OF_DEVICES.get(measure.of, measure.of), personalised=measure.personalised)
 
 
 def _seconds(done: Sequence[GlobalRoundRecord], measure: Measure) -> float:

@@ -21,7 +21,7 @@ Keys = dict[str, Any]  # keys of an experiment, a part of its tree
 SCALES: Final[Mapping[str, float]] = {"s": 1.0, "min": 60.0, "h": 3600.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 UNITS: Final[Mapping[str, tuple[str, ...]]] = {"seconds": ("s", "min", "h"), "bytes": ("MB", "kB", "GB")}
 ONLY_FOR: Final[Mapping[str, str]] = {  # keys of a measure that belong to one name
-    **dict.fromkeys(("last", "best", "round", "every", "of"), "accuracy"),
+    **dict.fromkeys(("last", "best", "round", "every", "of", "personalised"), "accuracy"),
     **dict.fromkeys(("tier", "direction"), "bytes"),
     "phases": "seconds",
 }
@@ -65,6 +65,7 @@ class Measure(SettingsTable):
     every: Count | None = None  # accuracy: after every so many global rounds, a curve
     # accuracy: over all test samples; or over the devices that scored, `worst` for the worst tenth of them.
     of: Literal["samples", "devices", "worst", "spread"] = "samples"
+    personalised: bool = False  # accuracy: of the models that devices trained, with `evaluation.personalised`
     target: Fraction | None = None  # costs: the accuracy to reach; without it, the cell's
     until: Literal["target", "end"] = "target"  # costs: until the target is reached, or of the whole run
     phases: list[str] = Field(default_factory=list)  # seconds: those of these phases, summed

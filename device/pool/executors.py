@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from common.experiment.training import TrainingSettings
 from common.host.offload import offload
 from common.host.subprocess_channel import ReplaceableProcess, SubprocessChannel, error_in
 from common.model.layout import ModelLayout
-from common.model.scores import ScoreSums
+from common.model.scores import ScoredModels
 from device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared, most_together
 from device.pool.trainers import Trainers
 
@@ -125,11 +125,6 @@ ADVICE: Final = "If memory was short: use fewer --slots."
 _T = TypeVar("_T")
 
 
-def _sums(sent: Sequence[Any]) -> ScoreSums:
-    """Return the sums that a worker process sent."""
-    return replace(ScoreSums(*sent[:-1]), classes=bytes.fromhex(sent[-1]))
-
-
 class Worker:
     """Worker process, replaced if it is killed or loses its accelerator; a job is retried once."""
 
@@ -206,7 +201,8 @@ class Worker:
         for (number, job), row in zip(begun.items(), rows[::2, :row_bytes], strict=True):
             await offload(partial(np.copyto, row, job.order.row))
             device, order = self._name(job.device, channel), job.order
-            facts = {"epochs": order.epochs, "round": order.local_round, "scores": order.scores}
+            facts = {"epochs": order.epochs, "round": order.local_round}
+            facts |= {"scores": order.scores, "scores_trained": order.scores_trained}
             folder = None if order.folder is None else str(order.folder)
             wanted.append({"job": number, "device": device, **facts, "folder": folder})
         channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
@@ -223,7 +219,7 @@ class Worker:
             if "result" in reply:
                 await offload(partial(np.copyto, job.order.out, outs[reply["job"]]))
                 *facts, tests, start_loss = reply["result"]
-                tests = None if tests is None else _sums(tests)
+                tests = None if tests is None else ScoredModels.from_json(tests)
                 result = replace(LocalResult(*facts), tests=tests, start_loss=start_loss)
                 vmapped = result.path == TrainingPath.VMAPPED
                 job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else self.path))

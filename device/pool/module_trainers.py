@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.errors import FedstrataError
 from common.learning.computing import resolve_accelerator
@@ -37,7 +38,7 @@ class ModuleTrainers:
         trainer = self._trainer(device, accelerator)
         mode = mode_of(device, accelerator)
         if mode is not VmappedMode.NEVER:
-            self._vmapped_trainer(accelerator).prepare(device, timed=mode is VmappedMode.AUTO)
+            self._vmapped_trainer(accelerator).prepare(device, sure=mode is VmappedMode.ALWAYS)
         kept_bytes = trainer.vectors.kept_bytes
         return Prepared(trainer.layout, trainer.samples, trainer.partition, kept_bytes, trainer.tests)
 
@@ -51,22 +52,41 @@ class ModuleTrainers:
         left = set(received)
         if not work[0][1].epochs and work[0][1].scores:  # the models are not trained
             for number in left:
-                done(number, LocalResult(trainers[number].samples, None, 0, 0.0, 0.0, tests=received[number].tests))
+                done(number, received[number].of(LocalResult(trainers[number].samples, None, 0, 0.0, 0.0)))
             return
+        work = [
+            (device, replace(order, row=trainer.start(order.row, local_round=order.local_round)))
+            for (device, order), trainer in zip(work, trainers, strict=True)
+        ]
         mode = mode_of(work[0][0], accelerator)
         together = [number for number, trainer in enumerate(trainers) if number in left and not trainer.joins]
 
         def finish(number: int, how: Ending) -> None:
-            done(number, received[number].of(how) if isinstance(how, LocalResult) else how)
+            (_, order), trained = work[number], None
+            try:
+                if isinstance(how, LocalResult) and order.scores_trained:
+                    trained = trainers[number].examine_trained(
+                        order.out, progress=order.progress, cancelled=order.cancelled
+                    )
+            except (FedstrataError, Cancelled) as error:
+                how = error
+            done(number, received[number].of(how, trained) if isinstance(how, LocalResult) else how)
 
         if mode is not VmappedMode.NEVER and together:
+            ended = list[tuple[int, Ending]]()  # scored when the group has released the accelerator's memory
 
             def end(place: int, how: Ending) -> None:
-                left.remove(together[place])
-                finish(together[place], how)
+                number = together[place]
+                left.remove(number)
+                if work[number][1].scores_trained:
+                    ended.append((number, how))
+                else:
+                    finish(number, how)
 
             alike = [work[number] for number in together]
-            self._vmapped_trainer(accelerator).train(alike, end, timed=mode is VmappedMode.AUTO)
+            self._vmapped_trainer(accelerator).train(alike, end)
+            for each in ended:
+                finish(*each)
         for number in sorted(left):
             (_, order), trainer = work[number], trainers[number]
             try:

@@ -14,10 +14,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from math import inf
 from typing import Any, Final, Self
 
-from common.accounting.child_report import TrainingPath
 from common.errors import AcceleratorLost
 from common.experiment.schema import Experiment
 from common.host.accelerators import choose, may_have_gpu
@@ -66,8 +64,6 @@ class Pool:
         self._members = 0
         self._hosted: Counter[str] = Counter()  # devices by the digest of their experiment
         self._idle: Counter[str] = Counter()  # executors without work, by accelerator
-        self._slower: dict[str, int] = {}  # by digest: the largest group that was not trained vmapped
-        self._group_s: dict[str, float] = {}  # by digest: the seconds of the last group's training
         self._serving: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
 
@@ -117,8 +113,6 @@ class Pool:
         self._hosted[device.digest] -= 1
         if not self._hosted[device.digest]:
             del self._hosted[device.digest]
-            self._slower.pop(device.digest, None)
-            self._group_s.pop(device.digest, None)
             for executor in self._executors:
                 executor.forget(device.digest)
 
@@ -186,9 +180,7 @@ class Pool:
             jobs = [request for request in requests if isinstance(request, Job)]
             try:
                 if jobs:
-                    began = time.monotonic()
                     await executor.train(jobs)
-                    self._learn(jobs, time.monotonic() - began)
                 else:
                     requests[0].finish(await executor.prepare(requests[0].device))
             except Exception as error:  # noqa: BLE001 - after any error nobody may wait forever
@@ -203,8 +195,7 @@ class Pool:
             await self._came.wait()
         if (most := self._most(executor, queue[0])) == 1:
             return [queue.popleft()]  # no look at the others: there may be thousands
-        train_s = self._group_s.get(queue[0].device.digest, inf)
-        await gather(self._came, lambda: len(queue) >= most, train_s=train_s)
+        await gather(self._came, lambda: len(queue) >= most)
         if not queue:  # another executor of this accelerator took them meanwhile, or they were cancelled
             return await self._take(executor)
         first = queue[0]
@@ -222,18 +213,7 @@ class Pool:
         device = request.device
         if (most := executor.most(device.experiment.training)) == 1:
             return 1
-        most = min(most, self._share(executor))
-        return most if most.bit_length() > self._slower.get(device.digest, 1).bit_length() else 1
-
-    def _learn(self, jobs: Sequence[Job], train_s: float) -> None:
-        """Note a group's time, and whether none was trained vmapped: such groups are as fast one after another."""
-        if len(jobs) == 1:
-            return
-        digest = jobs[0].device.digest
-        self._group_s[digest] = train_s
-        ended = [job.outcome.result() for job in jobs if not job.outcome.cancelled() and not job.outcome.exception()]
-        if len(ended) == len(jobs) and all(result.path != TrainingPath.VMAPPED for result in ended):
-            self._slower[digest] = max(self._slower.get(digest, 1), len(jobs))
+        return min(most, self._share(executor))
 
     def _queue_of(self, request: PoolRequest) -> deque[PoolRequest]:
         """Return the queue in which a request waits."""
@@ -304,5 +284,4 @@ class Member:
         asked = time.monotonic()
         job = Job(device=self._device, place=self._place, order=replace(order, progress=report))
         result: LocalResult = await self._pool.submit(job)
-        scored_s = 0.0 if result.tests is None else result.tests.seconds
-        return replace(result, wait_s=max(0.0, time.monotonic() - asked - result.train_s - scored_s))
+        return replace(result, wait_s=max(0.0, time.monotonic() - asked - result.train_s - result.scored_s))

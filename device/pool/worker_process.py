@@ -4,7 +4,8 @@
     {"accelerators"}                       -> {"accelerators"} of this machine
     {"experiment": TEXT, "digest"}            a new experiment
     {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes", "tests", "folder"}
-    {"train": [{"job", "device", "epochs", "round", "scores", "folder"}, ...], "row_bytes", "out_bytes"}
+    {"train": [{"job", "device", "epochs", "round", "scores", "scores_trained", "folder"}, ...],
+     "row_bytes", "out_bytes"}
                                            -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
     {"cancel": JOB}
     {"forget": DIGEST}                        an experiment that no device is in any more
@@ -71,13 +72,14 @@ class WorkerServer:
             device, accelerator = self._device(wanted["device"])
             report, cancelled = partial(self._report, wanted["job"]), self._cancelled[wanted["job"]]
             folder, facts = wanted["folder"] and Path(wanted["folder"]), (wanted["epochs"], wanted["round"])
-            work.append((device, Order(row, out, *facts, report, cancelled, wanted["scores"], folder)))
+            scores = wanted["scores"], wanted["scores_trained"]
+            work.append((device, Order(row, out, *facts, report, cancelled, *scores, folder)))
 
         def done(place: int, how: Ending) -> None:
             number = orders[place]["job"]
             if isinstance(how, LocalResult):
-                *facts, tests, start_loss = astuple(how)
-                tests = None if tests is None else [*tests[:-1], tests[-1].hex()]  # JSON has no bytes
+                *facts, _, start_loss = astuple(how)
+                tests = None if how.tests is None else how.tests.to_json()
                 self._channel.send(job=number, result=[*facts, tests, start_loss])
             else:
                 self._channel.send(job=number, failure={} if isinstance(how, Cancelled) else error_record(how))

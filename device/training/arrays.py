@@ -14,7 +14,8 @@ from typing import Final
 from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
 from common.host.offload import repeated
-from common.model.scores import ScoreSums
+from common.model.layout import Row
+from common.model.scores import ScoredModels, ScoreSums, packed_sums
 from common.model.trainer import LocalTask, TrainerCode, TrainingSite
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, Done, HostedDevice, LocalResult, Order, Prepared, Work
@@ -89,30 +90,38 @@ class ArrayTraining:
         )
         try:
             with _use_reported(order):
-                tests = self._score(order, task) if order.scores else None
-                start, cpu_start = time.monotonic(), time.thread_time()
+                before = replace(task, global_round=task.global_round - 1)
+                received = self._score(order.row, before) if order.scores else None
                 if not order.epochs:
-                    return LocalResult(self._samples, None, 0, 0.0, 0.0, tests=tests)
+                    return LocalResult(self._samples, None, 0, 0.0, 0.0, tests=_scored(received, None))
+                start, cpu_start = time.monotonic(), time.thread_time()
                 found = self._code.train(self._layout, order.row, order.out, task, samples=self._samples)
+                train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
+                trained = self._score(order.out, task) if order.scores_trained else None
         except InvalidExperiment:
             if order.cancelled.is_set():
                 raise Cancelled from None
             raise
         if found.loss is None and (rule := experiment.compares_losses):
             self._code.refuse("train returns no loss", f"Return one: {rule} compares losses.")
-        train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
         order.progress(found.steps, found.steps)
-        costs = found.steps, train_s
         return LocalResult(
-            found.samples or self._samples, found.loss, *costs, 0.0, cpu_s=cpu_s, numbers=found.numbers, tests=tests
+            found.samples or self._samples,
+            found.loss,
+            found.steps,
+            train_s,
+            wait_s=0.0,
+            cpu_s=cpu_s,
+            numbers=found.numbers,
+            tests=_scored(received, trained),
         )
 
-    def _score(self, order: Order, task: LocalTask) -> ScoreSums:
-        """Return the sums of the model received over the device's test samples."""
+    def _score(self, row: Row, task: LocalTask) -> ScoreSums:
+        """Return the sums of a model over the device's test samples."""
         start = time.monotonic()
-        found = self._code.evaluate(self._layout, order.row, replace(task, global_round=task.global_round - 1))
+        found = self._code.evaluate(self._layout, row, task)
         n = found.samples
-        return ScoreSums(n, n * found.loss, n * found.score, seconds=time.monotonic() - start)
+        return ScoreSums(n, n * found.loss, packed_sums([n * found.score]), seconds=time.monotonic() - start)
 
 
 class ArrayTrainers:
@@ -146,6 +155,11 @@ class ArrayTrainers:
             training = ArrayTraining(device.experiment, node=device.node, accelerator=accelerator)
             self._made[key] = training, training.prepare()
         return self._made[key]
+
+
+def _scored(received: ScoreSums | None, trained: ScoreSums | None) -> ScoredModels | None:
+    """Return the sums of both models, None if neither was scored."""
+    return None if received is None and trained is None else ScoredModels(received, trained)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -185,15 +185,18 @@ def _without_tests(
     if not evaluation.on_devices:
         return samples, None
     place, count = devices.index(node), len(dataset.test_labels)
-    part = splits.tests_of(count, devices=len(devices), place=place, seed=experiment.seed)
+    if evaluation.data == "users":
+        part = np.flatnonzero(splits.users_of_tests(dataset, experiment.data.dataset) == place)
+    else:
+        part = splits.tests_of(count, devices=len(devices), place=place, seed=experiment.seed)
     tests = ScoredSamples(dataset.test_images, dataset.test_labels, torch.from_numpy(part))
     return samples, tests if len(part) else None
 
 
-def batches(
+def blocks(
     local: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each step's (epoch, inputs [b, ...], labels int64 [b] or float32 [b, T]).
+    """Yield (epoch, inputs [n, b, ...], labels int64 [n, b] or float32 [n, b, T]) of n batches of the same size.
 
     The order is new in each epoch, and the last batch is kept.
     """
@@ -210,15 +213,19 @@ def batches(
         for first in range(0, len(sizes), block):
             here = sizes[first : first + block]
             start = first * training.batch_size
-            some = slice(start, start + sum(here))
-            images = local.images.index_select(0, places[some])
+            chosen = slice(start, start + sum(here))
+            images = local.images.index_select(0, places[chosen])
             if changes is not None:
-                images = change_images(images, changes[some], crop=training.image_changes.crop)
+                images = change_images(images, changes[chosen], crop=training.image_changes.crop)
             if augment is not None:
                 each = [augment(batch, seed=int(seeds.integers(2**63))) for batch in torch.split(images, here)]
                 images = torch.cat(each)
-            inputs, labels = local.normalise(images), local.labels.index_select(0, places[some])
-            yield from zip(repeat(epoch), torch.split(inputs, here), torch.split(labels, here))
+            inputs, labels = local.normalise(images), local.labels.index_select(0, places[chosen])
+            for size, alike in groupby(here):
+                count = len(list(alike))
+                some, inputs = inputs[: count * size], inputs[count * size :]
+                theirs, labels = labels[: count * size], labels[count * size :]
+                yield epoch, some.view(count, size, *some.shape[1:]), theirs.view(count, size, *theirs.shape[1:])
 
 
 def orders(

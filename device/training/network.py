@@ -6,34 +6,39 @@ samples, C channels of the inputs, O of the outputs, kernels of H x W, K = C H W
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
+from common.host.accelerators import is_lost
 from common.learning import models
+from common.learning.computing import first_line, seeded
 from common.learning.inputs import Inputs
 from common.learning.losses import try_loss
-from common.learning.models import head_places
+from common.learning.models import classifier_of, head_places, random_samples
+from common.methods.mixing import Floats
 from common.model.parts import ModelParts
-from device.training.captured import CapturedGradients
+from common.randomness import Purpose, torch_seed
+from device.training.hidden import hidden_state, obstacle_in
 from device.training.objectives.table import objective_of
-from device.training.sgd import (
-    FeaturesAt,
-    Forward,
-    captured_of,
-    check_features,
-    features_of,
-    forward_of,
-    is_captured,
-    keep_linear_fp32,
-)
+from device.training.recording import NotRecordable, Program, program_of
+from device.training.sgd import FeaturesAt, Forward, LocalSteps, features_of, forward_of, keep_linear_fp32
+from device.training.vectors import TaskVectors
+
+RECORDED_PARAMETERS: Final = 2_000_000  # of the largest model whose steps are recorded: in larger ones kernels take all
+TRIAL_NOISE: Final = 0.1  # of the vectors behind a model
+
+log = logging.getLogger("fedstrata.training")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +51,30 @@ class Network:
     module: nn.Module
     forward: Forward
     features: FeaturesAt | None
-    captured: CapturedGradients | None
     head: Sequence[int]
+
+    def steps(
+        self,
+        experiment: Experiment,
+        parts: ModelParts,
+        *,
+        rate: float,
+        vectors: Mapping[str, Sequence[Tensor]],
+    ) -> LocalSteps:
+        """Return the steps of a training from the module's present weights, at this learning rate."""
+        weights = models.weights_of(self.module.train(), parts.whole)
+        return LocalSteps(
+            self.forward,
+            list(weights.values()),
+            training=experiment.training,
+            learning_rate=rate,
+            buffers=list(self.module.buffers()),
+            fixed=[weight for weight in self.module.parameters() if not weight.requires_grad],
+            vectors=vectors,
+            features=self.features,
+            head=self.head,
+            personal=[place for place, name in enumerate(weights) if name in parts.personal],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +83,7 @@ class NetworkSource:
 
     fedstrata's own models have one network, `shared` by all trainings. A user's own may keep anything beside its
     state, so each training has a new one, in this memory format. `joins`: it cannot train on one sample. `tried`: sizes
-    of batches.
+    of batches. `programs`: the recorded steps by the size of a batch, None where they are taken one by one.
     """
 
     experiment: Experiment
@@ -67,6 +94,7 @@ class NetworkSource:
     memory_format: torch.memory_format = torch.contiguous_format
     joins: bool = False
     tried: set[int] = field(default_factory=set)
+    programs: dict[int, Program | None] = field(default_factory=dict)
 
     def network(self) -> Network:
         """Return the network of the next training. Raises InvalidExperiment."""
@@ -86,11 +114,66 @@ def source_of(experiment: Experiment, inputs: Inputs, *, accelerator: torch.devi
     if not is_own(experiment.model.name):
         if accelerator.type == "cpu":
             _order(module, torch.channels_last)
-            if training.precision != "bf16" and not training.compile:
+            if training.precision != "bf16":
                 as_products(module)
         keep_linear_fp32(module, training, device=accelerator)
         shared = _network(experiment, module, parts, accelerator)
     return NetworkSource(experiment, inputs, accelerator, parts, shared)
+
+
+def record(source: NetworkSource, vectors: TaskVectors, *, own: bool, draws: int, sizes: Iterable[int]) -> None:
+    """Record the steps of batches of these sizes, where that is not tried yet and they can be. CPUs only.
+
+    `vectors` are those of training, `own`: some of the code is the user's, `draws`: random numbers of each sample.
+    """
+    name = source.experiment.model.name
+    for size in set(sizes) - source.programs.keys():
+        try:
+            source.programs[size] = _recorded(source, vectors, own=own, draws=draws, size=size)
+        except Exception as error:
+            if is_lost(error):
+                raise
+            source.programs[size] = None
+            log.info("%s: steps of %d samples are taken one by one: %s", name, size, first_line(error))
+
+
+def _recorded(source: NetworkSource, vectors: TaskVectors, *, own: bool, draws: int, size: int) -> Program:
+    """Return the program of a step. Raises NotRecordable, and what own code raises."""
+    experiment, inputs = source.experiment, source.inputs
+    with seeded(torch_seed(experiment.seed, Purpose.OWN_CODE)):
+        network = source.network()
+        if sum(weight.numel() for weight in network.module.parameters()) > RECORDED_PARAMETERS:
+            raise NotRecordable(f"more than {RECORDED_PARAMETERS:,} parameters")
+        if own and (obstacle := obstacle_in(network.module)):
+            raise NotRecordable(obstacle)
+        draw = torch.Generator().manual_seed(size)
+        noise = {
+            each: np.float32(TRIAL_NOISE) * torch.randn(shape, generator=draw).numpy()
+            for each, shape in vectors.shapes.items()
+        }
+        given = {each: vector_tensors(vectors, network.module, each, vector) for each, vector in noise.items()}
+        steps = network.steps(experiment, source.parts, rate=experiment.training.learning_rate, vectors=given)
+        samples = random_samples(inputs, 2 * size)
+        labels = torch.randint(inputs.classes, (2 * size,), generator=draw)
+        if inputs.numbers:
+            labels = torch.randn(2 * size, inputs.classes, generator=draw)
+        tensors = [samples, labels, *([torch.rand(2 * size, draws, generator=draw)] if draws else [])]
+        batches = [[tensor[:size] for tensor in tensors], [tensor[size:] for tensor in tensors]]
+        hidden = partial(hidden_state, network.module, steps.objective) if own else bytes
+        return program_of(steps.take, steps.state, batches, rate=steps.learning_rate, hidden=hidden)
+
+
+def vector_tensors(vectors: TaskVectors, module: nn.Module, name: str, vector: Floats) -> list[Tensor]:
+    """Return a vector as tensors: one of length D like the parameters, in their order, another one as it is."""
+    parts, weights = vectors.split(name, vector), models.weights_of(module, vectors.layout)
+    device = next(module.parameters()).device
+    if name in parts:
+        return [torch.from_numpy(vector.copy()).to(device)]
+    found = []
+    for parameter, weight in weights.items():
+        part = torch.from_numpy(parts[parameter].copy())
+        found.append(torch.empty_like(weight, requires_grad=False).copy_(part))
+    return found
 
 
 def _order(module: nn.Module, memory_format: torch.memory_format) -> None:
@@ -105,13 +188,10 @@ def _network(experiment: Experiment, module: nn.Module, parts: ModelParts, accel
     forward = forward_of(module, training, device=accelerator)
     features = None
     if objective.uses_features:
-        check_features(module, training)
+        classifier_of(module)
         features = features_of(module, training, device=accelerator)
-    captured = None
-    if is_captured(module, experiment, device=accelerator):
-        captured = captured_of(lambda _, batch: forward(batch), training)  # at the module's own weights
     head = head_places(module, parts.whole) if objective.uses_head else ()
-    return Network(module, forward, features, captured, head)
+    return Network(module, forward, features, head)
 
 
 OUTPUTS_LEAST: Final = 16  # of a first layer's product: with fewer columns oneDNN is faster

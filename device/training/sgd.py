@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, MethodType
@@ -11,44 +12,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.errors import InvalidExperiment
-from common.experiment.own import is_own
-from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
-from common.learning.models import classifier_of, with_features
-from device.training.captured import CapturedGradients
+from common.learning.models import with_features
+from common.learning.optimizers import Moments, Optimizer, optimizer_of, take
 from device.training.objectives.objective import Minibatch, Objective, norms, scale
 from device.training.objectives.table import objective_of
+from device.training.recording import Program
 
 Forward = Callable[[Tensor], Tensor]
 FeaturesAt = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Tensor]]
 
 NO_VECTORS: Final[Mapping[str, Sequence[Tensor]]] = MappingProxyType({})
-CAPTURED_PARAMETERS: Final = 2_000_000  # of the largest model whose gradients are captured
+NO_PROGRAMS: Final[Mapping[int, Program | None]] = MappingProxyType({})
 SMALL_BATCH_SAMPLES = 16  # up to which linear layers compute in fp32 on a CPU
+FIRST_STEPS: Final = 8  # of a program, before the time of a step is known
+RUN_S: Final = 0.25  # of a program, between two looks at progress and cancellation
 
 
 def forward_of(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> Forward:
-    """Return a function for the module's logits, float32 [b, classes], in the chosen precision, compiled if chosen."""
-    run: Forward = torch.compile(module, dynamic=False) if training.compile else module
+    """Return a function for the module's logits, float32 [b, classes], in the chosen precision."""
     if training.precision != "bf16":
-        return run
+        return module
     mixed = torch.autocast(device.type, torch.bfloat16)
 
     def forward(inputs: Tensor) -> Tensor:
         with mixed:  # left before the backward pass; the cached casts of the weights live until then
-            logits = run(inputs)
+            logits: Tensor = module(inputs)
         return logits.float()
 
     return forward
-
-
-def check_features(module: nn.Module, training: TrainingSettings) -> None:
-    """Check that an objective can read features. Raises InvalidExperiment."""
-    classifier_of(module)
-    if training.compile:
-        problem = f"the objective {training.objective.name} reads features, which a compiled model does not give"
-        raise InvalidExperiment("training.compile", True, problem, "Set it to false.")
 
 
 def features_of(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> FeaturesAt:
@@ -62,40 +54,6 @@ def features_of(module: nn.Module, training: TrainingSettings, *, device: torch.
         return (logits.float(), found.float()) if training.precision == "bf16" else (logits, found)
 
     return features
-
-
-def is_captured(module: nn.Module, experiment: Experiment, *, device: torch.device) -> bool:
-    """Return whether the gradients of the objective's losses are captured: where they can be, and it pays.
-
-    They are for fedstrata's own small models and losses in fp32 on a CPU. In large models, and with batch norm, nearly
-    all the time is the kernels', and a pass that is recorded takes more memory.
-    """
-    training, objective = experiment.training, objective_of(experiment.training)
-    if is_own(experiment.model.name) or is_own(training.loss) or type(objective).losses is not Objective.losses:
-        return False
-    if device.type != "cpu" or training.compile or training.precision == "bf16":
-        return False
-    few = sum(weight.numel() for weight in module.parameters()) <= CAPTURED_PARAMETERS
-    return few and not any(True for _ in module.buffers())
-
-
-def captured_of(
-    logits: Callable[[Sequence[Tensor], Tensor], Tensor], training: TrainingSettings, *, recorded_use: int = 1
-) -> CapturedGradients:
-    """Return the captured gradients of the objective's losses, of one model or of A models at once.
-
-    `logits(weights, inputs)` is the pass of a model, or of A models, that has no buffers. `recorded_use` is that of
-    each shape of a batch.
-    """
-    objective = objective_of(training)
-
-    def losses(
-        weights: Sequence[Tensor], inputs: Tensor, labels: Tensor, sample_weights: Tensor | None = None
-    ) -> Tensor:
-        found = logits(weights, inputs)
-        return objective.losses(Minibatch(lambda: found, labels, weights, (), sample_weights), found)
-
-    return CapturedGradients(losses, recorded_use=recorded_use)
 
 
 def keep_linear_fp32(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> None:
@@ -116,70 +74,127 @@ def _without_autocast(layer: nn.Linear, inputs: Tensor) -> Tensor:
         return functional.linear(inputs.to(layer.weight.dtype), layer.weight, layer.bias)
 
 
+class LocalSteps:
+    """The steps of one training, with a fresh optimiser, and the tensors that they read and change.
+
+    `buffers` are those that `forward` updates, `fixed` other tensors that it reads. `vectors`, `features` and `head`
+    are what the objective reads (Minibatch). `personal`: the places of weights that were not received; for these
+    `received` has the present ones.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        weights: Sequence[Tensor],
+        *,
+        training: TrainingSettings,
+        learning_rate: float,
+        buffers: Sequence[Tensor] = (),
+        fixed: Sequence[Tensor] = (),
+        vectors: Mapping[str, Sequence[Tensor]] = NO_VECTORS,
+        features: FeaturesAt | None = None,
+        head: Sequence[int] = (),
+        personal: Collection[int] = (),
+    ) -> None:
+        self.objective = objective_of(training)
+        self._optimizer = optimizer_of(training)
+        self._training = training
+        self.learning_rate = learning_rate
+        self._weights = weights
+        self._buffers = buffers
+        self._fixed = fixed
+        self._vectors = vectors
+        self._features = features
+        self._head = head
+        self._received: list[Tensor] = []
+        if self.objective.uses_received:
+            self._received = [
+                weight.detach() if place in personal else weight.detach().clone()
+                for place, weight in enumerate(weights)
+            ]
+        self._moments = self._optimizer.begin(weights)
+        self._passes = _Passes(forward, features, buffers)
+
+    @property
+    def state(self) -> list[Tensor]:
+        """All tensors that a step reads or changes, beside its batch."""
+        vectors = (each for some in self._vectors.values() for each in some)
+        moments = (each for some in self._moments.values() for each in some)
+        return [*self._weights, *self._buffers, *self._fixed, *self._received, *vectors, *moments]
+
+    def take(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Take the step of a batch: inputs [b, ...], labels [b], and [b, draws] random numbers, if the objective reads
+        some. Return the reported loss [], detached.
+        """
+        inputs, labels, *uniform = tensors
+        batch = Minibatch(
+            partial(self._passes.logits, inputs),
+            labels,
+            self._weights,
+            self._received,
+            vectors=self._vectors,
+            uniform=uniform[0] if uniform else None,
+            head=self._head,
+        )
+        if self._features is not None:
+            batch.features = partial(self._passes.features, inputs)
+        loss = step(
+            batch,
+            self._moments,
+            objective=self.objective,
+            optimizer=self._optimizer,
+            clip_norm=self._training.clip_norm,
+            learning_rate=self.learning_rate,
+        )
+        self._passes.end()
+        return loss
+
+
 def run_sgd(
-    forward: Forward,
-    weights: Sequence[Tensor],
-    batches: Iterable[tuple[int, Tensor, Tensor]],
+    steps: LocalSteps,
+    blocks: Iterable[tuple[int, Tensor, Tensor]],
     *,
-    training: TrainingSettings,
-    learning_rate: float,
     last_epoch: int,
     watch: Callable[[int], None],
-    buffers: Sequence[Tensor] = (),
-    vectors: Mapping[str, Sequence[Tensor]] = NO_VECTORS,
-    features: FeaturesAt | None = None,
-    captured: CapturedGradients | None = None,
     uniform: Callable[[int], Tensor] | None = None,
-    head: Sequence[int] = (),
-    personal: Collection[int] = (),
+    programs: Mapping[int, Program | None] = NO_PROGRAMS,
 ) -> tuple[Tensor, int]:
-    """Take one step of SGD for each batch (epoch, inputs, labels), with a fresh momentum.
+    """Take one step for each batch of blocks (epoch, inputs [n, b, ...], labels [n, b, ...]) of n batches.
 
-    `watch(steps_done)` is called before each step; an exception that it raises ends the loop. `buffers` are those that
-    `forward` updates. `vectors`, `features`, `uniform(samples)` and `head` are what the objective reads (Minibatch),
-    `captured` are the gradients of its losses. `personal`: the places of weights that were not received; for these
-    `received` has the present ones.
+    `watch(steps_done)` is called before each step, or each run of a program; an exception that it raises ends the loop.
+    `uniform(samples)` are the objective's random numbers, `programs` the recorded steps by the size b of a batch.
     Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps.
     """
-    objective = objective_of(training)
-    received: list[Tensor] = []
-    if objective.uses_received:
-        received = [weight.detach() if i in personal else weight.detach().clone() for i, weight in enumerate(weights)]
-    momenta = [torch.zeros_like(weight) if training.momentum else None for weight in weights]
-    losses = torch.zeros((), dtype=torch.float64, device=weights[0].device)
-    steps, passes = 0, _Passes(forward, features, captured, weights, buffers)
-    for epoch, inputs, labels in batches:
-        watch(steps)
-        batch = Minibatch(partial(passes.logits, inputs), labels, weights, received, vectors=vectors, head=head)
-        if features is not None:
-            batch.features = partial(passes.features, inputs)
-        if captured is not None:
-            batch.captured = partial(passes.gradients, inputs, labels)
+    done, most = 0, FIRST_STEPS
+    losses = scratch = None
+    for epoch, *tensors in blocks:
+        if losses is None or scratch is None:
+            losses, scratch = (torch.zeros((), dtype=torch.float64, device=tensors[0].device) for _ in range(2))
+        count, size = tensors[1].shape[:2]
         if uniform is not None:
-            batch.uniform = uniform(len(labels))
-        loss = step(batch, momenta, objective=objective, training=training, learning_rate=learning_rate)
-        passes.end()
-        if epoch == last_epoch:
-            losses.add_(loss, alpha=len(labels))
-        steps += 1
-    return losses, steps
+            tensors.append(uniform(count * size).view(count, size, -1))
+        counted, program = losses if epoch == last_epoch else scratch, programs.get(size)
+        taken = 0
+        while taken < count:
+            watch(done)
+            if program is None:
+                counted.add_(steps.take([each[taken] for each in tensors]), alpha=size)
+                now = 1
+            else:
+                now, begun = min(most, count - taken), time.monotonic()
+                some = [each[taken : taken + now] for each in tensors]
+                program.run(steps.state, some, rate=steps.learning_rate, losses=counted)
+                most = max(1, int(RUN_S * now / max(1e-6, time.monotonic() - begun)))
+            taken, done = taken + now, done + now
+    return torch.zeros((), dtype=torch.float64) if losses is None else losses, done
 
 
 class _Passes:
     """The forward passes of a step in-process, of which the first one alone updates the buffers."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        features: FeaturesAt | None,
-        captured: CapturedGradients | None,
-        weights: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-    ) -> None:
+    def __init__(self, forward: Forward, features: FeaturesAt | None, buffers: Sequence[Tensor]) -> None:
         self._forward = forward
         self._features = features
-        self._captured = captured
-        self._weights = weights
         self._buffers = buffers
         self._taken = 0
         self._after_first: list[Tensor] = []
@@ -194,12 +209,6 @@ class _Passes:
         assert self._features is not None
         self._begin()
         return self._features(inputs, at)
-
-    def gradients(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Write the gradients of the losses; return the loss."""
-        assert self._captured is not None
-        self._begin()
-        return self._captured.backward(self._weights, inputs, labels)
 
     def _begin(self) -> None:
         if self._taken == 1:
@@ -216,52 +225,32 @@ class _Passes:
 
 def step(
     batch: Minibatch,
-    momenta: Sequence[Tensor | None],
+    moments: Moments,
     *,
     objective: Objective,
-    training: TrainingSettings,
+    optimizer: Optimizer,
+    clip_norm: float | None,
     learning_rate: float,
 ) -> Tensor:
-    """Take one step of SGD of one model, or of A models at once, in place; return the reported loss, detached.
+    """Take one step of one model, or of A models at once, in place; return the reported loss, detached.
 
-    One model: loss []. A models (vmapped): losses [A]; the tensors of the weights and of `momenta` are [A, ...], and
+    One model: loss []. A models (vmapped): losses [A]; the tensors of the weights and of `moments` are [A, ...], and
     each model's loss, clipping and update are its own.
 
-    The weights have no gradients before and after. Momenta start at zero; they are None without momentum. No weight has
-    changed if the objective fails, for example for lack of memory.
+    The weights have no gradients before and after. No weight has changed if the objective fails, for example for lack
+    of memory.
     """
     weights = batch.weights
     losses = objective.backward(batch)
-    # A weight without gradient, for example of a layer that is never called, does not change.
-    used = [i for i, weight in enumerate(weights) if weight.grad is not None]
-    gradients = [grad for weight in weights if (grad := weight.grad) is not None]
-    with torch.no_grad():
-        if training.clip_norm is not None:
-            if losses.dim():
-                _clip_each(gradients, training.clip_norm)
-            else:
-                nn.utils.clip_grad_norm_(weights, training.clip_norm)
-        # The kernel of torch.optim.SGD, fused, for weights of one device and type. An Optimizer would import torch's
-        # compiler, 1.3 s and 150 MB, and its functional form sorts the weights at each step. Each gradient must have
-        # its weight's strides, or the result is silently wrong: those that autograd.backward writes to .grad have them,
-        # those of torch.autograd.grad may not.
-        torch._fused_sgd_(
-            [weights[i] for i in used],
-            gradients,
-            [momentum for i in used if (momentum := momenta[i]) is not None],
-            lr=learning_rate,
-            momentum=training.momentum,
-            weight_decay=training.weight_decay,
-            dampening=0.0,
-            nesterov=training.nesterov,
-            maximize=False,
-            is_first_step=False,
-        )
-    for weight in weights:
-        weight.grad = None
+    if clip_norm is not None and losses.dim():
+        _clip_each([grad for weight in weights if (grad := weight.grad) is not None], clip_norm)
+    elif clip_norm is not None:
+        nn.utils.clip_grad_norm_(weights, clip_norm)
+    take(optimizer, weights, moments, rate=learning_rate)
     return losses
 
 
+@torch.no_grad()
 def _clip_each(gradients: Sequence[Tensor], most: float) -> None:
     """Scale each model's gradients, [A, ...], to an L2 norm of at most `most`, as nn.utils.clip_grad_norm_ does."""
     scale(gradients, (most / (norms(gradients) + 1e-6)).clamp(max=1.0))

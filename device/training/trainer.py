@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -23,11 +23,10 @@ from torch import Tensor
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import own, schema
 from common.experiment.own import is_own
-from common.host.accelerators import is_lost, out_of_memory
+from common.host.accelerators import out_of_memory
 from common.learning import models
 from common.learning.computing import (
     calls_own_code,
-    first_line,
     own_code,
     resolve_accelerator,
     seeded,
@@ -38,13 +37,12 @@ from common.learning.evaluation import BATCH, CPU_BATCH, evaluate
 from common.learning.inputs import Inputs
 from common.learning.models import KEY, random_samples
 from common.learning.nets import reseed
-from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row
-from common.model.scores import CLASSES_MOST, R2, ScoreSums
+from common.model.scores import CLASSES_MOST, R2, TARGETS_MOST, ScoreSums
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, Examined, LocalResult, Progress
-from device.training.batches import LocalDataset, batches, dropout_seed, load_local_dataset, uniform_numbers
-from device.training.network import Network, NetworkSource, source_of
+from device.training.batches import LocalDataset, blocks, dropout_seed, load_local_dataset, uniform_numbers
+from device.training.network import Network, NetworkSource, record, source_of, vector_tensors
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
 from device.training.vectors import TaskVectors, finish, vectors_of
@@ -113,10 +111,12 @@ class Trainer:
         if source.joins and len(local.samples) == 1:
             problem, remedy = f"cannot train on one sample, and {self._node} has no more", "See data.min_samples."
             raise InvalidExperiment(KEY, experiment.model.name, problem, remedy)
-        if self._own or experiment.training.compile:
-            for size in set(made.local.sizes(experiment.training.batch_size)) - source.tried:
-                self._tried(made, size)
-                source.tried.add(size)
+        sizes = set(made.local.sizes(experiment.training.batch_size))
+        for size in sizes - source.tried if self._own else ():
+            self._tried(made, size)
+            source.tried.add(size)
+        if accelerator.type == "cpu" and experiment.training.recorded:
+            record(source, vectors.inner, own=bool(self._own), draws=made.draws, sizes=sizes)
 
     @property
     def layout(self) -> ModelLayout:
@@ -143,6 +143,20 @@ class Trainer:
     def partition(self) -> str:
         """The digest of the whole data split, once prepared; empty if nothing is split."""
         return self._prepared.local.partition
+
+    @calls_own_code
+    def start(self, row: Row, *, local_round: int) -> Row:
+        """Return the row with which a training begins: `row`, or with this device's own initial model in its place.
+
+        The latter in the first local round of a run without `model.same_initial`. The vectors behind the model, and
+        the personal arrays, are those of `row`. Raises InvalidExperiment.
+        """
+        if self._experiment.model.same_initial or local_round:
+            return row
+        made, start = self._prepared, row.copy()
+        module = models.anew(self._experiment, inputs=made.local.inputs, node=self._node)
+        models.write_row(module, made.source.parts.exchanged, start)
+        return start
 
     @calls_own_code
     def train(
@@ -173,7 +187,7 @@ class Trainer:
             if cancelled.is_set():
                 raise Cancelled
 
-        some = batches(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round)
+        some = blocks(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round)
         try:
             losses, steps = self._trained(
                 made, network, some, row=row, out=out, last_epoch=epochs - 1, local_round=local_round, watch=watch
@@ -201,19 +215,32 @@ class Trainer:
         second. Raises Cancelled, and what `train` raises.
         """
         local, rule = self._prepared.local, self._experiment.tier_above(self._node).aggregation
-        tests = start = None
-        if scores and local.tests is not None:
-            parts = [(local.tests.images[local.tests.samples], local.tests.labels[local.tests.samples])]
-            tests = self._sums(row, parts, progress=progress, cancelled=cancelled)
-        if trains and rule.reads_losses:
+        reads_losses, start = trains and rule.reads_losses, None
+        if not (scores or reads_losses):
+            return Examined()
+        model = self._prepared.vectors.begin(row)
+        tests = self._tested(model, progress, cancelled) if scores else None
+        if reads_losses:
             parts = [(local.images[some], local.labels[some]) for some in torch.split(local.samples, EXAMINED_SAMPLES)]
-            start = self._sums(row, parts, progress=progress, cancelled=cancelled)
+            start = self._sums(model, parts, progress=progress, cancelled=cancelled)
         return Examined(tests, start)
 
+    @calls_own_code
+    def examine_trained(self, out: Row, *, progress: Progress, cancelled: threading.Event) -> ScoreSums | None:
+        """Return the sums of the model that `train` has written into `out`, like `examine`."""
+        return self._tested(self._prepared.vectors.trained(out), progress, cancelled)
+
+    def _tested(self, model: Row, progress: Progress, cancelled: threading.Event) -> ScoreSums | None:
+        """Return the sums of a model, as training has it, over the test samples, None without any."""
+        if (tests := self._prepared.local.tests) is None:
+            return None
+        parts = [(tests.images[tests.samples], tests.labels[tests.samples])]
+        return self._sums(model, parts, progress=progress, cancelled=cancelled)
+
     def _sums(
-        self, row: Row, parts: Sequence[tuple[Tensor, Tensor]], *, progress: Progress, cancelled: threading.Event
+        self, model: Row, parts: Sequence[tuple[Tensor, Tensor]], *, progress: Progress, cancelled: threading.Event
     ) -> ScoreSums:
-        """Return the sums of a model over some samples and labels, and their seconds."""
+        """Return the sums of a model, as training has it, over some samples and labels, and their seconds."""
         made, experiment, begun = self._prepared, self._experiment, time.monotonic()
         set_up(self._accelerator, experiment.training)
         set_up_evaluation(self._accelerator)
@@ -234,7 +261,7 @@ class Trainer:
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
         try:
             with seeded(own_seed, self._accelerator) if self._own else nullcontext():
-                models.read_row(network.module, made.source.parts.whole, made.vectors.begin(row))
+                models.read_row(network.module, made.source.parts.whole, model)
                 models.read_frozen(network.module, made.source.parts)
                 self._move(network, self._accelerator)
                 for samples, labels in parts:
@@ -245,7 +272,7 @@ class Trainer:
                         normalise=made.local.normalise,
                         batch_size=batch,
                         loss=experiment.training.loss,
-                        score=experiment.score.name,
+                        scores=experiment.score.names,
                         classes=made.local.inputs.classes if experiment.evaluation.per_class else 0,
                         watch=watch,
                     )
@@ -287,27 +314,19 @@ class Trainer:
             models.read_frozen(module, parts)
             self._move(network, self._accelerator)
             reseed(module, dropout_seed(experiment, node=self._node, local_round=local_round), self._accelerator)
-            weights = models.weights_of(module.train(), parts.whole)
+            given = {
+                name: vector_tensors(vectors.inner, module, name, vector)
+                for name, vector in vectors.inner.read(inner).items()
+            }
             losses, steps = run_sgd(
-                network.forward,
-                list(weights.values()),
+                network.steps(experiment, parts, rate=experiment.learning_rate_in(local_round), vectors=given),
                 some,
-                training=experiment.training,
-                learning_rate=experiment.learning_rate_in(local_round),
                 last_epoch=last_epoch,
                 watch=watch,
-                buffers=list(module.buffers()),
-                vectors={
-                    name: self._tensors(vectors.inner, weights, name, vector)
-                    for name, vector in vectors.inner.read(inner).items()
-                },
-                features=network.features,
-                captured=network.captured,
                 uniform=uniform_numbers(
                     experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
                 ),
-                head=network.head,
-                personal=[place for place, name in enumerate(weights) if name in vectors.personal],
+                programs=made.source.programs,
             )
             self._move(network, "cpu")
             models.check_constant(module, parts)
@@ -318,17 +337,6 @@ class Trainer:
                 models.write_row(module, parts.whole, out)
             finish(experiment, vectors, made.local, row, out, steps=steps, local_round=local_round)
         return float(losses), steps
-
-    def _tensors(self, vectors: TaskVectors, weights: Mapping[str, Tensor], name: str, vector: Floats) -> list[Tensor]:
-        """Return a vector as tensors: one of length D like the parameters, in their order, another one as it is."""
-        parts = vectors.split(name, vector)
-        if name in parts:
-            return [torch.from_numpy(vector.copy()).to(self._accelerator)]
-        found = []
-        for parameter, weight in weights.items():
-            part = torch.from_numpy(parts[parameter].copy())
-            found.append(torch.empty_like(weight, requires_grad=False).copy_(part))
-        return found
 
     def _formed(self, made: _Prepared) -> NetworkSource:
         """Return the source in the form in which the user's own model trains as it is, and fastest.
@@ -357,11 +365,12 @@ class Trainer:
         return source
 
     def _check_scored(self, inputs: Inputs) -> None:
-        """Check that this device's sums have one size. Raises InvalidExperiment."""
+        """Check that this device's sums are few enough to be sent. Raises InvalidExperiment."""
         experiment, evaluation = self._experiment, self._experiment.evaluation
-        if evaluation.on_devices and experiment.score.name == R2 and inputs.classes > 1:
-            problem = f"{inputs.classes} numbers to predict, and devices send the sums of one"
-            raise InvalidExperiment("score.name", R2, problem, 'Use "mean_squared_error".')
+        if evaluation.on_devices and R2 in experiment.score.names and inputs.classes > TARGETS_MOST:
+            problem = f"{inputs.classes} numbers to predict, and devices send the sums of {TARGETS_MOST} at most"
+            key = "score.name" if experiment.score.name == R2 else "score.also"
+            raise InvalidExperiment(key, R2, problem, 'Use "mean_squared_error".')
         if evaluation.per_class and inputs.classes > CLASSES_MOST:
             problem = f"the data set has {inputs.classes} classes, and devices count {CLASSES_MOST} at most"
             raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
@@ -389,9 +398,10 @@ class Trainer:
         try:
             with own.guarded(own_code(self._experiment), problem=problem, everything=True):
                 try:
+                    once = [(0, given[None], labels[None])]
                     self._trained(
-                        replace(made, local=local), network, [(0, given, labels)], row=row, out=out, last_epoch=0,
-                        local_round=0, watch=lambda _: None,
+                        replace(made, local=local), network, once, row=row, out=out, last_epoch=0, local_round=0,
+                        watch=lambda _: None,
                     )  # fmt: skip
                 except RuntimeError as error:
                     self._explain(error, network)
@@ -404,12 +414,6 @@ class Trainer:
         """Raise the error of a trial in its place whose cause is known."""
         if out_of_memory(error):
             raise self._exhausted() from None
-        if self._experiment.training.compile and not is_lost(
-            error
-        ):  # RuntimeError is the base of the compiler's errors
-            problem = f"torch.compile fails: {first_line(error)}"
-            remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
-            raise InvalidExperiment("training.compile", True, problem, remedy) from None
         for name, weight in network.module.named_parameters():
             if weight.grad is not None and weight.grad.is_sparse:
                 problem, remedy = f"the gradient of its {name} is sparse", "Use sparse=False."

@@ -111,6 +111,14 @@ class TaskVectors:
                 place[...] = given[name]
         return found
 
+    def trained(self, out: Row) -> Row:
+        """Return the model in a task's `out` as training has it."""
+        if self.parts is None:
+            return out
+        found = np.zeros(self.inner.layout.model_bytes, np.uint8)
+        self.parts.join(out[: self.layout.model_bytes], out[-self.parts.kept_bytes :], found)
+        return found
+
     def end(self, model: Row, out: Row) -> None:
         """Write a trained model, as training has it: what is returned of it, and what is kept."""
         if self.parts is None:
@@ -173,7 +181,8 @@ def finish(
         columns, rate = slice(0, vectors.layout.parameters), experiment.learning_rate_in(local_round)
         uploaded = _uploaded(codec_of(experiment.tiers[-1].transfer.up), vectors.layout, row, out)
         received_D, trained_D, uploaded_D = (vectors.layout.floats(each)[columns] for each in (row, out, uploaded))
-        (weight,) = gradient_weights(np.array([steps]), experiment.training, rate)
+        by_sgd = experiment.training.by_sgd
+        (weight,) = gradient_weights(np.array([steps]), experiment.training, rate) if by_sgd else (np.nan,)
         given, counts = vectors.read(row), local.label_counts()
         update = LocalUpdate(received_D, trained_D, uploaded_D, given, steps, rate, float(weight), counts)
         names = {KEY: experiment.training.objective.name}

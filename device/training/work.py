@@ -29,12 +29,13 @@ def result_of(node: str, task: Task, out: Row, result: LocalResult) -> WorkResul
     )
 
 
-def scored_by(experiment: Experiment, node: str) -> Callable[[Task], bool]:
-    """Return whether a device scores the model of a task, as a function of the task."""
+def scored_by(experiment: Experiment, node: str) -> Callable[[Task], tuple[bool, bool]]:
+    """Return whether a device scores the model of a task, and what training makes of it, as a function of the task."""
 
-    def scores(task: Task) -> bool:
+    def scores(task: Task) -> tuple[bool, bool]:
         key, last = task.key, not task.epochs
-        return experiment.scores(node, global_round=key.global_round, local_round=key.local_round, last=last)
+        place = {"global_round": key.global_round, "local_round": key.local_round}
+        return experiment.scores(node, **place, last=last), not last and experiment.scores_trained(node, **place)
 
     return scores
 
@@ -42,7 +43,7 @@ def scored_by(experiment: Experiment, node: str) -> Callable[[Task], bool]:
 class LocalWork:
     """A device's results; each overwrites the model of the previous one.
 
-    `train`: trains as ordered. `samples`: of the device. `scores`: whether it scores a task's model.
+    `train`: trains as ordered. `samples`: of the device. `scores`: see `scored_by`.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class LocalWork:
         memory: DeviceMemory,
         *,
         samples: int,
-        scores: Callable[[Task], bool],
+        scores: Callable[[Task], tuple[bool, bool]],
     ) -> None:
         self._node = node
         self._train = train
@@ -62,11 +63,15 @@ class LocalWork:
 
     def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> WorkResult:
         """Train the model in `row`, uint8 [row_bytes], as the task requires. Raises what `train` raises."""
-        memory, scores = self._memory, self._scores(task)
+        memory, (scores, scores_trained) = self._memory, self._scores(task)
         if not task.epochs and not scores:
             return result_of(self._node, task, row, LocalResult(self._samples, None, 0, 0.0, 0.0))
         begun, number = memory.begin(task, row), memory.number(task)
-        result = self._train(Order(begun, memory.out, task.epochs, number, progress, cancelled, scores, memory.folder))
+        result = self._train(
+            Order(
+                begun, memory.out, task.epochs, number, progress, cancelled, scores, scores_trained, memory.folder
+            )
+        )  # fmt: skip
         if not task.epochs:
             return result_of(self._node, task, row, result)
         memory.end(task)

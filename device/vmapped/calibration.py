@@ -1,4 +1,4 @@
-"""Calibration of vmapped training: step times of both ways, and the number of devices that fit in memory.
+"""The trial of vmapped training: whether its steps are those of a device alone, and how many devices fit in memory.
 
 Vmapped training is tested before it is used. A model whose layers vmap cannot batch, or whose samples depend on the
 others of their batch in an unsupported way, is trained one device after another.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -26,23 +25,14 @@ from common.learning.models import head_places
 from common.learning.nets import reseed
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
-from device.training.network import NetworkSource
+from device.training.hidden import obstacle_in
 from device.training.objectives.table import objective_of
-from device.training.sgd import features_of, forward_of, run_sgd
+from device.training.sgd import LocalSteps, features_of, forward_of
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
-from device.vmapped.models import Recipe, VmappedModels, obstacle_in
-from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
+from device.vmapped.models import Recipe, VmappedModels
+from device.vmapped.schedule import Load, plan
 
-Watch = Callable[[int], None]
-
-WARMUP_STEPS = 3  # gradients are captured in the first, and compared in the second
-TIMED_STEPS = 3
-TIMINGS = 3  # of which the shortest counts: what else the host does can only make them longer
-TRIAL_S = 1.0  # no further timings after that, so a large model has one
-# Vmapped training is chosen where its steps are predicted to be so many times as fast. Around them are the models' way
-# into a group and out of it, the recording of shapes, and devices that wait for others. With the digits' CNN, whose
-# steps gain 1.1 to 1.4, a group takes as long as its devices one after another, or longer.
-GAIN_LEAST = 1.5
+PEAK_STEPS: Final = 3  # after which a group's memory is known
 UNLIMITED_DEVICES = 1 << 20  # where memory is the host's
 MEMORY_RESERVE_SHARE = 0.2  # of the free memory: for other libraries and gaps of the allocator
 TRIAL_STEPS = 3
@@ -53,44 +43,6 @@ TRIAL_LEARNING_RATE = 0.01  # its steps are long compared with the rounding of f
 # over few samples amplifies it: 0.02 and 0.33 were seen (ResNet-18, batches of 10, on a CPU). Wrong steps are 1 off.
 ERROR_MOST: Final = {"float64": 1e-6, "fp32": 0.1, "tf32": 0.5, "bf16": 0.5}
 ROUNDING: Final = 2.0**-22  # of float32, with a bit to spare
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds of one step: in-process, of a single device, and vmapped, of 1 and of `size` devices."""
-
-    alone_s: float
-    single_s: float
-    vmapped_s: float
-    size: int
-
-    def one_by_one_s(self, made: VmappedSchedule) -> float:
-        """Return the time of a schedule's work, one device after another."""
-        return self.alone_s * sum(len(step.places) for step in made.steps)
-
-    def together_s(self, made: VmappedSchedule) -> float:
-        """Return the time of the schedule's vmapped steps, linear in the number of devices."""
-        return sum(self.single_s + self._more_s * (len(step.places) - 1) for step in made.steps)
-
-    def pays(self, made: VmappedSchedule) -> bool:
-        """Return whether the schedule is faster than one device after another by enough."""
-        return GAIN_LEAST * self.together_s(made) < self.one_by_one_s(made)
-
-    def alone_of(self, totals: Integers) -> int:
-        """Return how many of the first places are better trained alone; `totals` int64 [S], the longest first.
-
-        The last steps of devices with many samples have few others to share them.
-        """
-        steps_S = totals.astype(float)
-        before_S = np.cumsum(steps_S) - steps_S
-        others_S = steps_S.sum() - before_S - steps_S
-        together_S = steps_S * self.single_s + others_S * self._more_s
-        return int(np.argmin(self.alone_s * before_S[:-1] + GAIN_LEAST * together_S[:-1]))
-
-    @property
-    def _more_s(self) -> float:
-        """The seconds that one more device adds to a step."""
-        return max(0.0, self.vmapped_s - self.single_s) / max(1, self.size - 1)
 
 
 def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
@@ -109,7 +61,6 @@ def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
         module=anew().double(),
         normalise=partial(_in_float64, recipe.normalise),
         training=recipe.training.model_copy(update={"precision": "fp32"}),
-        captured=None,
         anew=recipe.anew and (lambda: anew().double()),
     )
     return _problem(exact, turns, "float64") or _problem(recipe, turns, precision)
@@ -173,27 +124,6 @@ def _different_part(layout: ModelLayout, start: Row, vmapped: Row, own: Row, *, 
     return ""
 
 
-def measure(recipe: Recipe, turn: Turn, source: NetworkSource | None = None, *, size: int) -> StepTimes:
-    """Time steps of a full batch: of `size` copies of a turn vmapped, of one vmapped, and of one in-process.
-
-    `source`: of the form in which a device alone is trained, if it is another one than the recipe's module. The results
-    are discarded.
-    """
-    batch_size = recipe.training.batch_size
-    full = _repeated(turn, torch.arange(batch_size) % len(turn.visits.places), Load(batch_size, 1))
-
-    def alone(count: int, watch: Watch) -> None:
-        _alone(recipe, full, count, source, watch)
-
-    ways = alone, _vmapped(recipe, [full]), _vmapped(recipe, [full] * size)
-    found: list[list[float]] = []
-    end = time.monotonic() + TRIAL_S
-    while not found or (len(found) < TIMINGS and time.monotonic() < end):
-        found.append([_seconds(recipe, steps) for steps in ways])
-    alone_s, single_s, vmapped_s = map(min, zip(*found, strict=True))
-    return StepTimes(alone_s, single_s, vmapped_s, size)
-
-
 def most_in_memory(recipe: Recipe, turn: Turn) -> int:
     """Return the number of devices that fit into the accelerator's free memory, estimated from copies of a turn."""
     if recipe.accelerator.type != "cuda":
@@ -212,75 +142,40 @@ def _in_float64(normalise: Normalise, images: Tensor) -> Tensor:
 def _peak_bytes(recipe: Recipe, turns: Sequence[Turn]) -> int:
     before = torch.cuda.memory_allocated(recipe.accelerator)
     torch.cuda.reset_peak_memory_stats(recipe.accelerator)
-    _vmapped(recipe, turns)(WARMUP_STEPS, lambda _: None)
-    return torch.cuda.max_memory_allocated(recipe.accelerator) - before
-
-
-def _vmapped(recipe: Recipe, turns: Sequence[Turn]) -> Callable[[int, Watch], None]:
-    """Return a function that takes the first step of these turns' schedule a given number of times."""
     made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
     state = VmappedModels(recipe, [turn.row for turn in turns], [turn.seed for turn in turns])
     places, batch = Batches(recipe, made, turns).of(0)
-
-    def steps(count: int, watch: Watch) -> None:
-        for number in range(count):
-            watch(number)
-            state.step(places, batch)
-
-    return steps
+    for _ in range(PEAK_STEPS):
+        state.step(places, batch)
+    return torch.cuda.max_memory_allocated(recipe.accelerator) - before
 
 
-def _seconds(recipe: Recipe, steps: Callable[[int, Watch], None]) -> float:
-    """Return the seconds of one step, without those before the first and of the first ones; on a CPU, of CPU time."""
-    clock = time.thread_time if recipe.accelerator.type == "cpu" else time.monotonic  # others use the cores, too
-    looks: list[float] = []
-
-    def watch(number: int) -> None:
-        if number in (WARMUP_STEPS, WARMUP_STEPS + TIMED_STEPS):
-            _synchronise(recipe)
-            looks.append(clock())
-
-    steps(WARMUP_STEPS + TIMED_STEPS + 1, watch)
-    return (looks[1] - looks[0]) / TIMED_STEPS
-
-
-def _alone(
-    recipe: Recipe, turn: Turn, count: int, source: NetworkSource | None = None, watch: Watch = lambda _: None
-) -> Row:
+def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
     """Take the first step of a turn `count` times as its trainer does, and return the model, uint8 [row_bytes]."""
-    network = source.network() if source else None
-    module = network.module.train() if network else recipe.anew() if recipe.anew else recipe.module
+    module = recipe.anew() if recipe.anew else recipe.module
     layout, size = recipe.layout, min(recipe.training.batch_size, turn.load.samples)
     places = turn.visits.places[:size].to(recipe.accelerator)
     changes = None if turn.visits.changes is None else turn.visits.changes[:size].to(recipe.accelerator)
-
-    def batches() -> Iterator[tuple[int, Tensor, Tensor]]:
-        for _ in range(count):
-            yield 0, recipe.inputs(places, changes), recipe.labels.index_select(0, places)
-
+    inputs, labels = recipe.inputs(places, changes), recipe.labels.index_select(0, places)
     models.read_row(module, layout, turn.row)
     weights = models.weights_of(module, layout)
     reseed(module, turn.seed, recipe.accelerator)
     found = recipe.vectors.read(turn.row)
-    vectors = {name: list(recipe.parts_of(name, vector).values()) for name, vector in found.items()}
     drawn, dtype = turn.visits.uniform, next(module.parameters()).dtype
     uniform = None if drawn is None else drawn[:size].to(recipe.accelerator, dtype)
-    run_sgd(
-        network.forward if network else forward_of(module, recipe.training, device=recipe.accelerator),
+    steps = LocalSteps(
+        forward_of(module, recipe.training, device=recipe.accelerator),
         list(weights.values()),
-        batches(),
         training=recipe.training,
         learning_rate=recipe.learning_rate,
-        last_epoch=0,
-        watch=watch,
         buffers=list(module.buffers()),
-        vectors=vectors,
+        vectors={name: list(recipe.parts_of(name, vector).values()) for name, vector in found.items()},
         features=features_of(module, recipe.training, device=recipe.accelerator),
-        captured=None if network is None else network.captured,
-        uniform=None if uniform is None else lambda samples: uniform[:samples],
         head=head_places(module, layout) if objective_of(recipe.training).uses_head else (),
         personal=[place for place, name in enumerate(weights) if name in recipe.personal],
     )
+    for _ in range(count):
+        steps.take([inputs, labels, *([] if uniform is None else [uniform])])
     row = layout.empty()
     models.write_row(module, layout, row)
     return row
@@ -299,8 +194,3 @@ def _with_noise(row: Row, layout: ModelLayout) -> Row:
     behind = row[layout.model_bytes :].view(np.float32)
     behind[:] = np.random.default_rng(1).normal(scale=TRIAL_NOISE, size=behind.size)
     return row
-
-
-def _synchronise(recipe: Recipe) -> None:
-    if recipe.accelerator.type == "cuda":
-        torch.cuda.synchronize(recipe.accelerator)

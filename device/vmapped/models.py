@@ -10,14 +10,11 @@ the user's own code keeps beside a model's state would be shared by devices that
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -32,11 +29,12 @@ from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
 from common.learning.models import head_places, with_features
 from common.learning.nets import Dropout, is_plain
+from common.learning.optimizers import optimizer_of
 from common.methods.mixing import Floats
 from common.model.layout import ModelLayout, Row, Section
 from device.training import sgd
 from device.training.batches import Changes, change_images
-from device.training.captured import CapturedGradients
+from device.training.hidden import hidden_state
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.training.vectors import TaskVectors
@@ -49,8 +47,8 @@ Tensors = dict[str, Tensor]
 class Recipe:
     """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator.
 
-    `captured`: the gradients of the objective's losses for A models, or None. `anew` makes the module of one training
-    of a device alone, if any code of the experiment is the user's own, which may keep anything beside its state.
+    `anew` makes the module of one training of a device alone, if any code of the experiment is the user's own, which
+    may keep anything beside its state.
     `vectors` are those of training, `personal` the names of the weights that no device has received.
     """
 
@@ -61,7 +59,6 @@ class Recipe:
     normalise: Normalise
     training: TrainingSettings
     learning_rate: float
-    captured: CapturedGradients | None = None
     anew: Callable[[], nn.Module] | None = None
     personal: frozenset[str] = frozenset()
 
@@ -111,21 +108,6 @@ def _of_fp32(forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     return forward(inputs.float() if inputs.dtype is torch.bfloat16 else inputs)
 
 
-def logits_of(module: nn.Module) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
-    """Return the pass of A models at once: trained weights [A, ...], inputs [A, W, ...]; the module has no buffers."""
-    names = [name for name, weight in module.named_parameters() if weight.requires_grad]
-
-    def one(weights: Tensors, inputs: Tensor) -> Tensor:
-        logits: Tensor = functional_call(module, weights, (inputs,))
-        return logits
-
-    def logits(weights: Sequence[Tensor], inputs: Tensor) -> Tensor:
-        found: Tensor = vmap(one, randomness="error")(dict(zip(names, weights, strict=True)), inputs)
-        return found
-
-    return logits
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """A step and its samples: `samples` int64 [A, W] are indices of images, `changes` the augmentation of A * W images.
@@ -143,13 +125,13 @@ class Batch:
 
 
 class VmappedModels:
-    """The state of S trainings: weights, momenta, buffers, and the sums of their last epochs' losses.
+    """The state of S trainings: weights, the optimiser's moments, buffers, and the sums of their last epochs' losses.
 
     For an objective that uses them, also the received weights and the vectors.
     """
 
     def __init__(self, recipe: Recipe, rows: Sequence[Row], seeds: Sequence[int]) -> None:
-        """Start with each device's flat model and the vectors behind it, uint8, and zero momenta.
+        """Start with each device's flat model and the vectors behind it, uint8, and a fresh optimiser.
 
         `seeds`: of each device's dropout masks.
         """
@@ -164,8 +146,9 @@ class VmappedModels:
             name: recipe.parts_of(name, np.stack([each[name] for each in found])) for name in recipe.vectors.shapes
         }
         self._head = head_places(recipe.module, recipe.layout) if self._objective.uses_head else ()
-        moving = self._weights if recipe.training.momentum else {}
-        self._momenta = {name: torch.zeros_like(weight) for name, weight in moving.items()}
+        self._optimizer = optimizer_of(recipe.training)
+        begun = self._optimizer.begin(list(self._weights.values()), models=len(rows))
+        self._moments = {slot: dict(zip(self._weights, parts, strict=True)) for slot, parts in begun.items()}
         self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
         self._hidden = self._hidden_now()
 
@@ -176,7 +159,8 @@ class VmappedModels:
         """
         recipe = self._recipe
         weights = {name: tensor.detach().requires_grad_() for name, tensor in _some(self._weights, places).items()}
-        momenta, buffers = _some(self._momenta, places), _some(self._buffers, places)
+        moments = {slot: _some(parts, places) for slot, parts in self._moments.items()}
+        buffers = _some(self._buffers, places)
         passes: list[Tensors] = []
 
         def forward() -> Tensor:
@@ -201,27 +185,25 @@ class VmappedModels:
             batch.uniform,
             self._head,
         )
-        if (captured := recipe.captured) is not None:
-            given = [] if batch.weights is None else [batch.weights]
-            leaves, labels = minibatch.weights, minibatch.labels
-            minibatch.captured = lambda: captured.backward(leaves, self._inputs(batch), labels, *given)
         with self._layers.batched(batch.step):
             losses = sgd.step(
                 minibatch,
-                [momenta.get(name) for name in weights],
+                {slot: list(parts.values()) for slot, parts in moments.items()},
                 objective=self._objective,
-                training=recipe.training,
+                optimizer=self._optimizer,
+                clip_norm=recipe.training.clip_norm,
                 learning_rate=recipe.learning_rate,
             )
         moved = passes[0] if passes else {}  # the batch statistics of the first pass
         with torch.no_grad():
-            if isinstance(places, int):  # weights and momenta are views of the state's
+            if isinstance(places, int):  # weights and moments are views of the state's
                 self._losses[:places].addcmul_(losses, batch.counted)
                 for name, buffer in moved.items():
                     buffers[name].copy_(buffer)
             else:
                 self._losses.index_add_(0, places, losses * batch.counted)
-                for all_, some in ((self._weights, weights), (self._momenta, momenta), (self._buffers, moved)):
+                moved_moments = [(self._moments[slot], parts) for slot, parts in moments.items()]
+                for all_, some in ((self._weights, weights), (self._buffers, moved), *moved_moments):
                     for name, tensor in some.items():
                         all_[name].index_copy_(0, places, tensor.detach())
 
@@ -245,16 +227,19 @@ class VmappedModels:
         made = object.__new__(VmappedModels)
         made._recipe, made._objective, made._head = self._recipe, self._objective, self._head
         made._layers, made._hidden = self._layers.part(start, stop), self._hidden
-        made._weights, made._received, made._momenta, made._buffers = (
-            _part(tensors, start, stop) for tensors in (self._weights, self._received, self._momenta, self._buffers)
+        made._weights, made._received, made._buffers = (
+            _part(tensors, start, stop) for tensors in (self._weights, self._received, self._buffers)
         )
+        made._optimizer = self._optimizer
+        made._moments = {slot: _part(parts, start, stop) for slot, parts in self._moments.items()}
         made._vectors = {name: _part(tensors, start, stop) for name, tensors in self._vectors.items()}
         made._losses = self._losses[start:stop].cpu()
         return made
 
     def move_to(self, device: torch.device) -> None:
         """Move the state to another device."""
-        for tensors in (self._weights, self._received, self._momenta, self._buffers, *self._vectors.values()):
+        everything = (self._weights, self._received, self._buffers, *self._moments.values())
+        for tensors in (*everything, *self._vectors.values()):
             tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
         self._losses = self._losses.to(device)
 
@@ -413,56 +398,3 @@ def _unrolled(layer: nn.LSTM, inputs: Tensor, state: State | None = None) -> tup
         last.append((hidden, cell))
     hiddens, cells = (torch.stack(each) for each in zip(*last, strict=True))
     return x_BLF if layer.batch_first else x_BLF.transpose(0, 1), (hiddens, cells)
-
-
-def obstacle_in(module: nn.Module) -> str:
-    """Return what of a module vmapped steps would pass over without an error, or ""."""
-    for name, weight in module.named_parameters():
-        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
-            return f"a hook of the gradients of {name}"
-    seen: set[nn.Module] = set()
-    for name, layer in module.named_modules(remove_duplicate=False):
-        if getattr(layer, "_backward_hooks", None) or getattr(layer, "_backward_pre_hooks", None):
-            return f"a hook of the gradients of {name or 'the model'}"
-        if layer in seen:  # torch.func.functional_call would leave it with the tensors of the call
-            return f"the second name of a layer, {name}"
-        seen.add(layer)
-    return ""
-
-
-def hidden_state(module: nn.Module, objective: object) -> bytes:
-    """Return the values of all that a module and an objective keep beside the module's state, and of all generators.
-
-    Raises RuntimeError if some of it has no form that can be compared.
-    """
-    file = BytesIO()
-    writer = _Writer(file, module)
-    layers = [{key: value for key, value in vars(layer).items() if key != "_parameters"} for layer in module.modules()]
-    generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    on_gpu = torch.cuda.get_rng_state() if next(module.parameters()).is_cuda else None
-    try:
-        writer.dump((layers, vars(objective), generators, on_gpu))
-    except Exception as error:  # noqa: BLE001 - any object may refuse to be pickled, with any error
-        raise RuntimeError(f"the model or the objective keeps what cannot be compared: {error}") from None
-    return file.getvalue()
-
-
-class _Writer(pickle.Pickler):
-    """A pickler that writes tensors by value, but those of the state, and code and layers by identity."""
-
-    def __init__(self, file: BytesIO, module: nn.Module) -> None:
-        super().__init__(file)
-        self._state = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
-
-    def persistent_id(self, value: Any) -> object:
-        """Return what stands for a value, None for itself."""
-        if isinstance(value, Tensor):
-            content = self._state.get(id(value)) or value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
-            return value.requires_grad, str(value.dtype), tuple(value.shape), content
-        if isinstance(value, torch.Generator):
-            return value.get_state().numpy().tobytes()
-        if isinstance(value, FunctionType):
-            return id(value), [cell.cell_contents for cell in value.__closure__ or ()], value.__defaults__
-        if isinstance(value, (nn.Module, BuiltinFunctionType, ModuleType, type)):
-            return id(value)
-        return None

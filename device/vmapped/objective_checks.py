@@ -20,7 +20,7 @@ from common.learning.models import head_places
 from common.model.layout import LinkLayouts, ModelLayout
 from device.training.objectives.objective import LocalUpdate, Minibatch
 from device.training.objectives.table import objective_of
-from device.training.sgd import features_of, run_sgd
+from device.training.sgd import LocalSteps, features_of
 from device.training.vectors import TaskVectors
 from device.vmapped import calibration
 from device.vmapped.loop import Turn, Visits
@@ -78,15 +78,14 @@ def _train(training: TrainingSettings) -> list[Tensor]:
     """Return the weights after some steps."""
     images, labels = _samples()
     module = models.build("mlp_digits", 1, inputs=INPUTS)
-    parts = [(0, images[i : i + BATCH], labels[i : i + BATCH]) for i in range(0, BATCH * STEPS, BATCH)]
-    weights = list(module.parameters())
-    run_sgd(
-        module, weights, parts, training=training, learning_rate=0.05, last_epoch=0, watch=lambda _: None,
-        buffers=list(module.buffers()), vectors=_like_weights(training, weights),
-        features=features_of(module, training, device=CPU),
-        uniform=lambda samples: torch.from_numpy(_numbers(training)[:samples]),
+    weights, drawn = list(module.parameters()), torch.from_numpy(_numbers(training))
+    steps = LocalSteps(
+        module, weights, training=training, learning_rate=0.05, buffers=list(module.buffers()),
+        vectors=_like_weights(training, weights), features=features_of(module, training, device=CPU),
         head=head_places(module, models.layout_of(module)),
     )  # fmt: skip
+    for first in range(0, BATCH * STEPS, BATCH):
+        steps.take([each[first : first + BATCH] for each in (images, labels, drawn)])
     return [weight.detach() for weight in weights]
 
 

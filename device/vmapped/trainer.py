@@ -1,4 +1,4 @@
-"""The trainings of several devices of one process, vmapped if that is faster."""
+"""The trainings of several devices of one process, vmapped where the model can be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -24,22 +23,16 @@ from common.learning.computing import calls_own_code, first_line, set_up
 from common.learning.inputs import Inputs
 from device.jobs import Cancelled, Done, Ending, HostedDevice, LocalResult, Order, VmappedMode, Work
 from device.training.batches import Changes, LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
-from device.training.captured import CapturedGradients
-from device.training.network import source_of
 from device.training.objectives.table import objective_of
-from device.training.sgd import captured_of, is_captured, keep_linear_fp32
+from device.training.sgd import keep_linear_fp32
 from device.training.vectors import finish, vectors_of
-from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
+from device.vmapped.calibration import most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
-from device.vmapped.models import Recipe, keep_batch_norm_fp32, logits_of
-from device.vmapped.schedule import Load, VmappedSchedule, plan
+from device.vmapped.models import Recipe, keep_batch_norm_fp32
+from device.vmapped.schedule import Load
 
 CPU: Final = torch.device("cpu")
 KEY: Final = "training.vmapped"
-# Of a shape's uses, the one at which a step is recorded. That and the comparison cost as much as 5 to 8 replays save
-# (the digits models), and many shapes of groups with different loads come less often.
-RECORDED_USE = 5
-TRIAL_DEVICES = 8  # on a CPU the time of a step is linear in its devices from there on, too
 
 log = logging.getLogger("fedstrata.vmapped")
 
@@ -53,24 +46,24 @@ class VmappedTrainer:
         self._shared: _Shared | None = None
         self._failed: set[str] = set()  # the digests of experiments with a failed step
 
-    def prepare(self, device: HostedDevice, *, timed: bool) -> None:
+    def prepare(self, device: HostedDevice, *, sure: bool) -> None:
         """Try vmapped steps of the experiment's model with a device's samples, before the run begins.
 
-        `timed`: as in `train`; then only once, with the second device of the experiment in this process: the first one
-        might be alone. Otherwise a step that is impossible raises InvalidExperiment.
+        If they should be taken for `sure`, one that is impossible raises InvalidExperiment. Else it is tried once, with
+        the second device of the experiment in this process: the first one might be alone.
         """
         set_up(self._accelerator, device.experiment.training)
         try:
-            self._shared_of(device).prepare(device, timed=timed)
+            self._shared_of(device).prepare(device, sure=sure)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             self._shared = None  # in training, devices without memory for a common step train one after another
 
-    def train(self, work: Sequence[Work], done: Done, *, timed: bool) -> list[int]:
+    def train(self, work: Sequence[Work], done: Done) -> list[int]:
         """Train devices together; `done` gets each one's number and outcome. Return the others' numbers.
 
-        `timed`: only those that are faster together, which is measured. If a step fails, the devices that are not done
+        If a step fails, the devices that are not done
         are returned, and later rounds of the experiment are not vmapped. Raises AcceleratorLost.
         """
         first, _ = work[0]
@@ -84,7 +77,7 @@ class VmappedTrainer:
 
         set_up(self._accelerator, first.experiment.training)
         try:
-            self._train(work, end, timed=timed)
+            self._train(work, end)
         except BaseException as error:  # noqa: BLE001 - own code may raise anything; each device alone finds its place
             if is_lost(error):
                 raise AcceleratorLost(first_line(error)) from None
@@ -102,7 +95,7 @@ class VmappedTrainer:
             self._digest, self._shared = device.digest, _Shared(device.experiment, self._accelerator)
         return self._shared
 
-    def _train(self, work: Sequence[Work], done: Done, *, timed: bool) -> None:
+    def _train(self, work: Sequence[Work], done: Done) -> None:
         shared = self._shared_of(work[0][0])
         by_rate: defaultdict[float, list[int]] = defaultdict(list)  # the rate may differ between global rounds
         for number, (_, order) in enumerate(work):
@@ -111,28 +104,9 @@ class VmappedTrainer:
         for rate, numbers in by_rate.items():
             recipe = shared.recipe(rate)
             turns = [shared.turn(*work[number], partial(done, number)) for number in numbers]
-            chosen, most = self._chosen(shared, recipe, turns, timed=timed)
-            if chosen:
-                train(recipe, chosen, most=most)
-
-    def _chosen(
-        self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn], *, timed: bool
-    ) -> tuple[Sequence[Turn], int]:
-        """Return those that are trained together, and how many in one group; the others are faster alone."""
-        if len(turns) == 1:
-            return (), 0
-        most, times = shared.trial(recipe, turns[0], timed=timed)
-        if not most or times is None:
-            return turns if most else (), most
-        made = self._planned(recipe, turns)
-        alone = times.alone_of(made.totals)
-        if alone:
-            turns = [turns[k] for k in sorted(made.order[alone:])]
-            made = self._planned(recipe, turns)
-        return turns if times.pays(made) else (), most
-
-    def _planned(self, recipe: Recipe, turns: Sequence[Turn]) -> VmappedSchedule:
-        return plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
+            most = shared.trial(recipe, turns[0]) if len(turns) > 1 else 0
+            if most:
+                train(recipe, turns, most=most)
 
 
 class _Shared:
@@ -143,7 +117,7 @@ class _Shared:
         self._accelerator = accelerator
         self._local: dict[str, LocalDataset] = {}
         self._prepared = 0
-        self._trial: tuple[int, StepTimes | None] | None = None
+        self._most: int | None = None
 
     def know(self, nodes: Sequence[str]) -> None:
         """Load the data of new devices and copy the samples of all devices to the accelerator."""
@@ -175,10 +149,6 @@ class _Shared:
         parts = models.parts_of(self._module, self._experiment.model)
         self._vectors = vectors_of(self._experiment, node, parts)
         self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, inputs.classes)
-        self._captured = self._capture(RECORDED_USE)
-        # On a CPU a device alone is trained with another form of the model.
-        on_cpu = self._accelerator.type == "cpu"
-        self._source = source_of(self._experiment, inputs, accelerator=CPU) if on_cpu else None
         data = datasets.load(self._experiment.data, node=node)
         self._normalise = data.normaliser(self._accelerator)
 
@@ -193,18 +163,18 @@ class _Shared:
         return module.to(self._accelerator).train()
 
     @calls_own_code
-    def prepare(self, device: HostedDevice, *, timed: bool) -> None:
+    def prepare(self, device: HostedDevice, *, sure: bool) -> None:
         """Try copies of a device together, or the second one's. Raises InvalidExperiment, torch.OutOfMemoryError."""
         self._prepared += 1
-        if timed and self._prepared != 2:
+        if not sure and self._prepared != 2:
             return
         self.know([device.node])
         row = np.zeros(self._vectors.links.down.row_bytes + self._vectors.kept_bytes, np.uint8)
         models.write_row(self._module, self._vectors.layout, row)
         order = Order(row, row, 1, 0, lambda *_: None, threading.Event())
         recipe, turn = self.recipe(self.rate(order)), self.turn(device, order, lambda _: None)
-        if timed:
-            self.trial(recipe, turn, timed=True)
+        if not sure:
+            self.trial(recipe, turn)
         elif problem := problem_of(recipe, [turn, turn]):
             problem = f"it is impossible here, because of {problem}"
             remedy = "Use auto, which trains such models one after another, or never."
@@ -218,7 +188,7 @@ class _Shared:
         """Return what the devices share at this learning rate."""
         shared = (self._module, self._vectors.inner, self._images, self._labels, self._normalise)
         personal = self._vectors.personal
-        return Recipe(*shared, self._experiment.training, rate, self._captured, self._anew, personal)
+        return Recipe(*shared, self._experiment.training, rate, self._anew, personal)
 
     def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
         """Return a device's order as a turn of vmapped training."""
@@ -254,30 +224,17 @@ class _Shared:
         seed = dropout_seed(self._experiment, node=device.node, local_round=order.local_round)
         return Turn(self._vectors.begin(order.row), load, visits, order.progress, order.cancelled, end, seed)
 
-    def trial(self, recipe: Recipe, turn: Turn, *, timed: bool) -> tuple[int, StepTimes | None]:
-        """Return how many fit in one group, 0 for none, and the step times if `timed`: tried once, with any turn."""
-        if self._trial is None:
-            self._trial = self._tried(replace(recipe, captured=self._capture(1)), turn, timed=timed)
-        return self._trial
-
-    def _tried(self, recipe: Recipe, turn: Turn, *, timed: bool) -> tuple[int, StepTimes | None]:
-        name = f"{self._experiment.model.name} on {self._accelerator}"
-        if problem := problem_of(recipe, [turn, turn]):
-            log.warning("%s: trained one device after another, because of %s", name, problem)
-            return 0, None
-        most = most_in_memory(recipe, turn)
-        if timed and most == 1:
-            return 0, None
-        times = measure(recipe, turn, self._source, size=min(most, TRIAL_DEVICES)) if timed else None
-        log.info("%s: at most %d together, %s", name, most, times)
-        return most, times
-
-    def _capture(self, recorded_use: int) -> CapturedGradients | None:
-        """Return the captured gradients of vmapped steps, if they are captured."""
-        training, module = self._experiment.training, self._module
-        if not is_captured(module, self._experiment, device=self._accelerator):
-            return None
-        return captured_of(logits_of(module), training, recorded_use=recorded_use)
+    def trial(self, recipe: Recipe, turn: Turn) -> int:
+        """Return how many fit in one group, 0 if vmapped steps are not a device's own: tried once, with any turn."""
+        if self._most is None:
+            name = f"{self._experiment.model.name} on {self._accelerator}"
+            if problem := problem_of(recipe, [turn, turn]):
+                log.warning("%s: trained one device after another, because of %s", name, problem)
+                self._most = 0
+            else:
+                self._most = most_in_memory(recipe, turn)
+                log.info("%s: at most %d together", name, self._most)
+        return self._most
 
 
 def _joined(changes: Sequence[Changes]) -> Changes:

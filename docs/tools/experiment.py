@@ -21,8 +21,10 @@ from common.experiment.trainers import TRAINERS, OwnTrainer, TrainerTable
 from common.experiment.training import (
     AUGMENTATIONS,
     OBJECTIVES,
+    OPTIMIZERS,
     AugmentationTable,
     ObjectiveTable,
+    OptimizerTable,
     OwnAugmentation,
     OwnObjective,
 )
@@ -78,6 +80,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
 SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     RuleSettings: {**RULES, "package.module:Name": OwnRule},
     SelectionSettings: {**SELECTORS, "package.module:Name": OwnSelection},
+    OptimizerTable: OPTIMIZERS,
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
     AugmentationTable: {**AUGMENTATIONS, "package.module:Name": OwnAugmentation},
     TrainerTable: {**TRAINERS, "package.module:Name": OwnTrainer},

@@ -51,6 +51,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "compare": "fedstrata compare runs/*tempo* runs/*fixed* --target 0.9 --format latex",
     "runs list": "fedstrata runs list --runs runs",
     "runs show": "fedstrata runs show 89f8b0",
+    "runs sharpness": "fedstrata runs sharpness runs/fedavg runs/fedcross",
     "runs delete": "fedstrata runs delete 89f8b0",
     "runs prune": "fedstrata runs prune --days 7",
     "data check": "fedstrata data check --root data",

@@ -30,21 +30,31 @@ def picture(runs: Sequence[Run], names: Sequence[str]) -> str:
     series = series_of(runs, names)
     accuracy = next(figure for figure in curves(series) if figure.name == "accuracy-seconds")
     budget = sections.budget(series)
-    left, right = accuracy.page(), budget.page()
-    (across, _), height = left.size, max(left.size[1], right.size[1])
+    drawing = arranged([[accuracy.page(), budget.page()]])
+    width, height = drawing.size
     machines = dict.fromkeys(f"{run.manifest.get('platform')}, {run.manifest.get('cpus')} cores" for run in runs)
     load = f"load before the runs: at most {max(map(load_of, runs)):.1f} a core"
     note = Text(2, height + 12, f"{'; '.join(machines)}; {load}", kind="soft")
-    drawing = Drawing(
-        (across + right.size[0], height + 22), [*left.marks, *(_moved(mark, across) for mark in right.marks), note]
-    )
+    drawing = Drawing((width, height + 22), [*drawing.marks, note])
     return svg(drawing, f"{accuracy.title}. {budget.title}", f"{accuracy.text} {budget.text}")
 
 
-def _moved(mark: Mark, across: float) -> Mark:
+def arranged(rows: Sequence[Sequence[Drawing]]) -> Drawing:
+    """Return one drawing of several, in rows."""
+    marks, width, down = list[Mark](), 0.0, 0.0
+    for row in rows:
+        across = 0.0
+        for each in row:
+            marks += [_moved(mark, across, down) for mark in each.marks]
+            across += each.size[0]
+        width, down = max(width, across), down + max(each.size[1] for each in row)
+    return Drawing((width, down), marks)
+
+
+def _moved(mark: Mark, across: float, down: float) -> Mark:
     if isinstance(mark, Line):
-        return replace(mark, points=[(x + across, y) for x, y in mark.points])
-    return replace(mark, x=mark.x + across)
+        return replace(mark, points=[(x + across, y + down) for x, y in mark.points])
+    return replace(mark, x=mark.x + across, y=mark.y + down)
 
 
 if __name__ == "__main__":

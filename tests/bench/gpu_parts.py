@@ -143,9 +143,9 @@ def _step(setting: Setting, name: str, precision: str) -> Facts:
     tree: dict[str, Any] = {"model": {"name": name}, "training": {"batch_size": size, "precision": precision}}
     lab = reading.parse(tree)
     set_up(device, lab.training)
-    network = source_of(lab, inputs, accelerator=device).network()
-    module = network.module.to(device).train()
-    reseed(module, 1, device)
+    made = source_of(lab, inputs, accelerator=device)
+    network = made.network()
+    reseed(network.module.to(device), 1, device)
     source = torch.Generator().manual_seed(1)
     samples = (
         torch.randint(0, inputs.tokens, (size, *inputs.shape), generator=source)
@@ -155,17 +155,8 @@ def _step(setting: Setting, name: str, precision: str) -> Facts:
     labels = torch.randint(0, inputs.classes, (size,), generator=source).to(device)
 
     def steps(number: int) -> None:
-        run_sgd(
-            network.forward,
-            list(module.parameters()),
-            [(0, samples, labels)] * number,
-            training=lab.training,
-            learning_rate=0.001,
-            last_epoch=0,
-            watch=lambda _: None,
-            buffers=list(module.buffers()),
-            captured=network.captured,
-        )
+        taken = network.steps(lab, made.parts, rate=0.001, vectors={})
+        run_sgd(taken, [(0, samples[None], labels[None])] * number, last_epoch=0, watch=lambda _: None)
 
     first_s = setting.seconds(lambda: steps(1))
     steps(WARM_STEPS)

@@ -67,10 +67,6 @@ OBJECTIVES = tuple(  # against a plain loop of FedAvg, whose loss must be near
     for case in CASES[:3]
     for objective in ({"name": "fedprox"}, {"name": "fedsam", "rho": 0.001})
 )
-COMPILED = tuple(
-    Case(f"{case.title}, compiled", case.model, case.shape, case.samples, 0.0, {**case.training, "compile": True})
-    for case in CASES
-)
 
 
 def mlp(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
@@ -183,12 +179,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="lines whose title has this")
     parser.add_argument("--repeats", type=int, default=15, help="pairs of trainings for each line")
     parser.add_argument("--objectives", action="store_true", help="measure other objectives than cross-entropy too")
-    parser.add_argument("--compile", action="store_true", help="measure torch.compile too, which takes minutes")
     given = parser.parse_args()
     table = Table("model", "ours", "plain loop", "ratio", "of the fastest", "target", "first round within")
     for column in table.columns[1:]:
         column.justify = "right"
-    chosen = (*CASES, *(OBJECTIVES if given.objectives else ()), *(COMPILED if given.compile else ()))
+    chosen = (*CASES, *(OBJECTIVES if given.objectives else ()))
     cases = [case for case in chosen if given.only in case.title]
     for case in cases:
         own, theirs, ratio, best, start_s = measure(case, repeats=given.repeats)

@@ -13,6 +13,7 @@ from common.learning.computing import seeded
 from common.model.layout import Row
 from common.randomness import Purpose, torch_seed
 from device.training import batches
+from tests.helpers.steps import batches_of
 
 
 def first_model(lab: schema.Experiment) -> Row:
@@ -37,7 +38,7 @@ def plain_training(
     )
     steps = 0
     with seeded(torch_seed(lab.seed, Purpose.OWN_CODE, node, local_round)):
-        for _, inputs, labels in batches.batches(local, lab, node=node, epochs=epochs, local_round=local_round):
+        for _, inputs, labels in batches_of(local, lab, node=node, epochs=epochs, local_round=local_round):
             optimiser.zero_grad()
             functional.cross_entropy(module.train()(inputs), labels).backward()  # type: ignore[no-untyped-call]
             optimiser.step()

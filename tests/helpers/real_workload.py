@@ -21,9 +21,9 @@ class RealWorkload:
         self._trainers: dict[str, Trainer] = {}
         self._experiment = experiment
 
-    def samples(self, node: str) -> int:
-        """Return the number of a device's training samples."""
-        return self._trainer(node).samples
+    def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
+        """Return the numbers of a device's training and test samples."""
+        return self._trainer(node).samples, self._trainer(node).tests
 
     def kept_bytes(self, experiment: Experiment) -> int:
         """Return those of any device."""

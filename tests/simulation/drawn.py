@@ -42,6 +42,7 @@ TRAINERS: Final = 0.1  # share of the labs with a trainer of a user's own, if th
 SILENT: Final = 0.5  # some of whose devices know no loss
 SCORES: Final = 0.3  # share of the labs whose devices score models
 PERSONAL: Final = 0.4  # of the labs in which devices alone score
+PERSONALISED: Final = 0.4  # of the labs in which devices score
 BUSY: Final = 0.1  # share of the others whose nodes and brokers are busy with each byte,
 SEVERAL: Final = 0.12  # and that have several runs, if these are short
 ROUNDS_MOST: Final = 8
@@ -147,6 +148,7 @@ def _with_scores(rng: random.Random, experiment: Experiment) -> Experiment:
         return experiment
     evaluation = {"at": rng.choice(["devices", "devices", "both"]), "every": rng.choice([1, 1, 2])}
     evaluation |= {"participation": rng.choice([1.0, 1.0, 0.5]), "data": rng.choice(["held_out", "test"])}
+    evaluation["personalised"] = rng.random() < PERSONALISED
     tree = experiment.model_dump(mode="json") | {"evaluation": evaluation}
     whole = any(tier.aggregation.reads_samples for tier in experiment.tiers) or not experiment.training.objective.parts
     if evaluation["at"] == "devices" and not whole and rng.random() < PERSONAL:
@@ -162,7 +164,8 @@ def _with_trainer(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
     silent = rng.random() < SILENT and not drawn.experiment.compares_losses
     training = {key: value for key, value in tree["training"].items() if key not in OF_MODULES}
     training |= {"trainer": trainer.settings(drawn.model_bytes // 4, silent=silent)}
-    evaluation = {key: value for key, value in tree["evaluation"].items() if key in ("at", "every", "participation")}
+    kept = ("at", "every", "participation", "personalised")
+    evaluation = {key: value for key, value in tree["evaluation"].items() if key in kept}
     tree |= {"data": {}, "model": {}, "training": training, "evaluation": evaluation}
     try:
         return replace(drawn, experiment=parse(tree))

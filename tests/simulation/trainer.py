@@ -125,10 +125,10 @@ class TrainerMember:
         durations = self._hardware.durations
         result = self._training.train(replace(order, progress=lambda done, of: None))
         seconds = durations.training_s(self._node, epochs=order.epochs, drawn=0.5) if order.epochs else 0.0
-        scored_s = durations.scoring_s(self._node, share=0.1) if order.scores else 0.0
+        scored_s = (order.scores + order.scores_trained) * durations.scoring_s(self._node, share=0.1)
         (train_s, scored_s), wait_s = await self._timed.occupy((seconds, scored_s), order.progress)
         if result.tests is not None:
-            result = replace(result, tests=replace(result.tests, seconds=scored_s))
+            result = replace(result, tests=result.tests.lasting(scored_s))
         if order.epochs:
             self._hardware.trained[self._node, order.local_round] += 1
         return replace(result, train_s=train_s, wait_s=wait_s, cpu_s=0.0)

@@ -8,7 +8,7 @@
 
 A file of LEAF is {"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}. `num_samples`
 is ignored: in Shakespeare's test files it exceeds the actual numbers. Files are read one at a time, in any order. Users
-are sorted; users without training samples are omitted.
+are sorted; those without training samples have no device.
 """
 
 from __future__ import annotations
@@ -252,9 +252,9 @@ def read_motions(root: Path) -> Parts:
         end = int(TRAIN_SHARE * len(motion))
         for name, piece in (("train", motion[:end]), ("test", motion[end:])):
             parts[name].append((windows(piece), label, numbers.index(person)))
-    (train, train_labels, owners), (test, test_labels, _) = (_joined(each) for each in parts.values())
+    (train, train_labels, owners), (test, test_labels, testers) = (_joined(each) for each in parts.values())
     users = tuple(f"{number:02d}" for number in numbers)
-    return Parts(train, train_labels, test, test_labels, classes=7, users=users, owners=owners)
+    return Parts(train, train_labels, test, test_labels, classes=7, users=users, owners=owners, test_owners=testers)
 
 
 def find_motions(root: Path) -> Path:
@@ -312,8 +312,14 @@ def read_sent140(root: Path) -> Parts:
 def _read_leaf(root: Path, name: str, *, encode: Encode, labels: Encode, classes: int, tokens: int) -> Parts:
     train, test = (_merge_leaf(root, name, part, encode=encode, labels=labels) for part in ("train", "test"))
     users = tuple(sorted(train))
-    owners = np.repeat(np.arange(len(users)), [len(train[user][1]) for user in users])
-    return Parts(*_join(train), *_join(test), classes=classes, tokens=tokens, users=users, owners=owners)
+    places = {user: place for place, user in enumerate(users)}
+    owners, testers = (
+        np.repeat([places.get(user, -1) for user in sorted(part)], [len(part[user][1]) for user in sorted(part)])
+        for part in (train, test)
+    )
+    return Parts(
+        *_join(train), *_join(test), classes=classes, tokens=tokens, users=users, owners=owners, test_owners=testers
+    )
 
 
 def _join(users: Mapping[str, tuple[Samples, Labels]]) -> tuple[Samples, Labels]:

@@ -46,6 +46,7 @@ class Parts:
     Tables and own data may be float32 [N, ...], which is taken as it is; their uint8 becomes -1 to 1. Their labels may
     be numbers, float32 [N, T], T being `classes`. `tokens` is 0 but for texts.
     If the files name the users of the training samples, `owners` int64 [N] are indices in `users`, which are sorted.
+    If they name those of the test samples, too, `test_owners` are theirs, -1 for a user without training samples.
     `names`: of the classes, if they have any. `notes`: what the user should know of the files, a line each.
     """
 
@@ -59,6 +60,7 @@ class Parts:
     owners: Labels | None = None
     names: Sequence[str] = ()
     notes: Sequence[str] = ()
+    test_owners: Labels | None = None
 
 
 def some(names: Sequence[object], *, most: int = 3) -> str:
@@ -87,14 +89,15 @@ def _read(data: Data, root: Path, node: str) -> Parts:
     found = own.load(KEY, data.dataset)
     result = own.call(KEY, data.dataset, found, own.accepted(found, {"root": root, "node": node}))
     if isinstance(result, Parts):
-        users = None if result.owners is None else np.array(result.users)[result.owners]
-        train, test = (result.train, result.train_labels, users), (result.test, result.test_labels)
+        names_of = np.array([*result.users, ""])  # of -1: nobody
+        users, testers = (None if each is None else names_of[each] for each in (result.owners, result.test_owners))
+        train, test = (result.train, result.train_labels, users), (result.test, result.test_labels, testers)
         classes, tokens, names, notes = result.classes, result.tokens, result.names, result.notes
         return parts_of(data, train, test, refuse=refuse, classes=classes, tokens=tokens, names=names, notes=notes)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         refuse(f"returns {type(result).__name__}", FORMS)
-    train, (x_test, y_test, _) = (_part(each, refuse) for each in result)
-    return parts_of(data, train, (x_test, y_test), refuse=refuse)
+    train, test = (_part(each, refuse) for each in result)
+    return parts_of(data, train, test, refuse=refuse)
 
 
 def _part(found: Any, refuse: Refuse) -> tuple[Any, Any, Any]:
@@ -111,7 +114,7 @@ def _part(found: Any, refuse: Refuse) -> tuple[Any, Any, Any]:
 def parts_of(
     data: Data,
     train: tuple[Any, Any, Any],
-    test: tuple[Any, Any],
+    test: tuple[Any, Any, Any],
     *,
     refuse: Refuse,
     classes: int = 0,
@@ -121,8 +124,8 @@ def parts_of(
 ) -> Parts:
     """Return converted samples and targets. Raises InvalidExperiment through `refuse`.
 
-    `train` are samples, targets and users, None if they have none; `test` samples and targets. One of both may have no
-    samples: None. `classes`, `tokens`: their numbers if they are known, else those that occur; `names`, `notes`: see
+    `train` and `test` are samples, targets and users, None if they have none. One of both may have no samples: None.
+    `classes`, `tokens`: their numbers if they are known, else those that occur; `names`, `notes`: see
     `Parts`.
     """
     found = [_samples(each, refuse, of) for each, of in ((train[0], "training"), (test[0], "test"))]
@@ -148,12 +151,17 @@ def parts_of(
         named = data.classes if isinstance(data.classes, int) else len(names)
         classes = named or classes or _classes(labels, refuse)
     users, owners = _users(train[2], len(samples[0]), refuse)
+    names_of_test, places = _users(test[2], len(samples[1]), refuse)
+    numbers = np.array([users.index(name) if name in users else -1 for name in names_of_test], np.int64)
+    test_owners = None if owners is None or places is None else numbers[places]
     if first.dtype == np.int64:
         tokens = tokens or 1 + max(int(each.max(initial=0)) for each in samples)
         if any(len(each) and not 0 <= each.min() <= each.max() < tokens for each in samples):
             refuse(f"has integers outside of 0 to {tokens - 1}", "Check `tokens`, or convert the samples to float32.")
     notes = [*notes, *_unlikely(samples[0] if len(samples[0]) else samples[1])]
-    return Parts(samples[0], labels[0], samples[1], labels[1], classes, tokens, users, owners, names, notes)
+    return Parts(
+        samples[0], labels[0], samples[1], labels[1], classes, tokens, users, owners, names, notes, test_owners
+    )
 
 
 def rows_to_test(count: int, share: float, *, refuse: Refuse) -> npt.NDArray[np.bool_]:

@@ -39,7 +39,7 @@ DROP: Final = "drop"
 CLASSES_FEW: Final = 10
 ROUNDING: Final = 1e-12  # of a column's largest value: what lies closer together differs by rounding alone
 _PADDED: Final = re.compile(r"[+-]?0\d")  # 07 is a name, and another one than 7
-KNOWN: Final = ("x", "y", "x_test", "y_test", "user")
+KNOWN: Final = ("x", "y", "x_test", "y_test", "user", "user_test")
 HEADS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
@@ -89,17 +89,17 @@ def read_csv(data: Data, root: Path, *, test: bool) -> Parts:
     x, y, user = _arrays(data, rows, known)
     parts = partial(parts_of, data, refuse=refuse, names=known, notes=notes)
     if data.private:
-        mine, none = (x, y), (None, None)
-        return parts((*(none if test else mine), None), mine if test else none)
+        mine, none = (x, y, None), (None, None, None)
+        return parts(none if test else mine, mine if test else none)
     if tests is None:
         picked = rows_to_test(len(x), data.test_share, refuse=refuse)
-        x_test, y_test = x[picked], y[picked]
+        x_test, y_test, user_test = x[picked], y[picked], None if user is None else user[picked]
         x, y, user = x[~picked], y[~picked], None if user is None else user[~picked]
     else:
-        x_test, y_test, _ = _arrays(data, tests, known)
+        x_test, y_test, user_test = _arrays(data, tests, known)
     if data.standardise:
         x, x_test = _standardised(x, x_test)
-    return parts((x, y, user), (x_test, y_test))
+    return parts((x, y, user), (x_test, y_test, user_test))
 
 
 def _standardised(train: Doubles, test: Doubles) -> tuple[Doubles, Doubles]:
@@ -313,17 +313,17 @@ def read_npz(data: Data, root: Path, *, test: bool) -> Parts:
     notes = [f"{path}: these arrays are not read: {some(unread)}"] if unread else []
     parts = partial(parts_of, data, refuse=refuse, notes=notes)
     if data.private:
-        mine, none = (x, y), (None, None)
-        return parts((*(none if test else mine), None), mine if test else none)
+        mine, none = (x, y, None), (None, None, None)
+        return parts(none if test else mine, mine if test else none)
     if ("x_test" in arrays) != ("y_test" in arrays):
         refuse("has only one of x_test and y_test", "Save both, or none.")
     if "x_test" in arrays:
-        return parts((x, y, user), (arrays["x_test"], arrays["y_test"]))
+        return parts((x, y, user), (arrays["x_test"], arrays["y_test"], arrays.get("user_test")))
     if x.ndim < 1 or any(each.shape[:1] != x.shape[:1] for each in (y, *([] if user is None else [user]))):
         refuse(f"has x of {list(x.shape)} and y of {list(y.shape)}", "Give each sample one target, and one user.")
     picked = rows_to_test(len(x), data.test_share, refuse=refuse)
-    train = (x[~picked], y[~picked], None if user is None else user[~picked])
-    return parts(train, (x[picked], y[picked]))
+    train, test_rows = ((x[rows], y[rows], None if user is None else user[rows]) for rows in (~picked, picked))
+    return parts(train, test_rows)
 
 
 def _npz_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:

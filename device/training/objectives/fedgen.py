@@ -65,7 +65,8 @@ def _generated(batch: Minibatch, noise: Tensor, labels: Tensor, classes: int) ->
     """Return the generator's features [W, F], or [A, W, F], for noise and labels."""
     (hidden,), (output,) = batch.vectors[HIDDEN], batch.vectors[FEATURES]
     one = torch.ones_like(noise[..., :1])
-    inputs = torch.cat([noise, functional.one_hot(labels, classes).to(noise.dtype), one], -1)
+    hot = labels[..., None] == torch.arange(classes, device=labels.device)  # one_hot looks at the labels' values
+    inputs = torch.cat([noise, hot.to(noise.dtype), one], -1)
     return torch.cat([functional.relu(inputs @ hidden.mT), one], -1) @ output.mT
 
 

@@ -38,8 +38,6 @@ class Minibatch:
     of the model's last linear layer; at other parameters, which are like `weights`, unless `at` is None.
     `uniform` are random numbers from 0 to 1, float32 [W, draws]. `head`: the places of the last linear layer's weight
     and bias in `weights`.
-    `captured()` writes the gradients of `Objective.losses` to `.grad` and returns the loss, without autograd; None if
-    there is no such function. It is a pass as `forward`.
     """
 
     forward: Callable[[], Tensor]
@@ -51,7 +49,6 @@ class Minibatch:
     features: Features = _no_features
     uniform: Tensor | None = None
     head: Sequence[int] = ()
-    captured: Callable[[], Tensor] | None = None
 
     def classify(self, features: Tensor) -> Tensor:
         """Return the logits [W, classes] of features [W, F], of the model's last linear layer at the present weights.
@@ -75,7 +72,8 @@ class LocalUpdate:
 
     `uploaded_D`: the trained ones as the parent decodes them. `vectors`: as in Minibatch, but whole. `steps` of SGD
     were taken with this learning rate. `gradient_weight`: the sum of the weights of their gradients, without momentum
-    the number of steps; the mean gradient is (received - trained) / (gradient_weight learning_rate). `label_counts`:
+    the number of steps; the mean gradient is (received - trained) / (gradient_weight learning_rate). NaN unless the
+    optimiser is SGD. `label_counts`:
     how many of the device's samples each label has, float32 [classes]; none if targets are numbers.
     """
 
@@ -97,7 +95,7 @@ class Objective:
 
     sample_loss: Loss = staticmethod(cross_entropy)  # `training.loss`, of outputs [N, K] and targets: [N]
     uses_received = False  # whether a copy of the received parameters is kept during training
-    uses_features = False  # whether it reads the features, which a compiled model does not give
+    uses_features = False  # whether it reads the features
     uses_head = False  # whether it calls `batch.classify`
     keeps: Sequence[str] = ()  # vectors of the device's own, float32 [D] each, zeros at first, from task to task
     receives: Sequence[str] = ()  # vectors that the rule must send with the model
@@ -121,8 +119,6 @@ class Objective:
 
         A weight that the logits do not depend on keeps None. Weights are the same before and after.
         """
-        if batch.captured is not None:
-            return batch.captured()
         losses = self.losses(batch, batch.forward())
         torch.autograd.backward(losses.sum() if losses.dim() else losses)  # each depends on its own model's weights
         return losses.detach()

@@ -74,6 +74,13 @@ LAB: Final = [
         width=8, least=None,
     ),
     Panel(
+        "Score of devices' own models",
+        [(f"fedstrata_personalised_score{{{CLOUD}}}", "{{statistic}}")],
+        "Where devices score the models that they train (`evaluation.personalised`): as the score over devices.",
+        "If it is far above the score over devices: the devices' data differ. Personal parts of the model may pay.",
+        width=8, least=None,
+    ),
+    Panel(
         "Loss",
         [
             (f"fedstrata_test_loss{{{CLOUD}}}", "test"),

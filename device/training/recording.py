@@ -1,0 +1,346 @@
+"""Steps of SGD recorded once, and run from then on without Python and without autograd.
+
+With small models on a CPU, autograd and Python take as long as the kernels. For each shape of a batch, the operations
+that torch dispatches below autograd in one whole step (gradients, clipping, optimiser) are recorded and written as a
+loop over many batches in TorchScript, which needs no compiler. The same kernels run in the same order, so the models
+are those of autograd, bit for bit. A program is used only if that was seen (`program_of`): what it makes of two random
+batches equals what the plain steps make of them, and both were recorded as the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
+from math import isfinite
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.jit import CompilationUnit, optimized_execution  # type: ignore[attr-defined, unused-ignore]
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Step = Callable[[Sequence[Tensor]], Tensor]
+Loop = Callable[..., None]
+
+_DETACH: Final = torch.ops.aten.detach.default
+_NEW: Final = torch.ops.aten.new_empty_strided.default
+_COPY: Final = torch.ops.aten.copy_.default
+_POOL_BACKWARD: Final = torch.ops.aten.max_pool2d_with_indices_backward.default
+_UNKNOWN: Final = (  # operations whose results are not a function of shapes, or which Python code may have looked at
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+)
+_LOOKS: Final = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"})
+RATE: Final = "lr"  # the name of the learning rate in every optimiser's kernel; it is an argument of a program
+
+
+class NotRecordable(Exception):
+    """The operations of a step are not a function of the batch and the state alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """A dispatched operation."""
+
+    call: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    result: Any
+
+    @property
+    def read(self) -> Iterator[Tensor]:
+        """The tensors among the arguments."""
+        return chain(_tensors(self.args), _tensors(tuple(self.kwargs.values())))
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations while it is entered. It keeps their tensors, so that each has an id of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else torch imports its compiler when the mode is first entered, 150 MB and seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and record it."""
+        result = func(*args, **(kwargs or {}))
+        self.operations.append(Operation(func, args, kwargs or {}, result))
+        return result
+
+
+class _Looks(TorchFunctionMode):
+    """Notices code that reads a tensor's values beside torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        self.seen |= getattr(func, "__name__", "") in _LOOKS
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """A step as a text: a function of the state, a batch and the learning rate.
+
+    `numbers` are the sizes in it, apart from the text, so that batches of any size share one. `constants` are the
+    tensors that the step reads and did not make; they are read anew in each step. `lists`: places in the state.
+    """
+
+    text: str
+    numbers: Sequence[int]
+    constants: Sequence[Tensor]
+    lists: Sequence[Sequence[int]]
+
+    def equals(self, other: Recording) -> bool:
+        """Return whether both are the same operations on the same constants."""
+        same = len(self.constants) == len(other.constants) and all(map(_is, self.constants, other.constants))
+        return same and (self.text, self.numbers, self.lists) == (other.text, other.numbers, other.lists)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """Whole steps over batches of one shape."""
+
+    loop: Loop
+    recording: Recording
+
+    def run(self, state: Sequence[Tensor], batches: Sequence[Tensor], *, rate: float, losses: Tensor) -> None:
+        """Take a step for each of n batches, whose tensors are [n, ...], and change the state as the steps do.
+
+        Each batch's loss, times its samples, is added to `losses`, float64 [].
+        """
+        # Optimised it would merge matrix products; the weights are leaves.
+        with torch.no_grad(), optimized_execution(False):
+            recording = self.recording
+            lists = [[state[place] for place in places] for places in recording.lists]
+            self.loop(list(state), list(batches), recording.constants, lists, recording.numbers, rate, losses)
+
+
+def program_of(
+    step: Step,
+    state: Sequence[Tensor],
+    batches: Sequence[Sequence[Tensor]],
+    *,
+    rate: float,
+    hidden: Callable[[], bytes],
+) -> Program:
+    """Return the program of a step, tried on two random batches, whose tensors are [W, ...]. Raises NotRecordable.
+
+    `step(batch)` takes a step of SGD with this learning rate, in place, and returns its loss, detached. The state is
+    the same before and after. `hidden` returns what the user's own code keeps beside it: a step that changes that is
+    not recorded.
+    """
+    before = _copies(state)
+    try:
+        return _tried(step, state, batches, rate=rate, before=before, hidden=hidden)
+    finally:
+        _restore(state, before)
+
+
+def _tried(
+    step: Step,
+    state: Sequence[Tensor],
+    batches: Sequence[Sequence[Tensor]],
+    *,
+    rate: float,
+    before: Sequence[Tensor],
+    hidden: Callable[[], bytes],
+) -> Program:
+    kept = hidden()
+    recordings, expected = [], _no_losses(state)
+    for batch in batches:
+        with _Looks() as looks, Recorder() as recorder:
+            loss = step(batch)
+        if looks.seen:
+            raise NotRecordable("code reads values of tensors")
+        expected.add_(loss, alpha=len(batch[0]))
+        recordings.append(_recording(recorder.operations, state, batch, loss))
+    if hidden() != kept:
+        raise NotRecordable("code keeps something beside the state, or draws random numbers")
+    first, second = recordings
+    if not first.equals(second):
+        raise NotRecordable("the operations differ from batch to batch")
+    program = Program(_compiled(first.text), first)
+    after, losses = _copies(state), _no_losses(state)
+    _restore(state, before)
+    program.run(state, [torch.stack(each) for each in zip(*batches, strict=True)], rate=rate, losses=losses)
+    if not all(map(torch.equal, (*state, losses), (*after, expected))):
+        raise NotRecordable("the program makes other bits")
+    return program
+
+
+def _copies(state: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in state]
+
+
+def _no_losses(state: Sequence[Tensor]) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=state[0].device)
+
+
+@torch.no_grad()
+def _restore(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(state, values, strict=True):
+        tensor.copy_(value)
+
+
+def _recording(
+    operations: Sequence[Operation], state: Sequence[Tensor], batch: Sequence[Tensor], loss: Tensor
+) -> Recording:
+    """Return a step's operations as a text. Raises NotRecordable."""
+    names = {id(tensor): f"s{place}" for place, tensor in enumerate(state)}
+    names |= {id(tensor): f"b{place}" for place, tensor in enumerate(batch)}
+    writer = _Writer(names, {id(tensor): place for place, tensor in enumerate(state)})
+    last_read = {id(tensor): place for place, operation in enumerate(operations) for tensor in operation.read}
+    following = iter(enumerate(operations))
+    for place, operation in following:
+        if unknown := [str(tag) for tag in _UNKNOWN if tag in operation.call.tags]:
+            raise NotRecordable(f"{operation.call} is {unknown[0]}")
+        if operation.call is _DETACH:
+            writer.names[id(operation.result)] = writer.text(operation.args[0])
+        elif _is_copy(operations[place : place + 2]) and last_read[id(operations[place + 1].args[1])] == place + 1:
+            # A gradient that autograd would have taken over as it is, had the recorder not kept it, too.
+            writer.names[id(operation.result)] = writer.text(operations[place + 1].args[1])
+            next(following)
+        else:
+            writer.write(operation)
+    return writer.recording(len(state), len(batch), samples=len(batch[0]), loss=loss)
+
+
+def _is_copy(pair: Sequence[Operation]) -> bool:
+    """Return whether two operations make a copy of a tensor with its own strides."""
+    if [operation.call for operation in pair] != [_NEW, _COPY]:
+        return False
+    made, source = pair[1].args[:2]
+    return made is pair[0].result and isinstance(source, Tensor) and source.stride() == made.stride()
+
+
+@dataclass(slots=True)
+class _Writer:
+    """The lines of a loop, the names of its tensors by id, its constants, and its numbers."""
+
+    names: dict[int, str]
+    state: Mapping[int, int]  # places by id
+    constants: list[Tensor] = field(default_factory=list)
+    lists: list[list[int]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def write(self, operation: Operation) -> None:
+        """Write the call of an operation; one in place on each tensor of a list as so many calls.
+
+        TorchScript would drop a change of a list's tensors, unless the list is an argument.
+        """
+        name = operation.call.overloadpacket.__name__
+        if name.startswith("_foreach_") and name.endswith("_"):
+            for place in range(len(operation.args[0])):
+                some = [arg[place] if isinstance(arg, (list, tuple)) else arg for arg in operation.args]
+                arguments = [*map(self.text, some), *(f"{key}={self.text(v)}" for key, v in operation.kwargs.items())]
+                self.lines.append(f"torch.ops.aten.{name.removeprefix('_foreach_')}({', '.join(arguments)})")
+            return
+        arguments = [self.text(value) for value in operation.args]
+        if operation.call is _POOL_BACKWARD and _is_channels_last(operation.args[1]):
+            # With a gradient in another order torch would reorder all that the kernel reads and writes.
+            arguments[0] = f"torch.ops.aten.contiguous({arguments[0]}, memory_format=torch.channels_last)"
+        for key, value in operation.kwargs.items():
+            arguments.append(f"{key}={RATE if key == RATE else self.text(value)}")
+        call = f"torch.ops.{operation.call.overloadpacket!s}({', '.join(arguments)})"
+        target = self._target(operation.result)
+        self.lines.append(f"{target} = {call}" if target else call)
+
+    def text(self, value: Any) -> str:
+        """Return the text of an argument. Raises NotRecordable for one that has none."""
+        match value:
+            case Tensor():
+                if id(value) not in self.names:
+                    self.names[id(value)] = f"c{len(self.constants)}"
+                    self.constants.append(value)
+                found = self.names[id(value)]
+            case list() | tuple() if value and all(id(each) in self.state for each in value):
+                self.lists.append([self.state[id(each)] for each in value])
+                found = f"l{len(self.lists) - 1}"
+            case list() | tuple():
+                found = f"[{', '.join(map(self.text, value))}]"
+            case torch.dtype() | torch.memory_format() | torch.layout():
+                found = str(value)
+            case torch.device():
+                found = f"torch.device({str(value)!r})"
+            case None | bool() | str():
+                found = repr(value)
+            case int():
+                found = self._number(value)
+            case float() if isfinite(value):
+                found = repr(value)
+            case _:
+                raise NotRecordable(f"an argument {value!r}")
+        return found
+
+    def recording(self, state: int, batch: int, *, samples: int, loss: Tensor) -> Recording:
+        """Return the text: a loop over batches."""
+        size = self._number(samples)
+        added = f"torch.ops.aten.add_(losses, {self.text(loss)}, alpha={size})"
+        body = [f"b{place} = torch.ops.aten.select(batches[{place}], 0, k)" for place in range(batch)]
+        unpacked = [
+            f"{', '.join(f'{letter}{place}' for place in range(count))}, = {source}"
+            for letter, count, source in (
+                ("s", state, "state"),
+                ("c", len(self.constants), "constants"),
+                ("l", len(self.lists), "lists"),
+                ("n", len(self.numbers), "numbers"),
+            )
+            if count
+        ]
+        tensors = "state: List[Tensor], batches: List[Tensor], constants: List[Tensor], lists: List[List[Tensor]]"
+        lines = [
+            f"def loop({tensors}, numbers: List[int], {RATE}: float, losses: Tensor):",
+            *unpacked,
+            "for k in range(torch.ops.aten.size(batches[0], 0)):",
+            *(f"    {line}" for line in (*body, *self.lines, added)),
+        ]
+        return Recording("\n    ".join(lines) + "\n", self.numbers, self.constants, self.lists)
+
+    def _number(self, value: int) -> str:
+        self.numbers.append(value)
+        return f"n{len(self.numbers) - 1}"
+
+    def _target(self, result: Any) -> str:
+        """Return the left side of an assignment, "" for an operation in place, whose tensor has a name."""
+        if isinstance(result, (list, tuple)) and result:
+            names = [self._target(item) or "_" for item in result]
+            return "".join(f"{name}, " for name in names).rstrip()
+        if not isinstance(result, Tensor) or id(result) in self.names:
+            return ""
+        name = self.names[id(result)] = f"t{len(self.names)}"
+        return name
+
+
+@cache
+def _compiled(text: str) -> Loop:
+    loop: Loop = CompilationUnit(text).loop
+    return loop
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _is(one: Tensor, other: Tensor) -> bool:
+    return one is other
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

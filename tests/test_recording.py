@@ -1,0 +1,295 @@
+"""Recorded steps: the bits of autograd, and autograd where a step is not a function of the batch and the state."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.experiment.training import TrainingSettings
+from common.learning import datasets, models
+from device.training import network, sgd
+from device.training.recording import NotRecordable, Program, program_of
+from device.training.sgd import LocalSteps, run_sgd
+from device.training.trainer import Trainer
+
+Forward = Callable[[nn.Linear, Tensor], Tensor]
+
+SHAPES: Mapping[str, list[int]] = {
+    "mlp_digits": [1, 8, 8],
+    "cnn_digits": [1, 8, 8],
+    "lenet5": [1, 28, 28],
+    "lenet_cifar": [3, 32, 32],
+    "cnn_femnist": [1, 28, 28],
+    "cnn_fedavg": [1, 28, 28],
+    "cnn_fedavg_padded": [1, 28, 28],
+    "resnet20": [3, 16, 16],
+}
+
+
+def lab_of(model: str, objective: Mapping[str, Any], **keys: Any) -> Experiment:
+    rules = {"scaffold": "scaffold", "feddyn": "feddyn", "fedgen": "fedgen"}
+    return parse(
+        {
+            "topology": {"institutions": 0, "devices": 1},
+            "data": {"dataset": "synthetic", "image_shape": SHAPES[model], "classes": 10, "samples": 24},
+            "model": {"name": model},
+            "training": {"batch_size": 10, "objective": objective, **keys},
+            "cloud": {"aggregation": {"name": rules.get(objective["name"], "fedavg")}},
+        }
+    )
+
+
+def trained(lab: Experiment) -> tuple[dict[int, bool], bytes, float]:
+    """Train two rounds in one trainer, each of batches of 10, 10 and 4 samples; say which sizes have a program."""
+    trainer = Trainer(lab, node="device-0", accelerator="cpu")
+    trainer.prepare()
+    row, out = trainer.vectors.received.empty(), trainer.vectors.returned.empty()
+    row[:] = 0
+    first = models.build(lab.model.name, 1, inputs=datasets.load(lab.data).inputs)
+    models.write_row(first, trainer.layout, row[: trainer.layout.row_bytes])
+    for local_round in (0, 1):
+        result = trainer.train(
+            row, out, epochs=3, local_round=local_round, progress=lambda *_: None, cancelled=threading.Event()
+        )
+        row = row.copy()
+        row[: trainer.layout.row_bytes] = out[: trainer.layout.row_bytes]
+    programs = trainer._prepared.source.programs
+    return {size: program is not None for size, program in programs.items()}, bytes(out), result.loss
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "keys"),
+    [
+        *((model, {"name": "cross_entropy"}, {}) for model in SHAPES if model != "cnn_fedavg_padded"),
+        pytest.param("cnn_fedavg_padded", {"name": "cross_entropy"}, {}, marks=pytest.mark.slow),
+        *(("cnn_digits", {"name": name}, {}) for name in ("fedprox", "fedsam", "scaffold", "feddyn", "moon", "fedgen")),
+        ("mlp_digits", {"name": "cross_entropy"}, {"momentum": 0.0, "weight_decay": 0.1, "clip_norm": 0.5}),
+        ("mlp_digits", {"name": "fedprox", "mu": 0.5}, {"nesterov": True, "clip_norm": 0.1}),
+        ("mlp_digits", {"name": "cross_entropy"}, {"optimizer": "adam"}),
+        ("mlp_digits", {"name": "fedsam"}, {"optimizer": {"name": "adamw", "beta1": 0.5}, "clip_norm": 0.1}),
+        ("cnn_digits", {"name": "cross_entropy"}, {"precision": "bf16"}),
+        ("mlp_digits", {"name": "cross_entropy"}, {"schedule": {"name": "step", "every": 1, "factor": 0.1}}),
+    ],
+)
+def test_training_is_that_of_autograd_bit_for_bit(
+    model: str, objective: Mapping[str, Any], keys: Mapping[str, Any]
+) -> None:
+    programs, *outcome = trained(lab_of(model, objective, **keys))
+    assert programs == {10: True, 4: True}
+    assert trained(lab_of(model, objective, **keys, recorded=False)) == ({}, *outcome)
+
+
+def test_a_large_model_trains_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = lab_of("mlp_digits", {"name": "cross_entropy"})
+    programs, *outcome = trained(lab)
+    monkeypatch.setattr(network, "RECORDED_PARAMETERS", 100)
+    assert programs == {10: True, 4: True} and trained(lab) == ({10: False, 4: False}, *outcome)
+
+
+def batches(count: int, *, seed: int = 1) -> list[list[Tensor]]:
+    source = torch.Generator().manual_seed(seed)
+    return [[torch.randn(4, 6, generator=source), torch.randint(0, 3, (4,), generator=source)] for _ in range(count)]
+
+
+def steps_of(forward: Forward, seed: int = 3) -> LocalSteps:
+    torch.manual_seed(seed)
+    layer = nn.Linear(6, 3)
+    training = TrainingSettings.model_validate({"clip_norm": 1.0, "weight_decay": 0.1})
+    return LocalSteps(
+        lambda inputs: forward(layer, inputs), list(layer.parameters()), training=training, learning_rate=0.1
+    )
+
+
+def program(forward: Forward, *, hidden: Callable[[], bytes] = bytes) -> Program:
+    steps = steps_of(forward)
+    before = [tensor.clone() for tensor in steps.state]
+    try:
+        return program_of(steps.take, steps.state, batches(2), rate=0.1, hidden=hidden)
+    finally:
+        assert all(map(torch.equal, steps.state, before)), "a trial changes the state"
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda layer, inputs: layer(inputs),
+        lambda layer, inputs: inputs[:, :3] + layer.bias + layer.weight.sum(1),  # weights that share a gradient
+        lambda layer, inputs: functional.linear(inputs, layer.weight),  # a weight without one
+    ],
+    ids=["linear", "shared", "unused"],
+)
+def test_a_program_takes_the_steps_of_autograd(forward: Forward) -> None:
+    found, some = program(forward), batches(5, seed=7)
+    mine, theirs = steps_of(forward), steps_of(forward)
+    stacked = [torch.stack(each) for each in zip(*some, strict=True)]
+    losses, taken = run_sgd(mine, [(0, *stacked)], last_epoch=0, watch=lambda _: None, programs={4: found})
+    expected, _ = run_sgd(theirs, [(0, *stacked)], last_epoch=0, watch=lambda _: None)
+    assert taken == 5 and torch.equal(losses, expected)
+    assert all(map(torch.equal, mine.state, theirs.state))
+    assert not any(weight.grad is not None for weight in mine.state)
+
+
+GENERATOR = np.random.default_rng(1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "problem"),
+    [
+        (lambda layer, inputs: layer(inputs) + 0 * torch.rand(4, 3), "nondeterministic"),
+        (lambda layer, inputs: functional.dropout(layer(inputs)), "nondeterministic"),
+        (lambda layer, inputs: layer(inputs) * inputs.sum().item(), "data_dependent"),
+        (lambda layer, inputs: layer(inputs) if inputs.sum() > -1e9 else layer(0 * inputs), "data_dependent"),
+        (lambda layer, inputs: layer(inputs) * (1 + 0 * inputs[inputs > 0].sum()), "dynamic_output_shape"),
+        (lambda layer, inputs: layer(inputs) * torch.from_numpy(inputs.numpy().max(1, keepdims=True)), "reads values"),
+        (lambda layer, inputs: layer(inputs) if inputs.tolist()[0][0] < 1e9 else 2 * layer(inputs), "reads values"),
+        (lambda layer, inputs: layer(inputs) if np.asarray(inputs).max() < 1e9 else 2 * layer(inputs), "reads values"),
+        (lambda layer, inputs: layer(inputs) * GENERATOR.random(), "differ from batch to batch"),
+        (lambda layer, inputs: layer(inputs) * torch.tensor(GENERATOR.random()), "differ from batch to batch"),
+        (lambda layer, inputs: layer(inputs.clone()) * inputs.grad, "unsupported operand"),
+    ],
+    ids=["random", "dropout", "item", "branch", "shape", "numpy", "list", "array", "number", "constant", "error"],
+)
+def test_what_depends_on_a_batch_in_other_ways_is_not_recorded(forward: Forward, problem: str) -> None:
+    with pytest.raises((NotRecordable, TypeError), match=problem):
+        program(forward)
+
+
+def test_what_code_keeps_beside_the_state_is_noticed() -> None:
+    seen: list[int] = []
+
+    def forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
+        seen.append(len(inputs))
+        result: Tensor = layer(inputs)
+        return result
+
+    with pytest.raises(NotRecordable, match="keeps something beside the state"):
+        program(forward, hidden=lambda: bytes(len(seen)))
+    assert program(forward) is not None  # who looks at nothing sees nothing
+
+
+OWN = """
+import random
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen, self.scale = nn.Linear(64, 10), 0, torch.ones(1)
+        self.hook = None
+
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+
+class Counts(Net):
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x) * (1.0 if self.seen < 20 else 2.0)
+
+class Scales(Net):
+    def forward(self, x):
+        self.scale = self.scale * 1.01
+        return super().forward(x) * self.scale
+
+class Draws(Net):
+    def forward(self, x):
+        return super().forward(x) * (1 + random.random())
+
+class Hooked(Net):
+    def __init__(self):
+        super().__init__()
+        self.layer.weight.register_hook(lambda gradient: 2 * gradient)
+
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        return super().forward(self.norm(x.flatten(1)))
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.layer.bias.requires_grad_(False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [
+        ("Net", True),
+        ("Normed", True),
+        ("Frozen", True),
+        ("Counts", False),
+        ("Scales", False),
+        ("Draws", False),
+        ("Hooked", False),
+    ],
+)
+def test_a_users_model_is_recorded_only_where_that_makes_no_difference(
+    name: str, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recorded_nets.py").write_text(
+        OWN + f"\ndef build(*, shape, classes):\n    torch.manual_seed(1)\n    return {name}()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "recorded_nets", raising=False)
+    lab = {
+        "topology": {"institutions": 0, "devices": 1},
+        "data": {"dataset": "digits"},
+        "model": {"name": "recorded_nets:build"},
+    }
+    outcomes = []
+    for choice in (True, False):
+        trainer = Trainer(
+            parse({**lab, "training": {"batch_size": 100, "recorded": choice}}), node="device-0", accelerator="cpu"
+        )
+        random.seed(5)
+        trainer.prepare()
+        row, out = trainer.layout.empty(), trainer.layout.empty()
+        row[:] = 0
+        assert {bool(p) for p in trainer._prepared.source.programs.values()} == ({recorded} if choice else set())
+        result = trainer.train(row, out, epochs=3, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+        outcomes.append((bytes(out), result.loss, result.steps))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_progress_and_cancellation_are_looked_at_within_a_long_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sgd, "RUN_S", 0.0)
+    found, some = program(lambda layer, inputs: layer(inputs)), batches(30)
+    stacked = [torch.stack(each) for each in zip(*some, strict=True)]
+    seen: list[int] = []
+    steps = steps_of(lambda layer, inputs: layer(inputs))
+    run_sgd(steps, [(0, *stacked)], last_epoch=0, watch=seen.append, programs={4: found})
+    assert seen == [0, *range(8, 30)]
+
+
+def test_recording_does_not_import_the_compiler() -> None:
+    """It would take seconds and 150 MB in each process that trains."""
+    text = (
+        "import sys, torch\n"
+        "from torch import nn\n"
+        "from common.experiment.training import TrainingSettings\n"
+        "from device.training.recording import program_of\n"
+        "from device.training.sgd import LocalSteps\n"
+        "layer = nn.Linear(3, 2)\n"
+        "steps = LocalSteps(layer, list(layer.parameters()), training=TrainingSettings(), learning_rate=0.1)\n"
+        "batches = [[torch.randn(2, 3), torch.arange(2)] for _ in range(2)]\n"
+        "assert program_of(steps.take, steps.state, batches, rate=0.1, hidden=bytes)\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
