@@ -128,7 +128,7 @@ class Surroundings:
             self._go(moves)
             return evaluate(
                 self._module, self._samples, labels=self._labels, normalise=self._normalise, batch_size=CPU_BATCH,
-                loss=training.loss, score=score,
+                loss=training.loss, scores=[score],
             )  # fmt: skip
 
     @torch.no_grad()
