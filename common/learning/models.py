@@ -25,27 +25,25 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from common.errors import InvalidExperiment, RefusedModel
+from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.data import Model, check_accepted
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
-from common.experiment.tables import NAMED_MOST
 from common.learning.computing import seeded
 from common.learning.inputs import Inputs
 from common.learning.nets import ARCHITECTURES, DRAWS, draw_default, own_dropout
 from common.methods.fedgen import head_of
 from common.model import tensors
+from common.model.initial import INITIAL, read_initial
 from common.model.layout import ModelLayout, Row, Section
 from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
 
 KEY: Final = "model.name"
-INITIAL: Final = "model.initial"
 NO_PARTS: Final = Model(name="")
 Tensors = dict[str, Tensor]
 
@@ -281,37 +279,13 @@ def first_of(experiment: Experiment, module: nn.Module, parts: ModelParts) -> tu
     write_row(module, layout, row)
     if initial is None:
         return row, "", []
-    path = tensors.file_of(initial)
-    try:
-        found, _ = tensors.read(path)
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
-        problem = f"{path} cannot be read: {error}"
-        remedy = "Name a finished run's folder, or a file in safetensors' format."
-        raise InvalidExperiment(INITIAL, initial, problem, remedy) from None
-    views, known = dict(layout.views(row)), module.state_dict()  # a tied tensor has one place, and several names
-    wrong = [
-        *(f"{name} is missing" for name in views if name not in found),
-        *(f"{name} is unknown" for name in found if name not in views and name not in known),
-        *(
-            f"{name} is {found[name].dtype} {list(found[name].shape)}, not {view.dtype} {list(view.shape)}"
-            for name, view in views.items()
-            if name in found and (found[name].shape, found[name].dtype) != (view.shape, view.dtype)
-        ),
-    ]
-    if wrong:
-        more = f" and {len(wrong) - NAMED_MOST} more" if len(wrong) > NAMED_MOST else ""
-        problem = f"not a model of {experiment.model.name}: {'; '.join(wrong[:NAMED_MOST])}{more}"
-        raise InvalidExperiment(INITIAL, initial, problem, "Name a file of the same model.")
+    known = module.state_dict()  # a tied tensor has one place, and several names
+    found = read_initial(initial, layout, row, model=experiment.model.name, known=known)
     frozen = [name for name, array in parts.frozen.items() if not np.array_equal(found.get(name, array), array)]
     if frozen:
         problem = f"its {frozen[0]} is frozen, and differs from that of the model which each device builds"
         remedy = f"Let {experiment.model.name} return the model with this array, or let devices exchange it."
         raise InvalidExperiment(INITIAL, initial, problem, remedy)
-    layout.flatten(found, row)
-    try:
-        layout.check_finite(row)
-    except RefusedModel as error:
-        raise InvalidExperiment(INITIAL, initial, str(error), "Name another file.") from None
     notes = [
         f"{INITIAL}: {name} is personal, and devices begin with that of the model as it is built"
         for name in parts.personal
