@@ -121,7 +121,7 @@ class Evaluator:
         async def evaluated(channel: SubprocessChannel) -> EvaluationResult:
             (shared,) = channel.memory.rows(1, row.nbytes)
             await offload(partial(np.copyto, shared, row))
-            reply = await channel.request()
+            reply = await channel.request(global_round=global_round)
             return EvaluationResult(global_round, reply["score"], reply["loss"], reply["more"])
 
         return await self._process.do(evaluated)

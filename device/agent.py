@@ -212,7 +212,7 @@ class DeviceAgent:
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since, (received, trained) = await model.whole(), up.now(), scores(task)
             if not task.epochs and not received:
-                return WorkResult(row, joined.prepared.samples, 0.0, 0, 0, 0.0, 0.0)
+                return WorkResult(row, joined.prepared.samples, None, 0, 0, 0.0, 0.0)
             if keeps:
                 row = await offload(partial(memory.begin, task, row))
             if not task.epochs:
@@ -280,7 +280,7 @@ class DeviceAgent:
             return result
         self._metrics.closed(self._labels)
         self._metrics.steps.labels(*self._labels).inc(result.steps)
-        self._metrics.train_loss.labels(*self._labels).set(result.loss)
+        self._metrics.trained(self._labels, result.loss)
         self._metrics.epochs.labels(*self._labels).set(task.epochs)
         self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)

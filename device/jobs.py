@@ -30,7 +30,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """The result of one local round: `loss` is the sample-weighted mean over its last epoch.
+    """The result of one local round: `loss` is the sample-weighted mean over its last epoch, None if it is not known.
 
     `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
     In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
@@ -41,7 +41,7 @@ class LocalResult:
     """
 
     samples: int
-    loss: float
+    loss: float | None
     steps: int
     train_s: float
     wait_s: float

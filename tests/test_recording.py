@@ -293,3 +293,14 @@ def test_recording_does_not_import_the_compiler() -> None:
         "sys.exit('torch._dynamo' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
+
+
+def test_a_program_is_not_used_for_batches_of_another_form() -> None:
+    found, steps, wide = program(lambda layer, inputs: layer(inputs)), [], torch.randn(3, 6, 4).mT
+    labels = torch.zeros(3, 4, dtype=torch.int64)
+    assert found.fits([wide.contiguous(), labels]) and not found.fits([wide, labels])
+    assert not found.fits([wide.contiguous().double(), labels]) and not found.fits([wide.contiguous(), labels.int()])
+    for inputs in (wide, wide.contiguous()):
+        taken = steps_of(lambda layer, inputs: layer(inputs))
+        run_sgd(taken, [(0, inputs, labels)], last_epoch=0, watch=steps.append, programs={4: found})
+    assert steps == [0, 1, 2, 0]

@@ -19,34 +19,32 @@ are seeded by the experiment during construction, training and evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from common.errors import InvalidExperiment, RefusedModel
+from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.data import Model, check_accepted
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
-from common.experiment.tables import NAMED_MOST
 from common.learning.computing import seeded
 from common.learning.inputs import Inputs
 from common.learning.nets import ARCHITECTURES, DRAWS, draw_default, own_dropout
 from common.methods.fedgen import head_of
 from common.model import tensors
+from common.model.initial import INITIAL, differences, read_initial
 from common.model.layout import ModelLayout, Row, Section
 from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
 
 KEY: Final = "model.name"
-INITIAL: Final = "model.initial"
 NO_PARTS: Final = Model(name="")
 Tensors = dict[str, Tensor]
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -63,7 +61,7 @@ def of(experiment: Experiment, *, inputs: Inputs, frozen: Arrays = NO_ARRAYS) ->
     module = build(model.name, experiment.seed, inputs=inputs, projection=model.projection, parts=model)
     module = _frozen(module, model)
     if frozen:
-        if wrong := _differences(frozen, parts_of(module, model).frozen):
+        if wrong := differences(frozen, parts_of(module, model).frozen):
             remedy = "Use one release of fedstrata, and of the model's package, everywhere."
             own.refuse(KEY, model.name, f"the cloud's frozen arrays are not those of this model: {wrong}", remedy)
         read_frozen(module, frozen)
@@ -88,24 +86,6 @@ def _frozen(module: nn.Module, model: Model) -> nn.Module:
             if parts[name] is Part.FROZEN:
                 weight.requires_grad_(False)
     return module
-
-
-def _differences(found: Arrays, wanted: Arrays, *, known: Collection[str] = ()) -> str:
-    """Return how arrays differ from the wanted ones in names, shapes and types, "" for not at all.
-
-    `known`: names that may be among the found ones, and need not.
-    """
-    wrong = [
-        *(f"{name} is missing" for name in wanted if name not in found and name not in known),
-        *(f"{name} is unknown" for name in found if name not in wanted and name not in known),
-        *(
-            f"{name} is {found[name].dtype} {list(found[name].shape)}, not {array.dtype} {list(array.shape)}"
-            for name, array in wanted.items()
-            if name in found and (found[name].shape, found[name].dtype) != (array.shape, array.dtype)
-        ),
-    ]
-    more = f" and {len(wrong) - NAMED_MOST} more" if len(wrong) > NAMED_MOST else ""
-    return "; ".join(wrong[:NAMED_MOST]) + more
 
 
 def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0, parts: Model = NO_PARTS) -> nn.Module:
@@ -326,28 +306,11 @@ def first_of(experiment: Experiment, module: nn.Module) -> tuple[ModelParts, Row
     write_row(module, parts.exchanged, row)
     if initial is None:
         return parts, row, "", []
-    path = tensors.file_of(initial)
-    try:
-        found, _ = tensors.read(path)
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
-        problem = f"{path} cannot be read: {error}"
-        remedy = "Name a finished run's folder, or a file in safetensors' format."
-        raise InvalidExperiment(INITIAL, initial, problem, remedy) from None
-    exchanged = parts.exchanged.views(row)
-    frozen = {name: found[name] for name in parts.frozen if name in found}
-    others = module.state_dict().keys() - exchanged.keys()  # a tied tensor has one place, and several names
-    if wrong := _differences(found, {**parts.frozen, **exchanged}, known=others):
-        problem = f"not a model of {experiment.model.name}: {wrong}"
-        raise InvalidExperiment(INITIAL, initial, problem, "Name a file of the same model.")
-    if frozen:
+    known = module.state_dict()  # a tied tensor has one place, and several names
+    found = read_initial(initial, parts.exchanged, row, model=experiment.model.name, known=known, frozen=parts.frozen)
+    if frozen := {name: found[name] for name in parts.frozen if name in found}:
         read_frozen(module, frozen)
         parts = parts_of(module, experiment.model)
-    layout = parts.exchanged
-    layout.flatten(found, row)
-    try:
-        layout.check_finite(row)
-    except RefusedModel as error:
-        raise InvalidExperiment(INITIAL, initial, str(error), "Name another file.") from None
     notes = [
         f"{INITIAL}: {name} is personal, and devices begin with that of the model as it is built"
         for name in parts.personal

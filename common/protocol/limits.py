@@ -179,8 +179,8 @@ class ChildLimits:
     most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children, or
     whose trainer may report numbers.
     `online`: when a device is there by its trace; at other times nothing is expected of it. `scores`: the names of
-    those in a report, none if devices do not score; `class_bytes`: of the counts of classes in it. `start_loss`:
-    whether its results have the loss of the model received.
+    those in a report, none if devices do not score; `class_bytes`: of the counts of classes in it. `loss`: whether its
+    results have a training loss; `start_loss`: that of the model received.
     """
 
     samples: int = COUNT_MOST
@@ -190,6 +190,7 @@ class ChildLimits:
     online: OnlineTimes | None = None
     scores: Sequence[str] = ()
     class_bytes: int = 0
+    loss: bool = False
     start_loss: bool = False
 
     @property
@@ -253,6 +254,7 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
             online=experiment.online(child),
             scores=experiment.score.names if experiment.evaluation.on_devices else (),
             class_bytes=CLASSES_MOST * CLASS_BYTES if experiment.evaluation.per_class else 0,
+            loss=experiment.tier_below(parent).compares_losses,
             start_loss=experiment.tier_below(parent).aggregation.reads_losses,
         )
     return found
@@ -282,6 +284,8 @@ def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COU
     _check_work("it", result, samples=limits.samples, epochs=epochs, rounds=1, limits=limits)
     if result.path_steps > limits.steps(epochs):
         raise RefusedModel(f"it reports {result.path_steps} steps of SGD in a row")
+    if limits.loss and result.epochs and result.loss is None:
+        raise RefusedModel("it has no training loss")
     if limits.start_loss and result.epochs and not abs(result.start_loss or 0.0) <= LOSS_MOST:
         raise RefusedModel(f"its loss of the model that it received is {result.start_loss}")
     if limits.start_loss and result.epochs and result.start_loss is None:
@@ -321,7 +325,7 @@ def _check_work(
             and len(tests.classes) % CLASS_BYTES == 0
         ):
             raise RefusedModel(f"{who} reports a score of {tests.samples} samples, in {tests.seconds} s")
-    if not abs(work.loss) <= LOSS_MOST:
+    if not abs(work.loss or 0.0) <= LOSS_MOST:
         raise RefusedModel(f"its training loss is {work.loss}" if who == "it" else f"{who} has a loss of {work.loss}")
 
 

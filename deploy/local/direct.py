@@ -79,7 +79,7 @@ async def _run(
 
     async def evaluate(global_round: int, row: Row) -> EvaluationResult:
         with clock.stopped():
-            found = cloud.evaluate(row)
+            found = cloud.evaluate(global_round, row)
         return EvaluationResult(global_round, found.score, found.loss, found.more)
 
     layout, partition = cloud.beginning.layout, cloud.beginning.partition
@@ -205,18 +205,18 @@ class _Evaluated(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Evaluating:
-    """What the cloud begins with, and its evaluation of a flat model."""
+    """What the cloud begins with, and its evaluation of a global round's flat model."""
 
     beginning: Beginning
-    evaluate: Callable[[Row], _Evaluated]
+    evaluate: Callable[[int, Row], _Evaluated]
 
 
 def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
     experiment = folder.experiment
     if not experiment.training.trainer.learns_module:
         trainer = TrainerTester(experiment)
-        beginning = Beginning(trainer.layout, trainer.first, "", evaluates=trainer.evaluates)
-        return _Evaluating(beginning, trainer.evaluate)
+        beginning = Beginning(trainer.layout, trainer.first, "", evaluates=trainer.evaluates, initial=trainer.initial)
+        return _Evaluating(beginning, lambda global_round, row: trainer.evaluate(row, global_round))
     from common.learning import splits
     from common.learning.computing import resolve_accelerator
     from common.learning.evaluation import ModelTester, accelerator_of
@@ -233,7 +233,7 @@ def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
         initial=tester.initial,
         frozen=tester.frozen,
     )
-    return _Evaluating(beginning, tester.evaluate)
+    return _Evaluating(beginning, lambda global_round, row: tester.evaluate(row))
 
 
 def _device(folder: RunFolder, device: HostedDevice, prepared: Prepared, trainers: Trainers, accelerator: str) -> Work:

@@ -203,7 +203,9 @@ class RealMember:
             seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=order.epochs)
         models = order.scores + order.scores_trained
         if models:
-            scored_s = models * self.seconds.scoring(self.node, samples=prepared.tests)
+            own = not self.seconds.experiment.training.trainer.learns_module  # only its evaluation knows how many
+            tests = max(1, prepared.samples // 10) if own else prepared.tests
+            scored_s = models * self.seconds.scoring(self.node, samples=tests)
         training = self.begin(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
             (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), order.progress)

@@ -246,7 +246,7 @@ class SimulatedMember:
         received = self._tested(order.row) if models and order.scores else None
         if not order.epochs:
             found = None if received is None else ScoredModels(received).lasting(scored_s)
-            return LocalResult(self._samples, 0.0, 0, 0.0, wait_s, tests=found)
+            return LocalResult(self._samples, None, 0, 0.0, wait_s, tests=found)
         hardware.trained[self._node, order.local_round] += 1
         loss, steps = hardware.workload.train(
             self._node, order.row, order.out, epochs=order.epochs, local_round=order.local_round
@@ -287,7 +287,8 @@ class SimulatedMember:
             hardware.trainings += bool(work[0] or not work[1])
             took_s = loop.time() - begun if hardware.machines is not None else seconds
         scored_s = took_s * work[1] / seconds if work[1] else 0.0
-        return (took_s - scored_s, scored_s), wait_s
+        train_s = took_s - scored_s if work[0] else 0.0  # rounding could make it negative, which parents refuse
+        return (train_s, scored_s), wait_s
 
 
 class SimulatedEvaluator:

@@ -52,7 +52,7 @@ class ModuleTrainers:
         left = set(received)
         if not work[0][1].epochs and work[0][1].scores:  # the models are not trained
             for number in left:
-                done(number, received[number].of(LocalResult(trainers[number].samples, 0.0, 0, 0.0, 0.0)))
+                done(number, received[number].of(LocalResult(trainers[number].samples, None, 0, 0.0, 0.0)))
             return
         work = [
             (device, replace(order, row=trainer.start(order.row, local_round=order.local_round)))

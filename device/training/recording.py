@@ -110,10 +110,15 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Whole steps over batches of one shape."""
+    """Whole steps over batches of one shape: `forms` are the shapes, strides and types of a batch's tensors."""
 
     loop: Loop
     recording: Recording
+    forms: Sequence[object]
+
+    def fits(self, batches: Sequence[Tensor]) -> bool:
+        """Return whether n batches, whose tensors are [n, ...], are of the form that was tried."""
+        return _forms([each[0] for each in batches]) == self.forms
 
     def run(self, state: Sequence[Tensor], batches: Sequence[Tensor], *, rate: float, losses: Tensor) -> None:
         """Take a step for each of n batches, whose tensors are [n, ...], and change the state as the steps do.
@@ -171,13 +176,17 @@ def _tried(
     first, second = recordings
     if not first.equals(second):
         raise NotRecordable("the operations differ from batch to batch")
-    program = Program(_compiled(first.text), first)
+    program = Program(_compiled(first.text), first, _forms(batches[0]))
     after, losses = _copies(state), _no_losses(state)
     _restore(state, before)
     program.run(state, [torch.stack(each) for each in zip(*batches, strict=True)], rate=rate, losses=losses)
     if not all(map(torch.equal, (*state, losses), (*after, expected))):
         raise NotRecordable("the program makes other bits")
     return program
+
+
+def _forms(batch: Sequence[Tensor]) -> list[object]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in batch]
 
 
 def _copies(state: Sequence[Tensor]) -> list[Tensor]:

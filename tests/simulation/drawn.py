@@ -19,8 +19,10 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import participants
 from common.experiment.topology import CLOUD
+from common.experiment.training import OF_MODULES
 from deploy.simulation.hardware import Durations
 from deploy.simulation.link import LinkConditions
+from tests.simulation import trainer
 from tests.simulation.fault_draws import draw_faults, draw_permanent_fault
 from tests.simulation.faults import Fault
 
@@ -37,6 +39,8 @@ STATES: Final = 0.15  # shares of the labs whose devices keep vectors,
 CLUSTERS: Final = 0.1  # whose tiers select by clusters,
 BUFFERS: Final = 0.2  # and whose tiers aggregate buffers
 FROZEN_BYTES: Final = (0,) * 6 + (2_000, 40_000, 400_000)  # of frozen arrays that some devices do not have
+TRAINERS: Final = 0.1  # share of the labs with a trainer of a user's own, if they can have one,
+SILENT: Final = 0.5  # some of whose devices know no loss
 SCORES: Final = 0.3  # share of the labs whose devices score models
 PERSONAL: Final = 0.4  # of the labs in which devices alone score
 PERSONALISED: Final = 0.4  # of the labs in which devices score
@@ -132,7 +136,7 @@ def draw_lab(seed: int) -> DrawnLab:
             experiment = _with_scores(random.Random(f"{seed} evaluation"), parse(tree))
         except InvalidExperiment:
             continue
-        drawn = _around(seed, rng, experiment, durations)
+        drawn = _with_trainer(random.Random(f"{seed} trainer"), _around(seed, rng, experiment, durations))
         with_institutions = len(experiment.tiers) == 2
         drawn = _with_permanent_fault(rng, drawn) if with_institutions and rng.random() < PERMANENT else drawn
         if rng.random() < ABSENT:
@@ -153,6 +157,23 @@ def _with_scores(rng: random.Random, experiment: Experiment) -> Experiment:
     if evaluation["at"] == "devices" and not whole and rng.random() < PERSONAL:
         tree["model"] = tree["model"] | {"personal": ["b.*"]}
     return parse(tree)
+
+
+def _with_trainer(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
+    """Return a lab with a trainer of a user's own, if it can have one and chance will."""
+    if rng.random() >= TRAINERS:
+        return drawn
+    tree = drawn.experiment.model_dump(mode="json")
+    silent = rng.random() < SILENT and not drawn.experiment.compares_losses
+    training = {key: value for key, value in tree["training"].items() if key not in OF_MODULES}
+    training |= {"trainer": trainer.settings(drawn.model_bytes // 4, silent=silent)}
+    kept = ("at", "every", "participation", "personalised")
+    evaluation = {key: value for key, value in tree["evaluation"].items() if key in kept}
+    tree |= {"data": {}, "model": {}, "training": training, "evaluation": evaluation}
+    try:
+        return replace(drawn, experiment=parse(tree))
+    except InvalidExperiment:  # of a rule that needs fedstrata's training
+        return drawn
 
 
 def _around(seed: int, rng: random.Random, experiment: Experiment, durations: Durations) -> DrawnLab:

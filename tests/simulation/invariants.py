@@ -193,7 +193,8 @@ def warns_of_no_bug(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 def brings_frozen_arrays_once(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
     """Check that frozen arrays go down where a device lacks them, once if nothing disturbs, and nowhere else."""
-    if not drawn.frozen_bytes or any(fault.kind in INVENTED for fault in drawn.faults):
+    brought = drawn.frozen_bytes and drawn.experiment.training.trainer.learns_module
+    if not brought or any(fault.kind in INVENTED for fault in drawn.faults):
         return ""
     tree, evidence, wrong = drawn.experiment.tree, faulty.evidence, []
     nbytes = FrozenWorkload(drawn.model_bytes, drawn.frozen_bytes).form.nbytes

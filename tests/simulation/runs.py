@@ -21,6 +21,7 @@ from tests.simulation.frozen import FrozenWorkload
 from tests.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
 from tests.simulation.labs import read_lab
 from tests.simulation.monitor import LabRun, Monitor
+from tests.simulation.trainer import TrainerComputing
 
 TWIN_SEED: Final = 1_000_000_007
 TIME_FACTOR: Final = 30.0  # a lab's time limit, in multiples of the expected time
@@ -116,6 +117,8 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
         observe=monitor.observe,
         at_end=monitor.end,
     )
+    if not drawn.experiment.training.trainer.learns_module:
+        lab.agents = replace(lab.agents, hardware=TrainerComputing(lab.hardware))
     return LabRun(lab.run(), monitor.evidence)
 
 
