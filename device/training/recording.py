@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.jit import CompilationUnit, optimized_execution  # type: ignore[attr-defined, unused-ignore]
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,10 +124,9 @@ class Program:
 
         Each batch's loss, times its samples, is added to `losses`, float64 [].
         """
-        # Optimised it would merge matrix products; the weights are leaves.
-        with torch.no_grad(), optimized_execution(False):
-            recording = self.recording
-            lists = [[state[place] for place in places] for places in recording.lists]
+        recording = self.recording
+        lists = [[state[place] for place in places] for places in recording.lists]
+        with torch.no_grad():  # the weights are leaves
             self.loop(list(state), list(batches), recording.constants, lists, recording.numbers, rate, losses)
 
 
@@ -201,6 +199,7 @@ def _no_losses(state: Sequence[Tensor]) -> Tensor:
 def _restore(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for tensor, value in zip(state, values, strict=True):
         tensor.copy_(value)
+        tensor.grad = None  # of a step that failed
 
 
 def _recording(
@@ -335,6 +334,11 @@ class _Writer:
 
 @cache
 def _compiled(text: str) -> Loop:
+    """Return the function of a text. It alone needs TorchScript; without it, no step is recorded."""
+    from torch.jit import CompilationUnit  # type: ignore[attr-defined, unused-ignore]
+
+    # Optimised it would merge matrix products. Of the whole process, as several of its threads may train.
+    torch._C._set_graph_executor_optimize(False)
     loop: Loop = CompilationUnit(text).loop
     return loop
 
