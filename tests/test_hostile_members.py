@@ -77,7 +77,7 @@ from tests.bench import hostile
 from tests.session_lab import FORM, LAB, MODEL_BYTES, PARENT, RUN, Lab, NoMeter, manifest_of, names_of
 
 READY = Presence(NodeState.READY, "device", samples=10)
-MANY = Traffic(*[BYTES_MOST] * 12, TcpStats(*[BYTES_MOST] * 11))
+MANY = Traffic(*[BYTES_MOST] * 16, TcpStats(*[BYTES_MOST] * 11))
 THREE_TIERS = {
     "rounds": 3,
     "institution": {"rounds": 2},

@@ -466,7 +466,7 @@ def test_every_cell_has_a_field_of_its_own() -> None:
     account, size = Account(), itertools.count(1)
     expected = {}
     for direction in ("sent", "received"):
-        for kind in ("model", "extras", "control"):
+        for kind in ("model", "extras", "frozen", "control"):
             payload = 100 * next(size)
             account.add("a", direction, message=payload + 7, **{kind: payload})  # type: ignore[arg-type]
             expected |= {f"{direction}_{kind}_payload": payload, f"{direction}_{kind}_message": payload + 7}
