@@ -188,10 +188,13 @@ class RealMember:
     def leave(self) -> None:
         """Do nothing: what was made for the experiment goes with the pool."""
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         """Return this device's facts. Raises InvalidExperiment, RunFailed."""
         await asyncio.sleep(BOOT_S)
-        return self.prepared.result()
+        if frozen is None:
+            return self.prepared.result()
+        prepared: Prepared = self.begin(self.real.prepare(experiment, frozen=frozen)).result()
+        return prepared
 
     async def train(self, order: Order) -> LocalResult:
         """Train as ordered, in the virtual seconds of this device's machine. Raises RunFailed."""
@@ -200,7 +203,9 @@ class RealMember:
             seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=order.epochs)
         models = order.scores + order.scores_trained
         if models:
-            scored_s = models * self.seconds.scoring(self.node, samples=prepared.tests)
+            own = not self.seconds.experiment.training.trainer.learns_module  # only its evaluation knows how many
+            tests = max(1, prepared.samples // 10) if own else prepared.tests
+            scored_s = models * self.seconds.scoring(self.node, samples=tests)
         training = self.begin(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
             (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), order.progress)

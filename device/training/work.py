@@ -65,7 +65,7 @@ class LocalWork:
         """Train the model in `row`, uint8 [row_bytes], as the task requires. Raises what `train` raises."""
         memory, (scores, scores_trained) = self._memory, self._scores(task)
         if not task.epochs and not scores:
-            return result_of(self._node, task, row, LocalResult(self._samples, 0.0, 0, 0.0, 0.0))
+            return result_of(self._node, task, row, LocalResult(self._samples, None, 0, 0.0, 0.0))
         begun, number = memory.begin(task, row), memory.number(task)
         result = self._train(
             Order(
