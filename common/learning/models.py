@@ -277,21 +277,43 @@ def check_constant(module: nn.Module, parts: ModelParts) -> None:
             own.refuse(KEY, type(module).__name__, problem, "Keep what training changes in a buffer.")
 
 
-@torch.no_grad()
 def read_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
     """Copy a flat model, uint8 [row_bytes], into the module's tensors, on any device."""
-    state = _state(module)
-    for name, view in layout.views(row).items():
-        # The copy is writable and aligned, as torch requires; a received model may be neither.
-        state[name].copy_(torch.from_numpy(view.copy()))
+    RowTensors(module, layout).read(row)
 
 
-@torch.no_grad()
 def write_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
     """Copy the module's tensors into a flat model, uint8 [row_bytes]."""
-    state = _state(module)
-    for name, view in layout.views(row).items():
-        view[...] = state[name].detach().cpu().numpy()
+    RowTensors(module, layout).write(row)
+
+
+class RowTensors:
+    """A module's tensors in the order of a layout's entries, for copies of all from a row or into one."""
+
+    def __init__(self, module: nn.Module, layout: ModelLayout) -> None:
+        state = _state(module)
+        self._layout = layout
+        self._tensors = [state[entry.name] for entry in layout.entries]
+
+    @torch.no_grad()
+    def read(self, row: Row) -> None:
+        """Copy a flat model, uint8 [row_bytes], into the tensors, on any device."""
+        own, views = self._row()
+        own[:] = row[: own.size]
+        torch._foreach_copy_(self._tensors, views)
+
+    @torch.no_grad()
+    def write(self, row: Row) -> None:
+        """Copy the tensors into a flat model, uint8 [row_bytes]."""
+        own, views = self._row()
+        torch._foreach_copy_(views, self._tensors)
+        row[: own.size] = own
+
+    def _row(self) -> tuple[Row, list[Tensor]]:
+        """Return an uninitialised row and its entries; a model that was received may be read-only, or not aligned."""
+        odd = 4 * (self._layout.columns % 2)  # before the floats, so that the counters behind them are aligned
+        row = np.empty(odd + self._layout.row_bytes, np.uint8)[odd:]
+        return row, list(map(torch.from_numpy, self._layout.views(row).values()))
 
 
 def first_of(experiment: Experiment, module: nn.Module) -> tuple[ModelParts, Row, str, list[str]]:

@@ -109,7 +109,7 @@ class ChildEndpoint(Endpoint):
         self._spool = spool or Spool(None)
         self._rows = self._spool.rows("model", 0, 0)
         self._layouts: LinkLayouts | None = None
-        self._tasks: asyncio.Queue[tuple[Task, Row | None]] = asyncio.Queue()
+        self._tasks: asyncio.Queue[tuple[Task, Row | None] | None] = asyncio.Queue()  # None: the run is over
         self._fetching: Arriving | None = None
         self._decoding: asyncio.Task[None] | None = None
         self._inbox = np.empty(0, np.uint8)
@@ -163,14 +163,10 @@ class ChildEndpoint(Endpoint):
         self.session.prepared()
         current: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as group:
-            while True:
-                begin = group.create_task(self._tasks.get(), name="next task")
-                await asyncio.wait((begin, self._over), return_when=asyncio.FIRST_COMPLETED)
+            while (begun := await self._tasks.get()) is not None:
                 await _stop(current)
-                if self._over.done():  # a task that arrived together with the end is void
-                    begin.cancel()
-                    break
-                current = group.create_task(self._do(*begin.result(), layouts=layouts, work=work), name="task")
+                current = group.create_task(self._do(*begun, layouts=layouts, work=work), name="task")
+            await _stop(current)
         self._model = None
         self._check_end()
 
@@ -207,9 +203,8 @@ class ChildEndpoint(Endpoint):
 
     def _take(self, event: object) -> None:
         if isinstance(event, TaskReceived):
-            while not self._tasks.empty():
-                self._tasks.get_nowait()  # void, and never begun
-            self._tasks.put_nowait((event.task, event.row if self.models.received.is_row else None))
+            if not self._over.done():
+                self._begin((event.task, event.row if self.models.received.is_row else None))
         elif isinstance(event, ModelArrived | ModelFailed):
             self._arrived(event)
         elif isinstance(event, ResultRefused):
@@ -218,6 +213,7 @@ class ChildEndpoint(Endpoint):
             self._began.set()
         elif isinstance(event, RunEnded):
             self._over.set_result(event)
+            self._begin(None)
         elif isinstance(event, ParentMoved):
             raise Moved(Found(event.run, event.session, event.announcement))
         elif isinstance(event, ParentGone):
@@ -228,6 +224,12 @@ class ChildEndpoint(Endpoint):
             self.probes.transferred(event.result)
         elif isinstance(event, FrozenFound | FrozenFetched):
             self.frozen.take(event)
+
+    def _begin(self, task: tuple[Task, Row | None] | None) -> None:
+        """Let the next task, or the end of the run, replace one that waits: it is void."""
+        while not self._tasks.empty():
+            self._tasks.get_nowait()
+        self._tasks.put_nowait(task)
 
     def _after_pass(self) -> None:
         if self.session.goodbye_answered:

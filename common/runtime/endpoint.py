@@ -221,11 +221,11 @@ class Endpoint(ABC):
     async def _pump(self) -> None:
         session = self.session
         while True:
-            self._wake.clear()
             now = self.now()
             session.tick(now)
             while (event := session.next_event()) is not None:
                 self._take_common(event)
+            self._wake.clear()  # what the handling of events has changed is sent in this pass
             self._perform_all(session.to_send(now))
             if self.link.outbox.empty and self.connection.up:
                 self._sent_all.set()

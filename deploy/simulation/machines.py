@@ -105,7 +105,7 @@ class SimulatedProcess:
                 try:
                     coroutine.close()
                     break
-                except Exception:  # noqa: BLE001 - handlers may raise anything without their loop
+                except (Exception, BaseExceptionGroup):  # noqa: BLE001 - handlers may raise anything without their loop
                     continue
         self.tasks.clear()
         self.sockets.clear()

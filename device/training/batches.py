@@ -201,8 +201,10 @@ def blocks(
     The order is new in each epoch, and the last batch is kept.
     """
     training = experiment.training
-    augment = None if training.own_augmentation is None else OwnSamples(training.own_augmentation)
-    seeds = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
+    augment = None
+    if training.own_augmentation is not None:
+        augment = OwnSamples(training.own_augmentation)
+        seeds = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
     sizes = local.sizes(training.batch_size)
     # Whole batches; the result for a sample depends on no other sample, so the block size does not affect it.
     batch_bytes = 4 * training.batch_size * local.images[0].numel()
@@ -234,11 +236,13 @@ def orders(
     """Yield each epoch's samples in the order of its batches, int64 [n] indices of the images, and their changes."""
     training, device, count = experiment.training, local.samples.device, len(local.samples)
     order = generator(experiment.seed, Purpose.BATCHES, node, local_round)
-    source = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
-    asked = training.image_changes
+    asked, changes = training.image_changes, None
+    if asked.changes:
+        source = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
     for _ in range(epochs):
         places = local.samples[torch.from_numpy(order.permutation(count)).to(device)]
-        changes = draw_changes(asked, count, source=source, device=device) if asked.changes else None
+        if asked.changes:
+            changes = draw_changes(asked, count, source=source, device=device)
         yield places, changes
 
 

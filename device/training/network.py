@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
 from typing import Final
@@ -26,6 +26,7 @@ from common.learning.computing import first_line, seeded
 from common.learning.inputs import Inputs
 from common.learning.losses import try_loss
 from common.learning.models import NO_ARRAYS, Arrays, classifier_of, head_places, random_samples
+from common.learning.nets import Dropout
 from common.methods.mixing import Floats
 from common.model.parts import ModelParts
 from common.randomness import Purpose, torch_seed
@@ -42,16 +43,50 @@ log = logging.getLogger("fedstrata.training")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NetworkTensors:
+    """A module's tensors: all that a row has, the trained weights, the buffers, and the parameters without gradients.
+
+    `personal`: the places of the weights that no row between nodes has.
+    """
+
+    row: models.RowTensors
+    weights: Sequence[nn.Parameter]
+    buffers: Sequence[Tensor]
+    fixed: Sequence[nn.Parameter]
+    personal: Sequence[int]
+
+    @classmethod
+    def of(cls, module: nn.Module, parts: ModelParts) -> NetworkTensors:
+        """Return those of a module."""
+        weights = models.weights_of(module, parts.whole)
+        return cls(
+            models.RowTensors(module, parts.whole),
+            list(weights.values()),
+            list(module.buffers()),
+            [weight for weight in module.parameters() if not weight.requires_grad],
+            [place for place, name in enumerate(weights) if name in parts.personal],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Network:
     """A model and the functions of its passes. Each training overwrites the model's parameters and buffers.
 
     `features` and `head` (the places of the last linear layer's weight and bias) are for objectives that read them.
+    `kept`: the tensors of a model that always has the same ones. A user's own may replace its buffers, and so does a
+    move to another device.
     """
 
     module: nn.Module
     forward: Forward
     features: FeaturesAt | None
     head: Sequence[int]
+    drops: bool
+    kept: NetworkTensors | None = None
+
+    def tensors(self, parts: ModelParts) -> NetworkTensors:
+        """Return the module's present tensors."""
+        return self.kept or NetworkTensors.of(self.module, parts)
 
     def steps(
         self,
@@ -62,18 +97,20 @@ class Network:
         vectors: Mapping[str, Sequence[Tensor]],
     ) -> LocalSteps:
         """Return the steps of a training from the module's present weights, at this learning rate."""
-        weights = models.weights_of(self.module.train(), parts.whole)
+        if self.kept is None:
+            self.module.train()
+        tensors = self.tensors(parts)
         return LocalSteps(
             self.forward,
-            list(weights.values()),
+            tensors.weights,
             training=experiment.training,
             learning_rate=rate,
-            buffers=list(self.module.buffers()),
-            fixed=[weight for weight in self.module.parameters() if not weight.requires_grad],
+            buffers=tensors.buffers,
+            fixed=tensors.fixed,
             vectors=vectors,
             features=self.features,
             head=self.head,
-            personal=[place for place, name in enumerate(weights) if name in parts.personal],
+            personal=tensors.personal,
         )
 
 
@@ -119,7 +156,9 @@ def source_of(
             if training.precision != "bf16":
                 as_products(module)
         keep_linear_fp32(module, training, device=accelerator)
-        shared = _network(experiment, module, parts, accelerator)
+        shared = _network(experiment, module.train(), parts, accelerator)
+        if accelerator.type == "cpu":
+            shared = replace(shared, kept=NetworkTensors.of(module, parts))
     return NetworkSource(experiment, inputs, accelerator, parts, shared)
 
 
@@ -193,7 +232,7 @@ def _network(experiment: Experiment, module: nn.Module, parts: ModelParts, accel
         classifier_of(module)
         features = features_of(module, training, device=accelerator)
     head = head_places(module, parts.whole) if objective.uses_head else ()
-    return Network(module, forward, features, head)
+    return Network(module, forward, features, head, drops=any(isinstance(layer, Dropout) for layer in module.modules()))
 
 
 OUTPUTS_LEAST: Final = 16  # of a first layer's product: with fewer columns oneDNN is faster

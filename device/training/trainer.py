@@ -271,7 +271,7 @@ class Trainer:
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
         try:
             with seeded(own_seed, self._accelerator) if self._own else nullcontext():
-                models.read_row(network.module, made.source.parts.whole, model)
+                network.tensors(made.source.parts).row.read(model)
                 models.read_frozen(network.module, made.source.parts.frozen)
                 self._move(network, self._accelerator)
                 for samples, labels in parts:
@@ -318,12 +318,13 @@ class Trainer:
         """Train on some batches, from `row` into `out`; return the sum of the last epoch's losses, and the steps."""
         experiment, module, parts, vectors = self._experiment, network.module, made.source.parts, made.vectors
         inner = vectors.begin(row)
-        own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round)
+        own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round) if self._own else 0
         with seeded(own_seed, self._accelerator) if self._own else nullcontext(), self._deterministic():
-            models.read_row(module, parts.whole, inner)
+            network.tensors(parts).row.read(inner)
             models.read_frozen(module, parts.frozen)
             self._move(network, self._accelerator)
-            reseed(module, dropout_seed(experiment, node=self._node, local_round=local_round), self._accelerator)
+            if network.drops:
+                reseed(module, dropout_seed(experiment, node=self._node, local_round=local_round), self._accelerator)
             given = {
                 name: vector_tensors(vectors.inner, module, name, vector)
                 for name, vector in vectors.inner.read(inner).items()
@@ -340,11 +341,10 @@ class Trainer:
             )
             self._move(network, "cpu")
             models.check_constant(module, parts)
+            trained = parts.whole.empty() if vectors.personal else out
+            network.tensors(parts).row.write(trained)
             if vectors.personal:
-                models.write_row(module, parts.whole, trained := parts.whole.empty())
                 vectors.end(trained, out)
-            else:
-                models.write_row(module, parts.whole, out)
             finish(experiment, vectors, made.local, row, out, steps=steps, local_round=local_round)
         return float(losses), steps
 
@@ -465,7 +465,7 @@ class Trainer:
 
     def _release(self, network: Network) -> None:
         """Drop gradients and release the accelerator's memory, because other processes may train on it too."""
-        for weight in network.module.parameters():
+        for weight in network.kept.weights if network.kept else network.module.parameters():
             weight.grad = None
         self._move(network, "cpu")
         if self._accelerator.type == "cuda":
