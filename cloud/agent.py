@@ -32,12 +32,13 @@ from common.protocol.messages import Announcement, NodeState
 from common.protocol.round_state import GLOBAL_PHASES
 from common.protocol.status import RunProgress
 from common.runtime.exports import ScrapeTarget, discovery, export_parent
+from common.runtime.frozen import OwnFrozen
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.refining import RefinerProcess
 from common.runtime.round import Observe
 from common.runtime.world import Host
-from common.storage.spool import Spool
+from common.storage.spool import FrozenFiles, Spool
 
 FAREWELL_S = 10.0
 INTERRUPTED_S = 5.0
@@ -179,10 +180,15 @@ class CloudAgent:
         else:
             evaluator.close()  # it has given the first model
         down.set_layouts(link_layouts(experiment.tier_below(CLOUD).aggregation, beginning.layout))
+        down.frozen.source = own = OwnFrozen(
+            beginning.frozen, beginning.layout.frozen, FrozenFiles(self._host.spool, CLOUD, run=self._folder.run)
+        )
         refiner = None
         if experiment.tier_below(CLOUD).aggregation.refines:
             refiner = RefinerProcess(experiment, CLOUD, partition=beginning.partition)
         try:
+            if refiner is not None:
+                await refiner.prepare(beginning.layout, own.file)
             return await self._run_rounds(down, evaluator, spool, beginning, refiner)
         finally:
             if refiner is not None:
@@ -197,8 +203,6 @@ class CloudAgent:
         refiner: RefinerProcess | None,
     ) -> Path:
         experiment, layout = self._folder.experiment, beginning.layout
-        if refiner is not None:
-            await refiner.prepare()
         run = GlobalRounds(
             self._folder,
             beginning,

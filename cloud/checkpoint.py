@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,10 +16,12 @@ from typing import Any, Final
 from safetensors import SafetensorError
 
 from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.experiment.data import Model
 from common.host.files import replacing, writing
 from common.methods.rule import Rule
 from common.model import tensors
-from common.model.layout import ModelLayout, Row
+from common.model.layout import ModelLayout, Row, Section
+from common.model.parts import ModelParts, part_of_each
 from common.model.tensors import Tensors
 from common.storage import rule_states
 
@@ -68,21 +71,30 @@ def save_model(
         tensors.write(file, {**layout.views(row), **frozen}, {FACTS: json.dumps(facts), LAYOUT: layout.to_json()})
 
 
-def load_initial(initial: str) -> tuple[ModelLayout, Row, str, Tensors]:
+def load_initial(model: Model) -> tuple[ModelLayout, Row, str, Tensors]:
     """Return the model of a file that a run wrote, or of a run's folder, the digest of its content, and frozen arrays.
 
-    Raises InvalidExperiment.
+    Frozen are those of that run, and those that `model.frozen` names. Raises InvalidExperiment.
     """
+    initial = str(model.initial)
     path = tensors.file_of(initial)
     try:
         found, metadata = tensors.read(path)
         layout = ModelLayout.from_json(metadata[LAYOUT])
+        constant = found.keys() - {entry.name for entry in layout.entries}
+        digest = layout.frozen.digest if layout.frozen else ""
+        if constant and tensors.content({name: found[name] for name in constant}, {}) != digest:
+            raise ValueError("its frozen arrays are damaged")
+        listed = [(entry.name, entry.shape, entry.section) for entry in layout.entries]
+        listed += [(name, found[name].shape, Section.BUFFER) for name in sorted(constant)]
+        held = [each for each in model.personal if any(fnmatchcase(name, each) for name in found)]
+        patterns = model.model_copy(update={"personal": held})  # a run with personal parts has none of them here
+        parts = part_of_each(patterns, {name: [name] for name in found}, constant=constant)
+        made = ModelParts.of(listed, parts, found)
+        layout, frozen = made.exchanged, made.frozen
         row = layout.empty()
         layout.flatten(found, row)
         layout.check_finite(row)
-        frozen = {name: array for name, array in found.items() if name not in layout.views(row)}
-        if frozen and tensors.content(frozen, {}) != layout.frozen:
-            raise ValueError("its frozen arrays are damaged")
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, WireError, RefusedModel) as error:
         problem = f"{path} has no model that a run of fedstrata wrote: {error}"
         remedy = "Name a finished run's folder, or evaluate at the cloud, which then reads any file."
@@ -130,8 +142,10 @@ def load(path: Path, *, layout: ModelLayout, row: Row, rule: Rule) -> RunState:
         state = RunState(**json.loads(metadata[FACTS]))
         if metadata[tensors.CONTENT] != tensors.content(found, metadata):
             raise ValueError("its content is damaged")
+        if ModelLayout.from_json(metadata[LAYOUT]).frozen != layout.frozen:
+            raise ValueError("its frozen arrays are not those with which the cloud begins now")
         layout.flatten(found, row)
         rule_states.read(path.with_suffix(""), rule.restore)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RefusedModel) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, WireError, RefusedModel) as error:
         raise InvalidExperiment("--resume", str(path), f"not a checkpoint of this run: {error}", "Remove it.") from None
     return state

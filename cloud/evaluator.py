@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load
 
 from cloud import checkpoint
 from common.experiment.schema import Experiment
 from common.host.offload import offload
 from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
+from common.model import tensors
 from common.model.layout import ModelLayout, Row
 
 MODULE: Final = "cloud.evaluator_process"
@@ -70,7 +70,7 @@ class InitialModel:
 
     async def start(self) -> Beginning:
         """Return the initial model. Raises InvalidExperiment."""
-        load = partial(checkpoint.load_initial, str(self._experiment.model.initial))
+        load = partial(checkpoint.load_initial, self._experiment.model)
         layout, row, digest, frozen = await offload(load)
         return Beginning(layout, row, "", "", initial=digest, frozen=frozen)
 
@@ -107,7 +107,7 @@ class Evaluator:
             layout, frozen_bytes = ModelLayout.from_json(begun.pop("layout")), begun.pop("frozen_bytes")
             (shared,) = channel.memory.rows(1, layout.row_bytes + frozen_bytes)
             row = await offload(shared[: layout.row_bytes].copy)
-            frozen = load(shared[layout.row_bytes :].tobytes()) if frozen_bytes else {}
+            frozen = tensors.parse(shared[layout.row_bytes :].tobytes()) if frozen_bytes else {}
             return Beginning(layout, row, **begun, frozen=frozen)
 
         return await self._process.do(first)
@@ -121,7 +121,7 @@ class Evaluator:
         async def evaluated(channel: SubprocessChannel) -> EvaluationResult:
             (shared,) = channel.memory.rows(1, row.nbytes)
             await offload(partial(np.copyto, shared, row))
-            reply = await channel.request()
+            reply = await channel.request(global_round=global_round)
             return EvaluationResult(global_round, reply["score"], reply["loss"], reply["more"])
 
         return await self._process.do(evaluated)

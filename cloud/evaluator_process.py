@@ -6,7 +6,7 @@ The requests on the channel, and the row in shared memory that has the model:
 
     {"experiment": TEXT, "folder"}         -> {"layout", "frozen_bytes", and the rest of `Beginning`}, the model, and
                                               behind it so many bytes of frozen arrays (safetensors)
-    {}, and a model                        -> {"score", "loss", "more"}
+    {"global_round"}, and its model        -> {"score", "loss", "more"}
 
 The data split is written into the folder. Each batch is progress; with a trainer of the user's own, the use of a core
 is. Instead of a reply there may be an error.
@@ -14,7 +14,6 @@ is. Instead of a reply there may be an error.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +27,8 @@ from common.model import tensors
 from common.model.trainer import TrainerTester
 
 if TYPE_CHECKING:
-    from common.learning.evaluation import ModelTester
+    from common.learning.evaluation import Evaluation, ModelTester
+    from common.model.trainer import Scored
 
 
 def main() -> None:
@@ -65,9 +65,13 @@ def main() -> None:
     facts |= {"frozen_bytes": len(behind), "notes": tester.notes, "initial": tester.initial}
     channel.send(layout=tester.layout.to_json(), **facts)
     while True:
-        channel.receive()
+        request = channel.receive()
+        result: Evaluation | Scored
         try:
-            with nullcontext() if experiment.training.trainer.learns_module else channel.busy():
+            if isinstance(tester, TrainerTester):
+                with channel.busy():
+                    result = tester.evaluate(row, request["global_round"])
+            else:
                 result = tester.evaluate(row)
         except Exception as error:  # noqa: BLE001 - the cloud reports it
             channel.send(**error_record(error))

@@ -86,7 +86,7 @@ class GlobalRounds:
         self._folder = folder
         self._experiment = experiment = folder.experiment
         self._beginning = beginning
-        check_evaluated(experiment.stop, evaluates=beginning.evaluates)
+        check_evaluated(experiment.stop, evaluates=beginning.evaluates or experiment.evaluation.on_devices)
         self._layout = layout = beginning.layout
         self._row = beginning.row
         tier = experiment.tier_below(CLOUD)
@@ -396,7 +396,7 @@ class GlobalRounds:
         self._observe("global_round", record.values())
         metrics = self._metrics
         metrics.closed(LABELS, rounds=self._state.global_round)
-        metrics.train_loss.labels(*LABELS).set(outcome.loss)
+        metrics.trained(LABELS, outcome.loss)
         metrics.steps.labels(*LABELS).inc(steps)
         for phase, seconds in phases.items():
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
@@ -439,7 +439,7 @@ class GlobalRounds:
 
     def _evaluates(self, global_round: int) -> bool:
         due = global_round == self._experiment.rounds or global_round % self._experiment.evaluation.every == 0
-        return due and self._beginning.evaluates
+        return due and (self._beginning.evaluates or self._experiment.evaluation.on_devices)
 
     def _evaluate(self, record: GlobalRoundRecord, mixed: Row | None, *, by_cloud: bool) -> None:
         """Expect the scores of a global round's model: of the devices with the next results, and those of the cloud.

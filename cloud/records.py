@@ -3,7 +3,8 @@
 A field is the column of its name (`from_`: `from`), a mapping is a column for each key. Annotations have the formats of
 cells; None is an empty cell.
 
-links.csv has, per link and direction, the bytes of models, of their extras, of control messages, and of all.
+links.csv has, per link and direction, the bytes of models, of their extras, of frozen arrays, of control
+messages, and of all.
 The `all` rows have three counts: payload (blobs and message bodies), MQTT packets, and the bytes of the child's broker
 connection, as its kernel counted them. That connection carries only this link. So the kernel's count exceeds the others
 by logins, subscriptions, presences, acknowledgements and pings. The child is the sender of the upward direction, and
@@ -38,6 +39,7 @@ from common.experiment.topology import CLOUD
 from common.protocol.round_state import GLOBAL_PHASES
 
 BYTES: Final = rf"(?!(epochs|omega|spread)_){TIER_NAME}_(up|down)_bytes"  # the other names begin columns of nodes
+RARE: Final = ("extras", "frozen")  # kinds of bytes that most runs have not
 BROKER: Final = "broker"  # kind of the rows in links.csv that count a parent's whole connection
 
 # Of the devices that scored a model: their number, their samples, loss and score over all of these; then over devices
@@ -410,7 +412,7 @@ def _link_records(link: _Link) -> list[LinkRecord]:
 
 
 def _direction(whole: LinkRecord, traffic: Traffic, direction: Direction) -> list[LinkRecord]:
-    """Return the rows of one direction by kind, those of extras only if there were any, and of all kinds.
+    """Return the rows of one direction by kind, of extras and frozen arrays only if there were any, and of all.
 
     The overhead is the excess of wire bytes over payload; it is empty where the child's report lags behind.
     """
@@ -430,7 +432,7 @@ def _direction(whole: LinkRecord, traffic: Traffic, direction: Direction) -> lis
     carried = (whole.wire_bytes or 0) - (whole.probe_bytes or 0)
     overhead = 100 * (carried - total) / total if 0 < total <= carried else None
     whole = replace(whole, payload_bytes=total, message_bytes=message, overhead_percent=overhead)
-    return [*(part for part in parts if part.message_bytes or part.kind != "extras"), whole]
+    return [*(part for part in parts if part.message_bytes or part.kind not in RARE), whole]
 
 
 def _calibrated(record: LinkRecord, rate: float, probe_bytes: int) -> LinkRecord:

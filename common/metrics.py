@@ -240,6 +240,14 @@ class Metrics:
             self.score.labels(*node, name).set(score)
         self.test_loss.labels(*node).set(loss)
 
+    def trained(self, node: NodeLabels, loss: float | None) -> None:
+        """Set the mean training loss of a node's last round; without a series where it is not known."""
+        if loss is not None:
+            self.train_loss.labels(*node).set(loss)
+            return
+        with suppress(KeyError):  # it was never known
+            self.train_loss.remove(*node)
+
     def closed(self, node: NodeLabels, *, rounds: int | None = None) -> None:
         """Count a round that a node closed; `rounds` sets the total if it is known."""
         gauge = self.round.labels(*node)

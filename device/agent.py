@@ -36,7 +36,7 @@ from common.runtime.models import Arriving
 from common.runtime.roll import Resources
 from common.runtime.round import Report, WorkResult
 from common.runtime.world import Host
-from common.storage.spool import Spool
+from common.storage.spool import FrozenFiles, Spool
 from device.jobs import LocalResult, Order, Prepared, TrainingPool
 from device.training.work import LocalWork
 
@@ -50,12 +50,17 @@ log = logging.getLogger("fedstrata.device")
 
 @dataclass(slots=True)
 class _Part:
-    """A device's part in a run, which it keeps while it is away; `work`: once it has prepared."""
+    """A device's part in a run, which it keeps while it is away; `work`: once it has prepared.
+
+    `layout`: the cloud's; `files`: frozen arrays of this run and of earlier ones.
+    """
 
     found: Found
     experiment: Experiment
+    layout: ModelLayout
     spool: Spool
     states: Spool
+    files: FrozenFiles
     work: LocalWork | None = None
 
 
@@ -118,11 +123,14 @@ class DeviceAgent:
         keeps = experiment.devices_remember
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
-        once = partial(self._take_part_once, _Part(found, experiment, spool, states))
+        layout = ModelLayout.from_json(found.announcement.layout)
+        files = FrozenFiles(self._states, self._name, run="" if host.stay else run)
+        once = partial(self._take_part_once, _Part(found, experiment, layout, spool, states, files))
         times = experiment.online(self._name)
         await through_absences(once, host, self._name, self._parent, run=run, times=times)
         spool.close()
         states.close()
+        files.close()
 
     async def _take_part_once(self, part: _Part) -> None:
         """Take part in a run to its end. Raises Away if the device's trace takes it away before."""
@@ -139,6 +147,8 @@ class DeviceAgent:
             limits=task_limits(experiment, self._name),
             codecs=tier.transfer,
             spool=part.spool,
+            frozen=part.layout.frozen,
+            files=part.files,
             world=host.world,
         )
         export_child(self._metrics, up, self._labels, tier=tier.name)
@@ -159,20 +169,16 @@ class DeviceAgent:
         """Prepare for a run; return None if it is over before."""
         experiment, announcement = part.experiment, part.found.announcement
         permit(experiment.code_at(self._name), self._host.allow)
-        prepared = await up.unless_over(self._prepare(up, experiment))
+        prepared = await up.unless_over(self._prepare(up, experiment, part.layout))
         if prepared is None:
             return None
         check_alike(experiment.data, self._name, partition=prepared.partition, clouds=announcement.partition)
-        theirs = ModelLayout.from_json(announcement.layout)
-        if prepared.layout.digest != theirs.digest:
-            alike = replace(prepared.layout, frozen=theirs.frozen).digest == theirs.digest
-            what = "other frozen arrays" if alike else "another model"
+        if prepared.layout != part.layout:
             raise InvalidExperiment(
                 "model.name",
                 experiment.model.name,
-                f"this host builds {what} than the cloud ({prepared.layout.digest}, {theirs.digest})",
-                "Use one release of fedstrata, and of the model's package, everywhere."
-                + " Read pre-trained arrays from a file that is the same everywhere." * alike,
+                f"this host builds another model than the cloud ({prepared.layout.digest}, {part.layout.digest})",
+                "Use one release of fedstrata, and of the model's package, everywhere.",
             )
         work = LocalWork(experiment, self._name, prepared, states=part.states)
         run, model = up.identity.run, experiment.model.name
@@ -201,17 +207,22 @@ class DeviceAgent:
 
         await up.serve(local.layouts, work)
 
-    async def _prepare(self, up: ChildEndpoint, experiment: Experiment) -> Prepared:
-        """Prepare, and meanwhile report the progress of this process's preparations."""
+    async def _prepare(self, up: ChildEndpoint, experiment: Experiment, layout: ModelLayout) -> Prepared:
+        """Prepare, with the cloud's frozen arrays if this host builds others; meanwhile report the progress."""
 
         async def report() -> None:
             while True:
-                up.preparing(self._training.moves)
+                up.preparing(self._training.moves + up.frozen.moves, waits_for=up.frozen.waits_for)
                 await asyncio.sleep(WAITING_S)
 
         reporting = asyncio.create_task(report(), name=f"{self._name} prepares")
         try:
-            return await self._training.prepare(experiment)
+            prepared = await self._training.prepare(experiment, frozen=await up.frozen.held())
+            if not prepared.layout.differs_in_frozen(layout):
+                return prepared
+            path = await up.frozen.file()
+            activity.info("%s: has the cloud's frozen arrays, %d bytes", self._name, path.stat().st_size)
+            return await self._training.prepare(experiment, frozen=path)
         finally:
             reporting.cancel()
 
@@ -237,7 +248,7 @@ class DeviceAgent:
             return result
         self._metrics.closed(self._labels)
         self._metrics.steps.labels(*self._labels).inc(result.steps)
-        self._metrics.train_loss.labels(*self._labels).set(result.loss)
+        self._metrics.trained(self._labels, result.loss)
         self._metrics.epochs.labels(*self._labels).set(order.epochs)
         self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)

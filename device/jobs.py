@@ -30,7 +30,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """The result of one local round: `loss` is the sample-weighted mean over its last epoch.
+    """The result of one local round: `loss` is the sample-weighted mean over its last epoch, None if it is not known.
 
     `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
     In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
@@ -41,7 +41,7 @@ class LocalResult:
     """
 
     samples: int
-    loss: float
+    loss: float | None
     steps: int
     train_s: float
     wait_s: float
@@ -125,11 +125,20 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class HostedDevice:
-    """A device in its experiment, with the experiment's `digest`, computed once."""
+    """A device in its experiment, with the experiment's `digest`, computed once.
+
+    `frozen`: a file of the cloud's frozen arrays, named by their digest, if the device builds others.
+    """
 
     experiment: Experiment
     digest: str
     node: str
+    frozen: Path | None = None
+
+    @property
+    def built(self) -> tuple[str, str]:
+        """The digests of the experiment, and of frozen arrays of the cloud, of which its model is built."""
+        return self.digest, "" if self.frozen is None else self.frozen.name
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -172,7 +181,7 @@ class Job(PoolRequest):
 
     def alike(self, other: PoolRequest) -> bool:
         """Return whether the other is a training of the same model, so that one vmapped group can have both."""
-        if not isinstance(other, Job) or self.device.digest != other.device.digest:
+        if not isinstance(other, Job) or self.device.built != other.device.built:
             return False
         return bool(self.order.epochs) == bool(other.order.epochs)
 
@@ -220,8 +229,8 @@ class PoolMember(Protocol):
     def leave(self) -> None:
         """Leave the experiment, if any: what was made for it may be dropped."""
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
-        """Join an experiment. Raises InvalidExperiment, RunFailed."""
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
+        """Join an experiment; `frozen`: as in `HostedDevice`. Raises InvalidExperiment, RunFailed."""
 
     async def train(self, order: Order) -> LocalResult:
         """Train as ordered; progress is reported on the event loop. Raises RunFailed."""

@@ -25,7 +25,7 @@ from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.refining import RefinerProcess
 from common.runtime.roll import Resources
 from common.runtime.world import Host
-from common.storage.spool import Spool
+from common.storage.spool import FrozenFiles, Spool
 from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
@@ -77,6 +77,7 @@ class InstitutionAgent:
         children, tier = tree.children[self._name], experiment.tier_below(self._name)
         identity = host.identity(run, self._name, "institution")
         spool = Spool.open(host.spool, run=run, node=self._name)
+        files = FrozenFiles(host.spool, self._name, run="" if host.stay else run)
         shaped = experiment.links.enforce == "bucket"
         down = ParentEndpoint(
             self._child_broker,
@@ -102,10 +103,13 @@ class InstitutionAgent:
             below=down.ledger,
             codecs=experiment.tier_above(self._name).transfer,
             spool=spool,
+            frozen=layout.frozen,
+            files=files,
             world=host.world,
         )
         above = link_layouts(experiment.tier_above(self._name).aggregation, layout)
         down.set_layouts(link_layouts(tier.aggregation, layout))
+        down.frozen.source = up.frozen
         down.announce(announcement)
         facts = {"run": run, "experiment": experiment.name, "algorithm": tier.aggregation.name}
         self._metrics.introduce(self._labels, facts, phases=PHASES)
@@ -124,7 +128,7 @@ class InstitutionAgent:
             begin = asyncio.create_task(self._pass_begin_on(up, down), name="begin")
             try:
                 permit(experiment.code_at(self._name), host.allow)
-                if await up.unless_over(self._prepare(up, down, experiment, refiner)):
+                if await up.unless_over(self._prepare(up, down, experiment, layout, refiner)):
                     samples = sum(down.samples.values())
                     presence.publish(NodeState.READY, samples=samples)
                     found_children = f"{len(down.samples)} of {len(children)} {tier.children}s, {samples} samples"
@@ -149,6 +153,7 @@ class InstitutionAgent:
             last_scrape=self._metrics.last_scrape,
         )
         spool.close()
+        files.close()
 
     def _refiner(self, experiment: Experiment, partition: str) -> RefinerProcess | None:
         """Return the refiner of a rule that needs one. Raises InvalidExperiment if it may not read the data."""
@@ -160,7 +165,12 @@ class InstitutionAgent:
         return RefinerProcess(self._host.placed(experiment, self._name), self._name, partition=partition)
 
     async def _prepare(
-        self, up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment, refiner: RefinerProcess | None
+        self,
+        up: ChildEndpoint,
+        down: ParentEndpoint,
+        experiment: Experiment,
+        layout: ModelLayout,
+        refiner: RefinerProcess | None,
     ) -> bool:
         """Gather the children and calibrate their links; report the progress, and which children it waits for.
 
@@ -174,13 +184,13 @@ class InstitutionAgent:
 
         async def report() -> None:
             while True:
-                up.preparing(down.moves, waits_for=waits_for)
+                up.preparing(down.moves + up.frozen.moves, waits_for=waits_for or up.frozen.waits_for)
                 await asyncio.sleep(REPORT_S)
 
         reporting = asyncio.create_task(report(), name="preparing")
         try:
             if refiner is not None:
-                await refiner.prepare()
+                await refiner.prepare(layout, up.frozen.file)
             await down.gather(experiment.tier_below(self._name).closing, waiting=waiting)
             waits_for = ""
             await down.measure(experiment.links)

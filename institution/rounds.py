@@ -162,7 +162,7 @@ class LocalRounds:
         """Return the result of a task without epochs."""
         self._gather(closed_round)
         return WorkResult(
-            model.row, sum(self._down.samples.values()), 0.0, 0, 0, 0.0, 0.0,
+            model.row, sum(self._down.samples.values()), None, 0, 0, 0.0, 0.0,
             children=self.reports(), plans=plans,
         )  # fmt: skip
 
@@ -185,7 +185,7 @@ class LocalRounds:
         metrics, labels = self._metrics, self._labels
         metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)
-        metrics.train_loss.labels(*labels).set(outcome.loss)
+        metrics.trained(labels, outcome.loss)
         metrics.steps.labels(*labels).inc(sum(result.steps for result in closed_round.results.values()))
         for phase, seconds in closed_round.timeline.phases().items():
             metrics.phase_seconds.labels(*labels, phase).inc(seconds)

@@ -20,7 +20,7 @@ from common.methods.fedadp import gompertz
 from common.methods.fedcross import FedCross
 from common.methods.fedmr import FedMR
 from common.methods.rule import Aggregated, Dispatched, Rule, Uploads
-from common.methods.statistics import gram
+from common.methods.statistics import Statistics, gram
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
 
@@ -88,7 +88,7 @@ each_of_several = pytest.mark.parametrize("tree", SEVERAL, ids=label)
 @dataclass(frozen=True)
 class Report:
     samples: int
-    loss: float
+    loss: float | None
     path_steps: int = 1
     start_loss: float | None = None
 
@@ -130,8 +130,12 @@ def train(row: Row, child: str, r: int, layout: ModelLayout) -> Row:
     return trained
 
 
-def report_of(child: str) -> Report:
-    return Report(10 * ord(child[0]) - 900, 0.01 * ord(child[0]))
+def loss_of(child: str) -> float:
+    return 0.01 * ord(child[0])
+
+
+def report_of(child: str, *, unknown: Sequence[str] = ()) -> Report:
+    return Report(10 * ord(child[0]) - 900, None if child in unknown else loss_of(child))
 
 
 def play(
@@ -140,6 +144,7 @@ def play(
     children: Sequence[str],
     *,
     missing: Sequence[str] = (),
+    unknown: Sequence[str] = (),
     layout: ModelLayout = LAYOUT,
 ) -> tuple[Uploads, Aggregated]:
     """Play one round; return its uploads as they were, rubbish included, before they were aggregated."""
@@ -148,7 +153,7 @@ def play(
     for k, (child, row) in enumerate(models.items()):
         if child not in missing:
             rows_K[k] = train(row, child, r, layout)
-    reports = tuple(None if child in missing else report_of(child) for child in models)
+    reports = tuple(None if child in missing else report_of(child, unknown=unknown) for child in models)
     before = Uploads(tuple(models), rows_K.copy(), reports, lambda: None)
     outcome = rule.aggregate(r, Uploads(tuple(models), rows_K, reports, lambda: None))
     rows_K[:] = 0xFF  # the memory is the next round's
@@ -237,8 +242,8 @@ def test_losses_distances_and_spread_are_brute_force(tree: dict[str, Any]) -> No
     parameters = LAYOUT.parameters
     for r in range(6):
         uploads, outcome = play(rule, r, CHILDREN, missing="c" if r == 3 else "")
-        losses = [report.loss for report in uploads.reports if report]
-        assert min(losses) - 1e-12 <= outcome.loss <= max(losses) + 1e-12
+        losses = [report.loss for report in uploads.reports if report and report.loss is not None]
+        assert outcome.loss is not None and min(losses) - 1e-12 <= outcome.loss <= max(losses) + 1e-12
         model = LAYOUT.floats(rule.model)[:parameters].astype(np.float64)
         expected = {
             child: float(np.linalg.norm(LAYOUT.floats(row)[:parameters] - model))
@@ -540,8 +545,28 @@ def test_data_weights_give_a_fallback_model_none() -> None:
     uploads, outcome = play(rule, 1, CHILDREN, missing="bd")
     np.testing.assert_allclose(LAYOUT.floats(rule.model), mean_of(uploads, "data"), rtol=0, atol=1e-6)
     shares = {child: report_of(child).samples for child in "ace"}
-    loss = sum(report_of(child).loss * n for child, n in shares.items()) / sum(shares.values())
+    loss = sum(loss_of(child) * n for child, n in shares.items()) / sum(shares.values())
     assert outcome.loss == pytest.approx(loss)
+
+
+@each_rule
+def test_the_loss_is_the_mean_of_those_that_are_known(tree: dict[str, Any]) -> None:
+    if tree["name"] == "fedcda":
+        pytest.skip("a device must return one")
+    found = []
+    for unknown in ("", "bd", CHILDREN):
+        rule = aggregator(tree)
+        rule.begin(first_model())
+        _, outcome = play(rule, 0, CHILDREN, unknown=unknown)
+        found.append((outcome.loss, rule.model.tobytes()))
+    (_, whole), (some, model), (none, same) = found
+    assert model == same == whole and none is None
+    assert some is None or loss_of("a") <= some <= loss_of("e")  # None: a rule used those without a loss alone
+    statistics = Statistics.of([report_of(child, unknown="bd") for child in CHILDREN])
+    weights_K = np.array([0.1, 0.2, 0.3, 0.1, 0.3])
+    wanted = sum(w * loss_of(child) for w, child in zip((0.1, 0.3, 0.3), "ace", strict=True)) / 0.7
+    assert statistics.mean_loss(weights_K) == pytest.approx(wanted)
+    assert statistics.mean_loss(np.array([0, 0.5, 0, 0.5, 0])) is None
 
 
 @each_of_several

@@ -56,6 +56,7 @@ from deploy.results.page import compose
 from deploy.results.run import Run
 from deploy.results.series import series_of
 from deploy.simulation.broker import Routed
+from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
 from deploy.simulation.lab import SimulatedLab
 from deploy.sweeps.measuring import sign_of, value_of
 from deploy.sweeps.merging import merged
@@ -649,6 +650,14 @@ def test_a_node_killed_while_a_model_is_scored_changes_no_score(victim: str, glo
     assert [row["devices_scored"] for row in rounds] == ["3", "3"]
     assert all(row["test_samples"] and row["personalised_score"] for row in devices)
     assert [row["personalised_scored"] for row in rounds] == ["3", "3"]
+
+
+def test_a_task_that_only_scores_has_no_seconds_of_training() -> None:
+    hardware = SimulatedHardware(NullWorkload(10_000), Durations(), 1)
+    member = hardware.pool("device-0").member("device-0")
+    scored = next(x for x in (k * 1e-6 for k in range(1, 1000)) if x * x / x > x)  # as its share of the seconds
+    (train_s, scored_s), _ = asyncio.run(member.occupy((0.0, scored), lambda done, of: None))
+    assert train_s == 0.0 and scored_s == pytest.approx(scored)
 
 
 # A cloud without PyTorch

@@ -154,6 +154,8 @@ def test_the_sizes_of_the_protocol_are_the_codes() -> None:
         "Announcement": f"{SenderBounds().most(messages.Announcement):,}",
         "Progress, Farewell": f"{small}, and {TRAFFIC_BYTES} for each tier below its sender",
         "Ask": f"{small}, and one for each 8,192 bytes of a model",
+        "FrozenOffered": f"{small}, and {messages.DIGEST_BYTES} for each {messages.MIN_CHUNK_BYTES:,} bytes of frozen "
+        "arrays",
         "Probe, Probed": f"{nothing.most(messages.Probe):,}: noise has at most 4,096 chunks, and 64 MB",
         "Here": f"{nothing.most(messages.Here):,}",
         "Status": f"{nothing.most(messages.Status):,}",

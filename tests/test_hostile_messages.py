@@ -64,7 +64,7 @@ from tests.helpers.nodes import (
 from tests.helpers.sites import SimulatedSite, until, virtual
 
 MANY = 2**63 - 1
-EVERYTHING = Traffic(*[MANY] * 12, TcpStats(*[MANY] * 11))
+EVERYTHING = Traffic(*[MANY] * 16, TcpStats(*[MANY] * 11))
 CYCLE_S = 0.4
 LARGE = serialization.encode(Preparing(1, "\x1b" * 20_000_000), "s")
 

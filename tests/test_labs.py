@@ -107,7 +107,7 @@ class WatchedPool(SimulatedPool):
 class WatchedMember(SimulatedMember):
     _pool: WatchedPool
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         await self._pool.watched.wait()
         return await super().prepare(experiment)
 

@@ -107,6 +107,17 @@ def test_a_run_that_is_over_leaves_its_counts_and_nothing_else() -> None:
     assert f"fedstrata_reconnects_total{{{LABELS}}} 9.0" in scrape(metrics)
 
 
+def test_an_unknown_loss_has_no_series() -> None:
+    metrics = Metrics()
+    with metrics.run_of(NODE):
+        metrics.trained(NODE, None)
+        assert not any("train_loss{" in line for line in scrape(metrics))
+        metrics.trained(NODE, 0.5)
+        assert f"fedstrata_train_loss{{{LABELS}}} 0.5" in scrape(metrics)
+        metrics.trained(NODE, None)
+        assert not any("train_loss{" in line for line in scrape(metrics))
+
+
 def test_every_metric_has_a_text_a_unit_or_none_and_labels_without_bound_are_none_of_them() -> None:
     for name, family in FAMILIES.items():
         assert family.text[0].isupper(), name

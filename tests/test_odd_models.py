@@ -90,6 +90,7 @@ REFUSED = {
     "ExtraTensor": "_extra_state in its state_dict is neither a parameter nor a buffer. Keep that state in buffers",
     "bool_buffer": "its buffer mask is torch.bool.*model.frozen.*persistent=False",
     "half_buffer": "its buffer mask is torch.float16.*Use float32",
+    "brain_buffer": "its buffer mask is torch.bfloat16.*Use float32",
     "double_buffer": "its buffer mask is torch.float64.*Use float32",
     "short_counter": "its buffer mask is torch.int32.*int64",
     "HalfParameter": "its parameter extra is torch.float16.*Use float32",

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional
 
+from cloud.checkpoint import save_model
 from cloud.results import RunFolder
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
@@ -30,7 +31,7 @@ from common.learning import datasets, models
 from common.learning.computing import seeded
 from common.learning.evaluation import ModelTester
 from common.methods.rule import link_layouts
-from common.model.layout import ModelLayout, Section
+from common.model.layout import FrozenForm, ModelLayout, Section
 from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
 from deploy.local.direct import run_in_process
@@ -228,7 +229,10 @@ def test_a_device_that_lost_its_personal_parts_ends_the_run(undisturbed: LabOutc
 
 @pytest.mark.slow
 def test_a_lab_of_processes_gives_the_model_of_one_process(tmp_path: Path) -> None:
+    whole = ModelTester(experiment({"name": "cnn_digits"}, seed=9))
+    save_model(initial := tmp_path / "pretrained.safetensors", layout=whole.layout, row=whole.first, facts={})
     pairs = ["rounds=2", 'model.frozen=["conv1.*"]', 'model.personal=["fc.*"]', 'evaluation.at="devices"']
+    pairs.append(f'model.initial="{initial}"')
     direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
     real = run_lab(DEMO, tmp_path / "real", *pairs)
     found, wanted = (load_file(folder / "model.safetensors") for folder in (real, direct))
@@ -239,6 +243,11 @@ def test_a_lab_of_processes_gives_the_model_of_one_process(tmp_path: Path) -> No
         for start, times in (("device", 4), ("institution", 5)):
             sizes = {int(row["payload_bytes"]) for row in rows if row["from"].startswith(start)}
             assert sizes == {times * 4 * (32 * 16 * 9 + 32)}
+    assert all(torch.equal(wanted[key], load_file(initial)[key]) for key in ("conv1.weight", "conv1.bias"))
+    rows = [row for row in table(real / "links.csv") if row["kind"] == "frozen"]  # down each link, once
+    assert len(rows) == 3 + 12 and not any(row["from"].startswith("device") or row["to"] == "cloud" for row in rows)
+    assert 4 * (16 * 9 + 16) < min(int(row["payload_bytes"]) for row in rows) < 1000
+    assert len({row["payload_bytes"] for row in rows}) == 1
 
 
 # Frozen
@@ -267,7 +276,7 @@ def test_frozen_arrays_never_travel_nor_move_and_the_final_model_has_them(
     assert again.evaluate(row).score == pytest.approx(Run(path).rounds[-1].score, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bool_buffer", "half_buffer", "double_buffer", "short_counter"])
+@pytest.mark.parametrize("name", ["bool_buffer", "half_buffer", "brain_buffer", "double_buffer", "short_counter"])
 def test_constant_buffers_of_any_type_may_be_frozen(name: str, tmp_path: Path) -> None:
     path = run_direct(tmp_path, experiment({"name": f"{ODD}:{name}", "frozen": ["mask"]}, rounds=1))
     module = models.anew(
@@ -315,12 +324,15 @@ class Teacher(torch.nn.Module):
         return out
 
 
-def test_a_file_with_other_frozen_arrays_is_no_first_model(tmp_path: Path) -> None:
+def test_a_run_begins_with_the_frozen_arrays_of_a_file(tmp_path: Path) -> None:
     path = run_direct(tmp_path, experiment({"name": f"{ODD}:Net"}, rounds=1))
     model = {"name": f"{ODD}:Net", "initial": str(path)}
-    ModelTester(experiment(model))
-    with pytest.raises(InvalidExperiment, match=r"model.initial = .*its conv.weight is frozen, and differs"):
-        ModelTester(experiment({**model, "frozen": ["conv.*"]}))
+    whole, parts = ModelTester(experiment(model)), ModelTester(experiment({**model, "frozen": ["conv.*"]}))
+    assert parts.frozen.keys() == {"conv.weight", "conv.bias"}
+    given = load_file(path / "model.safetensors")
+    assert all(np.array_equal(array, given[name].numpy()) for name, array in parts.frozen.items())
+    found, same = parts.evaluate(parts.first), whole.evaluate(whole.first)
+    assert (found.score, found.loss) == (same.score, same.loss)
     assert (
         ModelTester(experiment({**model, "personal": ["last.*"]}))
         .notes[-1]
@@ -487,7 +499,7 @@ def test_an_experiment_without_parts_has_the_keys_of_before() -> None:
 
 def test_a_layout_knows_its_frozen_arrays_by_their_digest() -> None:
     layout = ModelLayout.build([("w", (2,), Section.PARAMETER)])
-    frozen = replace(layout, frozen="0123456789abcdef")
+    frozen = replace(layout, frozen=FrozenForm("0123456789abcdef", 100))
     assert ModelLayout.from_json(frozen.to_json()) == frozen != layout
     assert ModelLayout.from_json(layout.to_json()) == layout
     assert frozen.digest != layout.digest and frozen.row_bytes == layout.row_bytes

@@ -218,7 +218,7 @@ class FakeMember:
     def __init__(self, pool: FakePool, node: str) -> None:
         self.pool, self.node = pool, node
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 1, "")
 
     async def train(self, order: Order) -> LocalResult:

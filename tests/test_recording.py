@@ -120,6 +120,7 @@ def program(forward: Forward, *, hidden: Callable[[], bytes] = bytes) -> Program
         return program_of(steps.take, steps.state, batches(2), rate=0.1, hidden=hidden)
     finally:
         assert all(map(torch.equal, steps.state, before)), "a trial changes the state"
+        assert not any(tensor.grad is not None for tensor in steps.state), "a gradient is left"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,21 @@ def test_a_program_takes_the_steps_of_autograd(forward: Forward) -> None:
     assert not any(weight.grad is not None for weight in mine.state)
 
 
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weight: Tensor) -> Tensor:
+        return outputs + 0 * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise TypeError("later")
+
+
+def _fails_after_backward(outputs: Tensor) -> Tensor:
+    """Return outputs whose gradients fail, when those of others are there."""
+    return _Late.apply(outputs, outputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
 GENERATOR = np.random.default_rng(1)
 
 
@@ -159,8 +175,22 @@ GENERATOR = np.random.default_rng(1)
         (lambda layer, inputs: layer(inputs) * GENERATOR.random(), "differ from batch to batch"),
         (lambda layer, inputs: layer(inputs) * torch.tensor(GENERATOR.random()), "differ from batch to batch"),
         (lambda layer, inputs: layer(inputs.clone()) * inputs.grad, "unsupported operand"),
+        (lambda layer, inputs: _fails_after_backward(layer(inputs)), "later"),
     ],
-    ids=["random", "dropout", "item", "branch", "shape", "numpy", "list", "array", "number", "constant", "error"],
+    ids=[
+        "random",
+        "dropout",
+        "item",
+        "branch",
+        "shape",
+        "numpy",
+        "list",
+        "array",
+        "number",
+        "constant",
+        "error",
+        "late error",
+    ],
 )
 def test_what_depends_on_a_batch_in_other_ways_is_not_recorded(forward: Forward, problem: str) -> None:
     with pytest.raises((NotRecordable, TypeError), match=problem):
@@ -293,3 +323,14 @@ def test_recording_does_not_import_the_compiler() -> None:
         "sys.exit('torch._dynamo' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
+
+
+def test_a_program_is_not_used_for_batches_of_another_form() -> None:
+    found, steps, wide = program(lambda layer, inputs: layer(inputs)), [], torch.randn(3, 6, 4).mT
+    labels = torch.zeros(3, 4, dtype=torch.int64)
+    assert found.fits([wide.contiguous(), labels]) and not found.fits([wide, labels])
+    assert not found.fits([wide.contiguous().double(), labels]) and not found.fits([wide.contiguous(), labels.int()])
+    for inputs in (wide, wide.contiguous()):
+        taken = steps_of(lambda layer, inputs: layer(inputs))
+        run_sgd(taken, [(0, inputs, labels)], last_epoch=0, watch=steps.append, programs={4: found})
+    assert steps == [0, 1, 2, 0]

@@ -46,6 +46,10 @@ def experiment(rule: dict[str, Any], **transfer: Any) -> Experiment:
     )
 
 
+async def nothing() -> Path:
+    raise AssertionError("it builds the arrays of the run")
+
+
 def round_of(layout: ModelLayout) -> RoundModels:
     rows = np.zeros((5, layout.row_bytes), np.uint8)
     layout.floats(rows)[:] = np.random.default_rng(1).normal(scale=0.1, size=(5, layout.columns))
@@ -84,7 +88,7 @@ def test_a_process_gives_the_same_bits_and_is_replaced_if_it_is_killed(caplog: p
     rule = {"name": "feddf", "steps": 30}
 
     async def work(refiner: RefinerProcess, here: NodeRefiner) -> None:
-        await refiner.prepare()
+        await refiner.prepare(LAYOUT, nothing)
         await check_same_bits(rule, refiner, here)
         (process,) = (each for each in psutil.Process().children() if MODULE in each.cmdline())
         assert refiner._process.channel is not None and refiner._process.channel.idle_s == 120
@@ -105,7 +109,7 @@ def test_a_process_gives_the_same_bits(rule: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_cancelled_call_ends_at_once_and_the_next_one_has_another_process() -> None:
     async def work(refiner: RefinerProcess, _: NodeRefiner) -> None:
-        await refiner.prepare()
+        await refiner.prepare(LAYOUT, nothing)
         moved, before = asyncio.Event(), refiner.moves
         working = asyncio.create_task(
             run_refining(
@@ -178,7 +182,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_torch")
 def test_a_node_without_torch_is_an_invalid_experiment() -> None:
     async def play() -> None:
-        await RefinerProcess(experiment({"name": "fedlaw"}), NODE, partition="").prepare()
+        await RefinerProcess(experiment({"name": "fedlaw"}), NODE, partition="").prepare(LAYOUT, nothing)
 
     with pytest.raises(InvalidExperiment) as refused:
         asyncio.run(play())

@@ -35,6 +35,7 @@ from common.learning.nets import Dropout
 from common.model.layout import Row
 from common.randomness import Purpose, generator
 from device.jobs import Cancelled, LocalResult
+from device.training import sgd
 from device.training import trainer as trainer_module
 from device.training.trainer import Trainer
 
@@ -437,7 +438,7 @@ def test_dropout_depends_on_seed_node_and_round_alone(monkeypatch: pytest.Monkey
 def test_progress_is_monotone_and_ends_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "PROGRESS_S", 0.0)
     seen: list[tuple[int, int]] = []
-    lab = experiment()
+    lab = experiment(recorded=False)
     _, result = run(make(lab), initial(lab), epochs=2, progress=lambda *args: seen.append(args))
     assert seen == sorted(seen) and seen[-1] == (72, 72) and len(seen) > 70
     assert {total for _, total in seen} == {72} and result.steps == 72
@@ -450,9 +451,12 @@ def test_progress_is_rare() -> None:
     assert len(seen) < 36 and seen[-1] == (36, 36)
 
 
-def test_cancelled_between_steps_then_trained_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_cancelled_between_steps_then_trained_again(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "PROGRESS_S", 0.0)
-    lab = experiment()
+    monkeypatch.setattr(sgd, "RUN_S", 0.0)
+    monkeypatch.setattr(sgd, "FIRST_STEPS", 1)
+    lab = experiment(recorded=recorded)
     row = initial(lab)
     trainer = make(lab)
     wanted, _ = run(trainer, row)
@@ -490,7 +494,7 @@ def test_unknown_node_and_model_that_does_not_fit() -> None:
 def test_exhausted_memory_fails_the_run_and_spares_the_trainer(
     monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
-    lab = experiment()
+    lab = experiment(recorded=False)
     trainer = make(lab)
 
     def exhausted(*_: object, **__: object) -> None:
@@ -605,34 +609,8 @@ def test_compiled_it_is_nearly_the_same() -> None:
     np.testing.assert_allclose(trainer.layout.floats(out), trainer.layout.floats(wanted), rtol=0, atol=1e-4)
 
 
-def test_without_a_compiler_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def compiled(module: nn.Module, *, dynamic: bool) -> Any:
-        def forward(inputs: torch.Tensor) -> torch.Tensor:
-            sizes.append(len(inputs))
-            if broken:
-                raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')\n\nand so on")
-            logits: torch.Tensor = module(inputs)
-            return logits
-
-        assert dynamic is False
-        return forward
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    lab = experiment(compile=True, batch_size=50)
-    broken = True
-    with pytest.raises(InvalidExperiment, match=r"^training\.compile = True: .*No working C\+\+ compiler.*g\+\+\), on"):
-        make(lab)
-    broken = False
-    sizes.clear()
-    trainer = make(lab)
-    assert sorted(sizes) == [10, 50]  # 360 samples: both sizes are compiled before the first round
-    assert np.array_equal(run(trainer, initial(lab))[0], run(make(experiment(batch_size=50)), initial(lab))[0])
-
-
 def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = experiment(deterministic=True)
+    lab = experiment(deterministic=True, recorded=False)
     trainer = make(lab)
 
     def refused(*_: object, **__: object) -> None:

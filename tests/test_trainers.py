@@ -7,19 +7,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
+import msgpack
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from cloud.results import RunFolder
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.model import flower
+from common.protocol.limits import check_report, limits_below
+from common.protocol.messages import Key, Manifest, Result
 from deploy.brokers import broker
 from deploy.local.direct import run_in_process
 from deploy.planning import workload
@@ -43,7 +48,7 @@ import random
 
 import numpy as np
 
-MADE = []
+MADE, ROUNDS = [], []
 
 
 class NumPyClient:
@@ -59,27 +64,108 @@ class Wrapper:
 
 
 class FlowerClient(NumPyClient):
-    def __init__(self, partition, partitions):
+    def __init__(self, partition, partitions, state):
         self.data = np.random.default_rng(partition).normal(size=(10 + partition, 4)).astype(np.float32)
         self.partitions = partitions
+        self.state = state
     def get_parameters(self, config):
         return [np.zeros((4,), np.float32), np.array(0)]
     def fit(self, parameters, config):
         w, count = parameters
         assert config["server_round"] >= 1 and config["learning_rate"] > 0, config
+        velocity = self.state.get("velocity", np.zeros(4, np.float32))
         for _ in range(config["local_epochs"]):
-            w = w - np.float32(config["learning_rate"]) * (w - self.data.mean(0))
+            velocity = np.float32(0.5) * velocity + (w - self.data.mean(0))
+            w = w - np.float32(config["learning_rate"]) * velocity
+        self.state["velocity"], self.state["rounds"] = velocity, [*self.state.get("rounds", []), config["server_round"]]
         w = w + np.float32(1e-3 * random.random()) + np.random.rand(4).astype(np.float32) * np.float32(1e-3)
-        return [w, count + 1], len(self.data), {"train_loss": float(np.square(w).mean()), "partitions": self.partitions}
+        loss = {} if config.get("silent") else {"train_loss": float(np.square(w).mean())}
+        return [w, count + 1], len(self.data), {**loss, "partitions": self.partitions}
+    def evaluate(self, parameters, config):
+        assert config["server_round"] >= 1 and config["learning_rate"] > 0, config
+        loss = float(np.square(parameters[0] - self.data[:3].mean(0)).mean())
+        return loss, 3, {"accuracy": 0.1 * len(self.state.get("rounds", []))}
 
 
 def client_fn(context):
     MADE.append(context)
-    return FlowerClient(context.node_config["partition-id"], context.node_config["num-partitions"]).to_client()
+    config = context.node_config
+    return FlowerClient(config["partition-id"], config["num-partitions"], context.state).to_client()
 
 
 def evaluate(server_round, parameters, config):
+    ROUNDS.append(server_round)
     return float(np.square(parameters[0]).sum()), {"accuracy": 1 / (1 + float(np.abs(parameters[0]).sum()))}
+"""
+# The same client with the methods of Flower's `Client`, and its records.
+PLAIN: Final = """
+import io
+from types import SimpleNamespace
+
+import numpy as np
+
+import app
+
+
+def arrays_of(parameters):
+    assert parameters.tensor_type == "numpy.ndarray"
+    return [np.load(io.BytesIO(tensor)) for tensor in parameters.tensors]
+
+
+def parameters_of(arrays):
+    files = [io.BytesIO() for _ in arrays]
+    for file, array in zip(files, arrays):
+        np.save(file, array)
+    return SimpleNamespace(tensors=[file.getvalue() for file in files], tensor_type="numpy.ndarray")
+
+
+class Client:
+    def __init__(self, context):
+        self.inner = app.client_fn(context).numpy_client
+    def get_parameters(self, ins):
+        return SimpleNamespace(parameters=parameters_of(self.inner.get_parameters(ins.config)))
+    def fit(self, ins):
+        arrays, samples, metrics = self.inner.fit(arrays_of(ins.parameters), ins.config)
+        return SimpleNamespace(parameters=parameters_of(arrays), num_examples=samples, metrics=metrics)
+    def evaluate(self, ins):
+        loss, samples, metrics = self.inner.evaluate(arrays_of(ins.parameters), ins.config)
+        status = SimpleNamespace(code=0, message="")
+        return SimpleNamespace(status=status, loss=loss, num_examples=samples, metrics=metrics)
+
+
+class Failing(Client):
+    def fit(self, ins):
+        return SimpleNamespace(status=SimpleNamespace(code=4, message="no data"))
+
+
+class Unkept(Client):
+    def fit(self, ins):
+        self.inner.state["lock"] = object()
+        return super().fit(ins)
+
+
+client_fn, failing_fn, unkept_fn = Client, Failing, Unkept
+"""
+# What Flower's records look like.
+RECORDS: Final = """
+from dataclasses import dataclass
+__name__ = "flwr.common"
+
+
+class RecordDict(dict):
+    pass
+
+
+class ArrayRecord(dict):
+    pass
+
+
+@dataclass
+class Array:
+    dtype: str
+    shape: tuple
+    stype: str
+    data: bytes
 """
 TORCHED: Final = """
 import torch
@@ -155,6 +241,7 @@ WRONG: Final = {  # what `train` returns, and a text of the error
     "Trained({**made, 'count': made['w']}, 0.5, 1)": r"count as float32 \[5\], not int64 \[\]",
     "Trained([made['w']], 0.5, 1)": "train returns arrays as list",
     "Trained(made, float('nan'), 1)": "train returns loss = nan",
+    "Trained(made, '0.5', 1)": "train returns loss = '0.5'",
     "Trained(made, 0.5, 1, samples=0)": "train returns samples = 0",
     "Trained(made, 0.5, 1, samples=1000)": "train returns samples = 1000, and the device has",
     "Trained(made, 0.5, 1.5)": "train returns steps = 1.5",
@@ -169,14 +256,16 @@ WRONG: Final = {  # what `train` returns, and a text of the error
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with trainers, and the data of a lab, as the current one."""
-    for name, text in {"softmax": EXAMPLES["softmax"], "app": APP, "others": OTHERS, "torched": TORCHED}.items():
+    texts = {"softmax": EXAMPLES["softmax"], "app": APP, "plain": PLAIN, "others": OTHERS, "torched": TORCHED}
+    for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
     draw = np.random.default_rng(1)
     w = draw.normal(size=(FEATURES, CLASSES))
     for place, node in enumerate((CLOUD, *(f"device-{i}" for i in range(4)))):
-        x = draw.normal(size=(40 + 5 * place, FEATURES))
         (tmp_path / "data" / node).mkdir(parents=True)
-        np.savez(tmp_path / "data" / node / "samples.npz", x=x, y=(x @ w).argmax(1))
+        for name, count in (("samples", 40 + 5 * place), ("tests", 20 if node == CLOUD else 3 + 2 * place)):
+            x = draw.normal(size=(count, FEATURES))
+            np.savez(tmp_path / "data" / node / f"{name}.npz", x=x, y=(x @ w).argmax(1))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
@@ -216,6 +305,9 @@ def direct(folder: Path, experiment: Experiment, *, stop_after: int = 0) -> RunF
 FLOWER: Final = {"name": "flower", "client_fn": "app:client_fn", "evaluate_fn": "app:evaluate"}
 DRAWS: Final = {"name": "flower", "client_fn": "torched:client_fn", "initial": "torched:initial"}
 KINDS: Final[dict[str, Any]] = {"numpy": SOFTMAX, "state": "others:Counting", "flower": FLOWER, "torch": DRAWS}
+
+
+KINDS_OF_LABS: Final = {"direct": ["--direct"], "simulated": ["--simulate"], "processes": []}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,16 +372,204 @@ def test_a_lab_of_killed_processes_gives_the_model_of_one_process(kind: str, hom
         assert tensors(folder) == tensors(alone)
 
 
+def scores_of(run: Path) -> list[dict[str, str]]:
+    return [
+        {key: row[key] for key in ("global_round", "node", "test_samples", "test_loss", "test_score")}
+        for row in table(run / "devices.csv")
+    ]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "flower"])
+def test_devices_score_by_their_trainer(kind: str, home: Path) -> None:
+    experiment = parse(lab(KINDS[kind], evaluation={"at": "both"}, cloud={"checkpoint_every": 2}))
+    assert parse(experiment.to_json()).digest == experiment.digest and experiment.evaluation.data == "own"
+    run, killed = direct(home / "whole", experiment), direct(home / "killed", experiment, stop_after=3)
+    assert tensors(run.path) == tensors(killed.path) == tensors(direct(home / "cloud", parse(lab(KINDS[kind]))).path)
+    assert scores_of(run.path) == scores_of(killed.path)
+    scored = [row for row in table(run.path / "devices.csv") if row["test_samples"]]
+    rows = table(run.path / "rounds.csv")
+    assert len(scored) == 2 * len(rows) and all(row["accuracy"] and row["devices_scored"] == "2" for row in rows)
+    for row in rows:
+        each = [one for one in scored if one["global_round"] == row["global_round"]]
+        n, score = (np.array([float(one[key]) for one in each]) for key in ("test_samples", "test_score"))
+        assert float(row["devices_score"]) == pytest.approx(score @ n / n.sum(), abs=1e-5)
+    model = load_file(run.path / "model.safetensors")
+    for row in scored[-2:]:
+        device, found = row["node"].rpartition("/")[2], (float(row["test_loss"]), float(row["test_score"]))
+        if kind == "flower":
+            data = np.random.default_rng(int(device[-1])).normal(size=(10 + int(device[-1]), 4)).astype(np.float32)
+            took_part = [
+                one for one in table(run.path / "devices.csv") if device in one["node"] and one["local_rounds"]
+            ]
+            fits = sum(int(one["local_rounds"]) for one in took_part)
+            wanted = float(np.square(model["0"] - data[:3].mean(0)).mean()), 0.1 * fits  # its state has these
+        else:
+            tests = np.load(home / "data" / device / "tests.npz")
+            logits = tests["x"] @ model["w"] + model["b"]
+            losses = np.log(np.exp(logits).sum(1)) - logits[range(len(logits)), tests["y"]]
+            wanted = losses.mean(), (logits.argmax(1) == tests["y"]).mean()
+        assert found == pytest.approx(wanted, abs=1e-5)
+    assert invoke("report", run.path).exit_code == 0
+
+
+def test_a_device_scores_its_own_model_after_its_training(home: Path) -> None:
+    evaluation = {"at": "devices", "personalised": True}
+    run = direct(home / "runs", parse(lab(FLOWER, evaluation=evaluation, institution={"participation": 1.0})))
+    fits: dict[str, int] = {}
+    for row in table(run.path / "devices.csv"):
+        fits[row["node"]] = fits.get(row["node"], 0) + int(row["local_rounds"])  # its state has these
+        assert float(row["personalised_score"]) == pytest.approx(0.1 * fits[row["node"]])
+        assert float(row["test_score"]) == pytest.approx(0.1 * fits[row["node"]])  # with the next task, before it
+    assert set(fits.values()) == {8}
+
+
+def test_a_run_goes_by_the_scores_of_trainers_on_devices(home: Path) -> None:
+    trainer = {**FLOWER, "evaluate_fn": None}
+    run = direct(home / "runs", parse(lab(trainer, evaluation={"at": "devices"}, stop={"target": 0.15})))
+    rows = table(run.path / "rounds.csv")
+    assert [row["accuracy"] for row in rows] == [row["devices_score"] for row in rows] and len(rows) < LAB["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "at", "problem"),
+    [
+        ("others:Counting", "devices", "it has no evaluate. Write one"),
+        ("others:Counting", "both", "the cloud cannot evaluate with it"),
+        ({"name": "flower", "client_fn": "app:client_fn"}, "both", "the cloud cannot evaluate with it"),
+        ({"name": "flower", "client_fn": "torched:client_fn", "initial": "torched:initial"}, "devices", "no evaluate"),
+    ],
+)
+def test_a_trainer_without_evaluate_is_named(trainer: Any, at: str, problem: str, home: Path) -> None:
+    with pytest.raises(InvalidExperiment, match=f"^training.trainer.*{problem}"):
+        direct(home / "runs", parse(lab(trainer, evaluation={"at": at})))
+
+
+@pytest.mark.parametrize("at", ["cloud", "devices"])
+def test_a_trainer_begins_with_the_model_of_another_run(at: str, home: Path) -> None:
+    whole = direct(home / "whole", parse(lab(SOFTMAX)))
+    tables = {"evaluation": {"at": at}, "model": {"initial": str(whole.path)}}
+    run = direct(home / "more", parse(lab(SOFTMAX, **tables)))
+    assert json.loads((run.path / "manifest.json").read_text())["initial"]["model"] == str(whole.path)
+    losses = [float(table(each.path / "rounds.csv")[0]["loss"]) for each in (whole, run)]
+    assert losses[1] < losses[0]
+    save_file({"w": np.zeros((8, 3), np.float32), "c": np.zeros(3, np.float32)}, home / "other.safetensors")
+    with pytest.raises(InvalidExperiment, match=r"^model\.initial = .*softmax:Softmax: b is missing; c is unknown"):
+        direct(home / "other", parse(lab(SOFTMAX, model={"initial": str(home / "other.safetensors")})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["numpy", "flower"])
+def test_labs_of_processes_score_by_trainers_as_one_process_does(kind: str, home: Path) -> None:
+    first = direct(home / "first", parse(lab(KINDS[kind])))
+    path = written(home, KINDS[kind], evaluation={"at": "devices"}, model={"initial": str(first.path)})
+    runs = [run_lab(path, home / name, flags=flags) for name, flags in KINDS_OF_LABS.items()]
+    found = [scores_of(run) for run in runs]
+    assert len({tensors(run) for run in runs}) == 1 and found[0] == found[1] == found[2]
+
+
+def test_a_plain_flower_client_is_a_trainer(home: Path) -> None:
+    plain = {**FLOWER, "client_fn": "plain:client_fn"}
+    runs = [
+        direct(home / name, parse(lab(each, evaluation={"at": "both"})))
+        for name, each in (("numpy", FLOWER), ("plain", plain))
+    ]
+    assert tensors(runs[0].path) == tensors(runs[1].path) and scores_of(runs[0].path) == scores_of(runs[1].path)
+    for client, problem in (("failing_fn", "fit fails: no data"), ("unkept_fn", r"context.state\['lock'\] is object")):
+        with pytest.raises(InvalidExperiment, match=f"^training.trainer.client_fn = .*{problem}"):
+            direct(home / client, parse(lab({**FLOWER, "client_fn": f"plain:{client}"})))
+
+
+def test_the_state_of_a_flower_client_is_read_as_it_was_written() -> None:
+    draw = np.random.default_rng(1)
+    state = {
+        "numbers": [1, 2**60, 0.1, -0.0, 1e-310, True, None, "text", b"bytes", (1, [2.5])],
+        "array": draw.normal(size=(2, 3)).astype(np.float32),
+        "empty": np.zeros((0, 2), np.int8),
+        "scalars": {"one": np.float32(0.1), 2: np.float64(0.1), "int": np.int64(7)},
+    }
+    found = flower._unpacked(msgpack.unpackb(msgpack.packb(flower._packed(state, "state")), strict_map_key=False))
+    assert repr(found) == repr(state) and found["array"].tobytes() == state["array"].tobytes()
+    assert [type(each) for each in found["scalars"].values()] == [np.float32, np.float64, np.int64]
+
+
+def test_flowers_records_persist(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, records = ModuleType("flwr"), ModuleType("flwr.common")
+    monkeypatch.setitem(sys.modules, "flwr", library)
+    monkeypatch.setitem(sys.modules, "flwr.common", records)
+    exec(RECORDS, records.__dict__)
+    given = records.RecordDict(
+        model=records.ArrayRecord(w=records.Array("float32", (2,), "numpy.ndarray", b"12345678")),
+        counts=records.RecordDict(rounds=[1, 2], share=0.1),
+    )
+    packed = msgpack.packb(flower._packed(dict(given), "context.state"))
+    found = records.RecordDict(flower._unpacked(msgpack.unpackb(packed)))
+    assert found == given and type(found["model"]) is records.ArrayRecord and found["model"]["w"].shape == (2,)
+
+
 def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
-    run = direct(home / "runs", parse(lab(FLOWER)))
     import app
 
+    app.MADE.clear()
+    app.ROUNDS.clear()
+    rate = {"schedule": {"name": "exponential", "factor": 0.5}}
+    run = direct(home / "runs", parse(lab({**FLOWER, "run_config": {"depth": 3}}, training=rate)))
+    run_configs = [context.run_config for context in app.MADE]
+    assert all((config["depth"], config["local-epochs"]) == (3, 2) for config in run_configs)
+    assert {config["learning-rate"] for config in run_configs} == {0.1, 0.05, 0.025, 0.0125}
     configs = [context.node_config for context in app.MADE]
     assert {config["num-partitions"] for config in configs[1:]} >= {4}
     assert {config["partition-id"] for config in configs} == {0, 1, 2, 3}
-    assert set(load_file(run.path / "model.safetensors")) == {"0", "1"}
+    assert set(load_file(run.path / "model.safetensors")) == {"0", "1"} and app.ROUNDS == [1, 2, 3, 4]
     rows = table(run.path / "devices.csv")
     assert {int(row["samples"]) for row in rows} == {0, 10, 11, 12, 13}  # 0: it did not take part
+
+
+LOSSES: Final = {  # of `Wrong`, where device-0 or every device knows no loss
+    "some": "Trained(made, None if self.site.place == 0 else 0.5 + self.site.place, 1)",
+    "none": "Trained(made, None, 1)",
+}
+
+
+@pytest.mark.parametrize("known", LOSSES)
+def test_an_unknown_loss_stays_unknown(known: str, home: Path) -> None:
+    tables = {"topology": {"institutions": 2, "devices": 4}, "institution": {"participation": 1.0}}
+    run = direct(home / "runs", parse(lab({"name": "others:Wrong", "how": LOSSES[known]}, **tables)))
+    counts = np.array([5, 6, 7, 8])  # samples of the devices
+    for row in table(run.path / "devices.csv"):
+        place = int(row["node"][-1])
+        assert row["loss"] == ("" if known == "none" or place == 0 else str(0.5 + place))
+    above = np.array([1.5, (2.5 * 7 + 3.5 * 8) / 15])  # institution-0 knows that of device-1
+    wanted = "" if known == "none" else f"{above @ [counts[:2].sum(), counts[2:].sum()] / counts.sum():.6g}"
+    assert [row["train_loss"] for row in table(run.path / "rounds.csv")] == [wanted] * LAB["rounds"]
+    assert invoke("report", run.path).exit_code == 0
+
+
+def test_a_flower_client_may_know_no_loss(home: Path) -> None:
+    run = direct(home / "runs", parse(lab(FLOWER, training={"by_round": {"silent": {"3": 1.0}}})))
+    assert [bool(row["train_loss"]) for row in table(run.path / "rounds.csv")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ({"cloud": {"aggregation": "fedcda"}}, "cloud.aggregation.name = 'fedcda'"),
+        ({"institution": {"selection": "oort"}}, "institution.selection.name = 'oort'"),
+        ({"cloud": {"selection": "power_of_choice", "participation": 0.5}}, "cloud.selection.name = 'power_of_choice'"),
+    ],
+)
+def test_what_compares_losses_needs_them(tables: dict[str, Any], key: str, home: Path) -> None:
+    trainer = {"name": "others:Wrong", "how": LOSSES["none"]}
+    with pytest.raises(InvalidExperiment, match=f"train returns no loss. Return one: {key} compares losses"):
+        direct(home / "runs", parse(lab(trainer, **tables)))
+
+
+def test_a_result_without_a_loss_is_refused_where_losses_are_compared() -> None:
+    manifest = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
+    result = Result(Key(0, 0, 0), manifest, None, 5, None, 1, 1, 1, 1.0, 0.0, 0.0, (), "")
+    for selection in ("fraction", "oort"):
+        limits = limits_below(parse(lab("m:T", institution={"selection": selection})), "institution-0")["device-0"]
+        with pytest.raises(RefusedModel, match="no training loss") if selection == "oort" else nullcontext():
+            check_report(result, limits=limits)
 
 
 def test_the_settings_of_a_round_reach_the_trainer(home: Path) -> None:
@@ -326,15 +606,20 @@ def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None
         ({"training": {"augmentation": {"flip": True}}}, "training.augmentation"),
         ({"training": {"vmapped": "always"}}, "training.vmapped"),
         ({"training": {"optimizer": "adam"}}, "training.optimizer"),
+        (
+            {"training": {"trainer": {**FLOWER, "run_config": {"batch-size": 4}}}},
+            "training.trainer.run_config.batch-size",
+        ),
         ({"training": {"by_round": {"epochs": {"1": 2.0}}}}, "training.by_round.epochs"),
         ({"data": {"dataset": "digits"}}, "data.dataset"),
         ({"data": {"noise": 0.5}}, "data.noise"),
         ({"model": {"name": "cnn_digits"}}, "model.name"),
-        ({"model": {"initial": "x"}}, "model.initial"),
         ({"model": {"frozen": ["w"]}}, "model.frozen"),
         ({"model": {"personal": ["b"]}, "evaluation": {"at": "devices"}}, "model.personal"),
-        ({"evaluation": {"at": "devices"}}, "evaluation.at"),
-        ({"evaluation": {"at": "both"}}, "evaluation.at"),
+        ({"evaluation": {"accelerator": "auto"}}, "evaluation.accelerator"),
+        ({"evaluation": {"at": "devices", "data": "held_out"}}, "evaluation.data"),
+        ({"evaluation": {"at": "both", "held_out": 0.2}}, "evaluation.held_out"),
+        ({"evaluation": {"at": "both", "per_class": True}}, "evaluation.per_class"),
         ({"institution": {"aggregation": "scaffold"}}, "institution.aggregation.name"),
         ({"institution": {"aggregation": "fedgen"}}, "institution.aggregation.name"),
         ({"institution": {"aggregation": "qfedavg"}}, "institution.aggregation.name"),
@@ -375,7 +660,9 @@ def test_check_examines_a_trainer(name: str, keywords: list[str], wrong: str | N
     done = invoke("check", name, *words, "--data", "data/device-0", "--format", "json")
     found = {one["item"]: one["right"] for one in map(json.loads, done.stdout.splitlines())}
     assert done.exit_code == (0 if wrong is None else 4 if wrong == "runs" else 1), done.output
-    assert (wrong is None and all(found.values()) and len(found) == 6) or (wrong is not None and not found[wrong])
+    assert (wrong is None and all(found.values()) and len(found) == 6 + ("the same score twice" in found)) or (
+        wrong is not None and not found[wrong]
+    )
 
 
 def test_a_plan_counts_the_samples_of_devices(home: Path) -> None:

@@ -238,10 +238,10 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
         assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 1, 9, 11, -1, True, 10.0, "10", b"\x0a", None, [10]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 10, 12, -1, True, 11.0, "11", b"\x0b", None, [11]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
     text = refusal(pack([version, SESSION, 7, "0" * 16]))
-    assert "protocol version" in text and "uses 10" in text
+    assert "protocol version" in text and "uses 11" in text
 
 
 @pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)
@@ -341,7 +341,7 @@ def largest(hint: Any, *, nodes: int) -> Any:
 @pytest.mark.parametrize("kind", serialization.KINDS, ids=lambda kind: kind.__name__)
 def test_the_largest_message_of_each_kind_is_within_its_limit(kind: type[messages.Message], nodes: int) -> None:
     """Of a node with a manifest of one chunk, no model inside, and no JSON."""
-    bounds = SenderBounds(nodes=nodes, blob_bytes=1024, inline_bytes=0, plans=False, announces=False)
+    bounds = SenderBounds(nodes=nodes, blob_bytes=1024, inline_bytes=0, frozen_bytes=1024, plans=False, announces=False)
     message = largest(kind, nodes=nodes)
     tiers = getattr(message, "below", ())
     if tiers and len(tiers) > nodes:
@@ -352,15 +352,17 @@ def test_the_largest_message_of_each_kind_is_within_its_limit(kind: type[message
 
 
 def test_each_part_of_a_message_has_its_room() -> None:
-    few = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, plans=False, announces=False)
+    few = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, frozen_bytes=0, plans=False, announces=False)
     for more, kinds, room in [
         ({"blob_bytes": 1024 * 1000}, {messages.Task, messages.Result}, 8 * 1000),
         ({"inline_bytes": 5000}, {messages.Task, messages.Result}, 5000),
+        ({"frozen_bytes": 1024 * 1000}, {messages.FrozenOffered}, 8 * 1000),
         ({"plans": True}, {messages.Result}, JSON_MOST),
         ({"announces": True}, {messages.Alive, messages.Announcement}, 2 * JSON_MOST),
     ]:
         fields: dict[str, Any] = {
-            "nodes": 0, "blob_bytes": 0, "inline_bytes": 0, "plans": False, "announces": False, **more
+            "nodes": 0, "blob_bytes": 0, "inline_bytes": 0, "frozen_bytes": 0, "plans": False, "announces": False,
+            **more,
         }  # fmt: skip
         bounds = SenderBounds(**fields)
         grown = {kind: bounds.most(kind) - few.most(kind) for kind in serialization.KINDS}
@@ -460,21 +462,21 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("9dcefcf2ffc78924")
-        + b"\x9d\x0a\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00"
+        bytes.fromhex("1229ca2cd82cf72c")
+        + b"\x9d\x0b\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("4e9962156d4e2627")
-        + b"\x98\x0a\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        bytes.fromhex("ff744378c4573364")
+        + b"\x98\x0b\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\x00\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("5e7a41000b6845fb")
-        + b"\x99\x0a\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
-        + (b"\x9d" + bytes(12) + b"\x9b" + bytes(11))
-        + (b"\x91\x9d" + bytes(12) + b"\x9b" + bytes(11))
+        bytes.fromhex("db89333d6d8e811b")
+        + b"\x99\x0b\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        + (b"\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
+        + (b"\x91\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
     )
 
 

@@ -33,7 +33,7 @@ class ChildReport:
     rounds: int = 0
     epochs: int = 0
     steps: int = 0
-    loss: float = 0.0
+    loss: float | None = None
     train_s: float = 0.0
     wait_s: float = 0.0
     pause_s: float = 0.0

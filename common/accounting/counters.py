@@ -14,10 +14,10 @@ from typing import Final, Literal, TypeAlias, cast
 from common.accounting.traffic import BYTE_FIELDS, NO_WIRE, TcpStats, Traffic
 
 Direction: TypeAlias = Literal["sent", "received"]
-Kind: TypeAlias = Literal["control", "model", "extras", "probe"]
+Kind: TypeAlias = Literal["control", "model", "extras", "frozen", "probe"]
 
 DIRECTIONS: Final[tuple[Direction, ...]] = ("sent", "received")
-LINK_KINDS: Final[tuple[Kind, ...]] = ("model", "extras", "control")  # those of a run; probes precede it
+LINK_KINDS: Final[tuple[Kind, ...]] = ("model", "extras", "frozen", "control")  # those of a run; probes precede it
 
 
 def packet_bytes(topic: str, body: int, *, qos: int) -> int:
@@ -57,6 +57,7 @@ class Account:
         control: int = 0,
         model: int = 0,
         extras: int = 0,
+        frozen: int = 0,
         probe: int = 0,
     ) -> None:
         """Count one packet of `message` bytes by its payload of each kind.
@@ -64,9 +65,9 @@ class Account:
         The overhead of a packet with several (a small model inside its announcement, a chunk with the end of a model
         and the first extras) counts for the first kind in this order.
         """
-        overhead = message - control - model - extras - probe
+        overhead = message - control - model - extras - frozen - probe
         payloads: tuple[tuple[Kind, int], ...]
-        payloads = ("control", control), ("model", model), ("extras", extras), ("probe", probe)
+        payloads = ("control", control), ("model", model), ("extras", extras), ("frozen", frozen), ("probe", probe)
         for kind, payload in payloads:
             if payload:
                 for tally in (self.cells[peer, direction, kind], self.sums[direction, kind]):

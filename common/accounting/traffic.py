@@ -59,7 +59,8 @@ class Traffic:
     """Bytes of one link, counted by one end since its first contact with the other end's ledger.
 
     `payload`: bytes of blobs, or message bodies; `message`: whole MQTT packets; `wire`: the connection of the link's
-    lower end, which carries only this link. `extras`: vectors behind a model in its blob.
+    lower end, which carries only this link. `extras`: vectors behind a model in its blob. `frozen`: the model's frozen
+    arrays, which go down once.
     """
 
     sent_model_payload: int = 0
@@ -74,6 +75,10 @@ class Traffic:
     sent_extras_message: int = 0
     received_extras_payload: int = 0
     received_extras_message: int = 0
+    sent_frozen_payload: int = 0
+    sent_frozen_message: int = 0
+    received_frozen_payload: int = 0
+    received_frozen_message: int = 0
     wire: TcpStats = NO_WIRE
 
     @classmethod
@@ -95,16 +100,18 @@ class Traffic:
     @property
     def sent(self) -> int:
         """All MQTT bytes sent."""
-        return self.sent_model_message + self.sent_extras_message + self.sent_control_message
+        blobs = self.sent_model_message + self.sent_extras_message + self.sent_frozen_message
+        return blobs + self.sent_control_message
 
     @property
     def received(self) -> int:
         """All MQTT bytes received."""
-        return self.received_model_message + self.received_extras_message + self.received_control_message
+        blobs = self.received_model_message + self.received_extras_message + self.received_frozen_message
+        return blobs + self.received_control_message
 
     @property
     def carried_models(self) -> int:
-        """Bytes of models and extras on the wire, including unfinished chunks; 0 without kernel statistics.
+        """Bytes of blobs on the wire, including unfinished chunks; 0 without kernel statistics.
 
         Includes acknowledgements and similar packets, a few bytes per message.
         """

@@ -284,7 +284,7 @@ class Model(SettingsTable):
     # false: in the first local round of a run each device begins with a model of its own, drawn from the seed and its
     # name, and not with the received one.
     same_initial: bool = True
-    # Arrays that are the same everywhere: no device trains them, and they are never sent.
+    # Arrays that are the same everywhere: no device trains them. They go down once, to nodes that build others.
     frozen: list[Pattern] = Field(default_factory=list)
     # Arrays that each device trains and keeps for itself, from its first task to its last. The cloud has none of them.
     personal: list[Pattern] = Field(default_factory=list)

@@ -11,6 +11,7 @@ from common.errors import InvalidExperiment
 from common.experiment.data import CLASSES, Data
 from common.experiment.tables import AcceleratorName, Count, Fraction, SettingsTable
 from common.experiment.trainers import KEY as TRAINER
+from common.experiment.trainers import OWN_SAMPLES
 from common.experiment.training import ACCURACY, Score, TrainingSettings
 
 ON_DEVICES: Final = ("data", "held_out", "participation", "personalised", "per_class")  # keys of what devices do
@@ -30,8 +31,9 @@ class EvaluationSettings(SettingsTable):
     # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
     accelerator: AcceleratorName = "cpu"
     # What devices score on: `held_out`, a share of their own samples; `test`, the test set, of which each sample is on
-    # exactly one device; or `users`, the test samples of the device's user, as LEAF's data sets have them.
-    data: Literal["held_out", "test", "users"] = "held_out"
+    # exactly one device; or `users`, the test samples of the device's user, as LEAF's data sets have them. With a
+    # trainer that is not `sgd`: `own`, the samples that it evaluates on.
+    data: Literal["held_out", "test", "users", "own"] = "held_out"
     # Of `data = "held_out"`: the share of a device's samples that it never trains on, at least one of two or more.
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
     # Share of all devices that score in a global round, drawn anew for each. Those without a task do not score.
@@ -76,20 +78,23 @@ class EvaluationSettings(SettingsTable):
 
 def check_evaluation(evaluation: EvaluationSettings, data: Data, training: TrainingSettings, score: Score) -> None:
     """Check the keys against each other, the data, the trainer and the score. Raises InvalidExperiment."""
+    if not training.trainer.learns_module:
+        _check_own(evaluation, training.trainer.whose)
     for key in sorted(evaluation.model_fields_set & evaluation.unused):
         by = 'evaluation.data = "held_out"' if key == "held_out" and evaluation.on_devices else "evaluation.at"
         problem = f"no effect with evaluation.at = {evaluation.at!r}"
         if key == "held_out" and evaluation.on_devices:
             problem = f"no effect with evaluation.data = {evaluation.data!r}"
-        raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, f"Omit it, or set {by}.")
+        remedy = "Omit it." if evaluation.data == OWN_SAMPLES else f"Omit it, or set {by}."
+        raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, remedy)
     if score.also and not training.trainer.learns_module:
         problem = f"{TRAINER} {training.trainer.whose} has one score"
         raise InvalidExperiment("score.also", score.also, problem, "Omit it.")
-    if not evaluation.on_devices:
+    if not evaluation.on_devices or not training.trainer.learns_module:
         return
-    if not training.trainer.learns_module:
-        problem = f"devices with {TRAINER} {training.trainer.whose} do not score models"
-        raise InvalidExperiment("evaluation.at", evaluation.at, problem, 'Use "cloud".')
+    if evaluation.data == OWN_SAMPLES:
+        problem = f"it is for trainers of one's own, and {TRAINER} is sgd"
+        raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out, test or users.")
     if evaluation.data != "held_out" and data.private:
         problem = "every device has samples of its own, and the cloud alone has the test set"
         raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out.")
@@ -99,3 +104,14 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, training: Train
     if evaluation.per_class and (data.targets != CLASSES or ACCURACY not in score.names):
         problem = "it counts right classes, and no score is accuracy"
         raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
+
+
+def _check_own(evaluation: EvaluationSettings, trainer: str) -> None:
+    """Check the keys with a trainer that evaluates by code of its own. Raises InvalidExperiment."""
+    wanted: dict[str, object] = {"accelerator": "cpu", "per_class": False}
+    if evaluation.on_devices:
+        wanted["data"] = OWN_SAMPLES
+    for key, value in wanted.items():
+        if (given := getattr(evaluation, key)) != value:
+            problem = f"{TRAINER} {trainer} evaluates on its own samples, by code of its own"
+            raise InvalidExperiment(f"evaluation.{key}", given, problem, "Omit it.")

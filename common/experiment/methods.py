@@ -58,12 +58,14 @@ class RuleSettings(SettingsTable):
     """The settings of a rule, what they build, and the answers of a rule that has nothing special.
 
     `objective`: that of the devices below, which it needs. `reads_losses`: whether it needs the training loss of the
-    model that a device received, which devices then compute. `step_models`: models that its state and its step take in
-    memory.
+    model that a device received, which devices then compute. `compares_losses`: whether it needs the training loss of
+    each result, which a trainer of the user's own may not return. `step_models`: models that its state and its step
+    take in memory.
     """
 
     objective: ClassVar[str | None] = None
     reads_losses: ClassVar[bool] = False
+    compares_losses: ClassVar[bool] = False
     step_models: ClassVar[float] = 0.0
 
     name: str  # the rule
@@ -179,10 +181,12 @@ class SelectionSettings(SettingsTable):
     """The settings of a selector, and what they build.
 
     A tier's `participation` gives the number of children in a round, K; the selector chooses them. `remembers`: whether
-    it reads what earlier rounds reported, so that its state persists.
+    it reads what earlier rounds reported, so that its state persists. `compares_losses`: whether it needs the training
+    loss of each result.
     """
 
     remembers: ClassVar[bool] = True
+    compares_losses: ClassVar[bool] = False
 
     name: str  # the selector
 

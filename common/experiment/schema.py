@@ -325,6 +325,14 @@ class Experiment(ExperimentSettings):
         first, *below = (tier.aggregation for tier in self.tiers)
         return first.several or any(rule.several and rule.remembers for rule in below)
 
+    @property
+    def compares_losses(self) -> str:
+        """What needs the training loss of each result, as text: a rule or a selector; empty if nothing does."""
+        found = {f"{self.key(tier)}.aggregation.name": tier.aggregation for tier in self.tiers} | {
+            f"{self.key(tier)}.selection.name": tier.selection for tier in self.tiers
+        }
+        return next((f"{key} = {each.name!r}" for key, each in found.items() if each.compares_losses), "")
+
     def code_at(self, node: str) -> dict[str, str]:
         """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`."""
         if self.tree.depth(node) < len(self.tiers):

@@ -107,6 +107,11 @@ class Tier(RoundSettings, TierNodes):
         return self.closing.among(children)
 
     @property
+    def compares_losses(self) -> bool:
+        """Whether a result must have a training loss."""
+        return self.aggregation.compares_losses or self.selection.compares_losses
+
+    @property
     def remembers(self) -> bool:
         """Whether its parents below the cloud have state that persists between their tasks."""
         return self.aggregation.remembers or self.selection.remembers

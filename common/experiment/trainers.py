@@ -1,16 +1,16 @@
 """What trains a model on devices: fedstrata's SGD on a PyTorch module, a trainer of the user's own, a Flower client.
 
 A trainer that is not fedstrata's brings its arrays and reads its samples, so the tables of the data and the model have
-its name. Its code is in `common/model/trainer.py`.
+its name, and it knows its test samples. Its code is in `common/model/trainer.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.errors import InvalidExperiment
 from common.experiment.data import CLASSES, PARTS, Data, Model
@@ -19,6 +19,11 @@ from common.experiment.tables import Selected, SettingsTable, form
 
 KEY: Final = "training.trainer"
 PARTITION: Final = "private"  # every device has samples of its own
+OWN_SAMPLES: Final = "own"  # of `evaluation.data`: the trainer knows its test samples
+OF_TRAINING: Final[Mapping[str, str]] = MappingProxyType(  # in Flower's `run_config`: keys of the table `training`
+    {"local-epochs": "epochs"}
+    | {name.replace("_", "-"): name for name in ("batch_size", "learning_rate", "momentum", "weight_decay")}
+)
 Rounds = dict[Annotated[str, form(r"^[1-9]\d{0,11}$", "the number of a global round, from 1")], float]
 NUMBER: Final = r"^[A-Za-z_]\w*$"  # with {0,63} its automaton takes 10 MB, and 40 ms of each start
 NumberName = Annotated[str, form(NUMBER, "a name of letters, digits and _, no digit first"), Field(max_length=64)]
@@ -57,7 +62,9 @@ class SgdTrainer(TrainerTable):
 
 
 class FlowerTrainer(TrainerTable):
-    """A client of a Flower app, a `NumPyClient`; `flwr` is not needed unless its file imports it."""
+    """A client of a Flower app, a `NumPyClient` or a `Client`; `flwr` is not needed unless its file imports it."""
+
+    remembers = True  # `context.state`
 
     name: Literal["flower"] = "flower"  # the trainer
     client_fn: OwnName  # the function that makes a client of a context, `package.module:client_fn`
@@ -65,6 +72,17 @@ class FlowerTrainer(TrainerTable):
     initial: OwnName | None = None
     # The function by which the cloud evaluates, as in a strategy of Flower's; not set: it does not evaluate.
     evaluate_fn: OwnName | None = None
+    # The app's settings that clients find in `context.run_config`, besides `local-epochs`, `batch-size`,
+    # `learning-rate`, `momentum` and `weight-decay`, which are those of `[training]`.
+    run_config: dict[str, bool | int | float | str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _given_once(self) -> Self:
+        for name in OF_TRAINING:
+            if name in self.run_config:
+                problem, remedy = "clients have it from [training]", f"Omit it, and set training.{OF_TRAINING[name]}."
+                raise InvalidExperiment(f"{KEY}.run_config.{name}", self.run_config[name], problem, remedy)
+        return self
 
     @property
     def code(self) -> Mapping[str, str]:
@@ -92,7 +110,7 @@ TrainerSettings = Annotated[TrainerTable, Selected(TRAINERS, "common.experiment.
 
 
 def with_trainer(tree: Any) -> Any:
-    """Return an experiment's keys with the data and the model of a trainer that brings its own."""
+    """Return an experiment's keys with the data, the model and the test samples of a trainer that brings its own."""
     if not isinstance(tree, Mapping) or not isinstance(training := tree.get("training", {}), Mapping):
         return tree
     data, model, table = tree.get("data", {}), tree.get("model", {}), training.get("trainer", {"name": "sgd"})
@@ -101,8 +119,11 @@ def with_trainer(tree: Any) -> Any:
     name = table.get("client_fn") if table.get("name") == "flower" else table.get("name")
     if not isinstance(name, str) or not is_own(name):  # an error of the table itself
         return tree
-    data = {"dataset": name, "partition": PARTITION, **data}
-    return {**tree, "data": data, "model": {"name": name, **model}}
+    own = {"data": {"dataset": name, "partition": PARTITION, **data}, "model": {"name": name, **model}}
+    evaluation = tree.get("evaluation", {})
+    if isinstance(evaluation, Mapping) and evaluation.get("at") in ("devices", "both"):
+        own["evaluation"] = {"data": OWN_SAMPLES, **evaluation}
+    return {**tree, **own}
 
 
 def check_trainer(trainer: TrainerTable, data: Data, model: Model) -> None:
@@ -117,8 +138,6 @@ def check_trainer(trainer: TrainerTable, data: Data, model: Model) -> None:
             raise InvalidExperiment(f"data.{key}", value, reads, "Omit it.")
     if model.name != trainer.whose:
         raise InvalidExperiment("model.name", model.name, brings, "Omit it.")
-    if model.initial is not None:
-        raise InvalidExperiment("model.initial", model.initial, brings, "Omit it, and return them by initial().")
     if not model.same_initial:
         raise InvalidExperiment("model.same_initial", False, brings, "Omit it.")
     for key in PARTS:

@@ -167,9 +167,8 @@ class ModelTester:
         self._experiment = experiment
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
-        self.parts = models.parts_of(self._module, experiment.model)
+        self.parts, self.first, self.initial, notes = models.first_of(experiment, self._module)
         self.layout, self.frozen = self.parts.exchanged, self.parts.frozen
-        self.first, self.initial, notes = models.first_of(experiment, self._module, self.parts)
         self.notes = [*self._data.notes, *notes]
 
     @calls_own_code
@@ -182,6 +181,7 @@ class ModelTester:
         with seeded(torch_seed(self._experiment.seed, Purpose.OWN_CODE), self._accelerator):
             if is_own(self._experiment.model.name):  # it may keep anything beside its state
                 self._module = models.anew(self._experiment, inputs=self._data.inputs)
+                models.read_frozen(self._module, self.frozen)
             models.read_row(self._module, self.layout, row)
             if self._accelerator.type != "cpu":
                 if (found := self._on_accelerator()) is not None:

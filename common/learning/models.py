@@ -12,51 +12,60 @@ are numbers (see `Inputs`), and returns an `nn.Module` of float32 that computes 
     def build(*, shape: tuple[int, int, int], classes: int) -> nn.Module: ...
 
 So the module's own class is such a function, if it needs no other keyword. It is called anew for each training and each
-evaluation, so what a module keeps beside its `state_dict` begins each time as the function makes it. So do its frozen
-arrays (`common/model/parts.py`), which no node sends. torch's, numpy's and Python's own generators are seeded by the
-experiment during construction, training and evaluation.
+evaluation, so what a module keeps beside its `state_dict` begins each time as the function makes it. Its frozen arrays
+(`common/model/parts.py`) begin as the function makes them at the cloud. torch's, numpy's and Python's own generators
+are seeded by the experiment during construction, training and evaluation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from common.errors import InvalidExperiment, RefusedModel
+from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.data import Model, check_accepted
 from common.experiment.own import is_own
 from common.experiment.schema import Experiment
-from common.experiment.tables import NAMED_MOST
 from common.learning.computing import seeded
 from common.learning.inputs import Inputs
 from common.learning.nets import ARCHITECTURES, DRAWS, draw_default, own_dropout
 from common.methods.fedgen import head_of
 from common.model import tensors
+from common.model.initial import INITIAL, differences, read_initial
 from common.model.layout import ModelLayout, Row, Section
 from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
 
 KEY: Final = "model.name"
-INITIAL: Final = "model.initial"
 NO_PARTS: Final = Model(name="")
 Tensors = dict[str, Tensor]
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+NO_ARRAYS: Final[Arrays] = MappingProxyType({})
 
 
-def of(experiment: Experiment, *, inputs: Inputs) -> nn.Module:
+def of(experiment: Experiment, *, inputs: Inputs, frozen: Arrays = NO_ARRAYS) -> nn.Module:
     """Return the experiment's model as `build` does, its frozen parameters without gradients.
 
-    Raises InvalidExperiment.
+    `frozen`: the frozen arrays of another node, in place of the model's own. Raises InvalidExperiment, also if they are
+    those of another model.
     """
     model = experiment.model
-    return _frozen(build(model.name, experiment.seed, inputs=inputs, projection=model.projection, parts=model), model)
+    module = build(model.name, experiment.seed, inputs=inputs, projection=model.projection, parts=model)
+    module = _frozen(module, model)
+    if frozen:
+        if wrong := differences(frozen, parts_of(module, model).frozen):
+            remedy = "Use one release of fedstrata, and of the model's package, everywhere."
+            own.refuse(KEY, model.name, f"the cloud's frozen arrays are not those of this model: {wrong}", remedy)
+        read_frozen(module, frozen)
+    return module
 
 
 def anew(experiment: Experiment, *, inputs: Inputs, node: str = "") -> nn.Module:
@@ -190,7 +199,7 @@ def parts_of(module: nn.Module, model: Model = NO_PARTS) -> ModelParts:
         section = Section.COUNTER if tensor.dtype == torch.int64 else Section.BUFFER
         arrays.append((path, tuple(tensor.shape), Section.PARAMETER if kind == "parameter" else section))
         if parts[path] is not Part.EXCHANGED:
-            values[path] = tensor.detach().cpu().numpy()
+            values[path] = _array(tensor)
     if parameters and not problem:
         problem, remedy = f"its parameter {next(iter(parameters.values()))} is not in its state_dict", "Leave it there."
     if not (problem or model.frozen) and not any(weight.requires_grad for weight in module.parameters()):
@@ -209,7 +218,7 @@ def _obstacle(path: str, tensor: Tensor, kind: str, *, frozen: bool) -> tuple[st
     if not kind:
         return f"{path} in its state_dict is neither a parameter nor a buffer", "Keep that state in buffers."
     if frozen:
-        known = str(tensor.dtype).removeprefix("torch.") in tensors.TYPES
+        known = tensor.dtype == torch.bfloat16 or str(tensor.dtype).removeprefix("torch.") in tensors.TYPES
         return "" if known else f"its frozen {path} is {tensor.dtype}, which numpy does not have", "Use another type."
     if kind == "parameter":
         return "" if tensor.dtype == torch.float32 else f"its parameter {path} is {tensor.dtype}", "Use float32."
@@ -236,19 +245,34 @@ def weights_of(module: nn.Module, layout: ModelLayout) -> dict[str, nn.Parameter
     return {name: weight for name, weight in module.named_parameters() if name in trained}
 
 
+def _array(tensor: Tensor) -> npt.NDArray[Any]:
+    """Return a tensor's values, on the CPU."""
+    values = tensor.detach().cpu()
+    if values.dtype == torch.bfloat16:
+        return values.contiguous().view(torch.int16).numpy().view(tensors.BFLOAT16)
+    return values.numpy()
+
+
+def _tensor(array: npt.NDArray[Any]) -> Tensor:
+    """Return an array's values."""
+    if array.dtype == tensors.BFLOAT16:
+        return torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 @torch.no_grad()
-def read_frozen(module: nn.Module, parts: ModelParts) -> None:
-    """Copy the frozen arrays into the module's tensors, on any device."""
-    state = _state(module) if parts.frozen else {}
-    for name, array in parts.frozen.items():
-        state[name].copy_(torch.from_numpy(array))
+def read_frozen(module: nn.Module, frozen: Arrays) -> None:
+    """Copy frozen arrays into the module's tensors, on any device."""
+    state = _state(module) if frozen else {}
+    for name, array in frozen.items():
+        state[name].copy_(_tensor(array))
 
 
 def check_constant(module: nn.Module, parts: ModelParts) -> None:
     """Check that training has left the parameters without gradients as they were. Raises InvalidExperiment."""
     state = _state(module) if parts.constant else {}
     for name in sorted(parts.constant):
-        if not np.array_equal(state[name].detach().cpu().numpy(), parts.frozen[name], equal_nan=True):
+        if _array(state[name]).tobytes() != parts.frozen[name].tobytes():
             problem = f"training changes its parameter {name}, which has requires_grad = False and so is frozen"
             own.refuse(KEY, type(module).__name__, problem, "Keep what training changes in a buffer.")
 
@@ -270,54 +294,29 @@ def write_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
         view[...] = state[name].detach().cpu().numpy()
 
 
-def first_of(experiment: Experiment, module: nn.Module, parts: ModelParts) -> tuple[Row, str, list[str]]:
-    """Return the first model of a run, uint8 [row_bytes], its file's digest, "" if no file has it, and notes.
+def first_of(experiment: Experiment, module: nn.Module) -> tuple[ModelParts, Row, str, list[str]]:
+    """Return the parts of a run's model, the first one, uint8 [row_bytes], its file's digest, and notes.
 
-    It is the module as it is, or `model.initial`, whose arrays have the names, shapes and kinds of the module's. The
-    file may lack frozen and personal arrays; frozen ones must be equal to the module's. Raises InvalidExperiment.
+    It is the module as it is, and the digest "", or `model.initial`, whose arrays have the names, shapes and kinds of
+    the module's. The file may lack frozen and personal arrays. The module gets its frozen ones. Raises
+    InvalidExperiment.
     """
-    layout, initial = parts.exchanged, experiment.model.initial
-    row = layout.empty()
-    write_row(module, layout, row)
+    parts, initial = parts_of(module, experiment.model), experiment.model.initial
+    row = parts.exchanged.empty()
+    write_row(module, parts.exchanged, row)
     if initial is None:
-        return row, "", []
-    path = tensors.file_of(initial)
-    try:
-        found, _ = tensors.read(path)
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
-        problem = f"{path} cannot be read: {error}"
-        remedy = "Name a finished run's folder, or a file in safetensors' format."
-        raise InvalidExperiment(INITIAL, initial, problem, remedy) from None
-    views, known = dict(layout.views(row)), module.state_dict()  # a tied tensor has one place, and several names
-    wrong = [
-        *(f"{name} is missing" for name in views if name not in found),
-        *(f"{name} is unknown" for name in found if name not in views and name not in known),
-        *(
-            f"{name} is {found[name].dtype} {list(found[name].shape)}, not {view.dtype} {list(view.shape)}"
-            for name, view in views.items()
-            if name in found and (found[name].shape, found[name].dtype) != (view.shape, view.dtype)
-        ),
-    ]
-    if wrong:
-        more = f" and {len(wrong) - NAMED_MOST} more" if len(wrong) > NAMED_MOST else ""
-        problem = f"not a model of {experiment.model.name}: {'; '.join(wrong[:NAMED_MOST])}{more}"
-        raise InvalidExperiment(INITIAL, initial, problem, "Name a file of the same model.")
-    frozen = [name for name, array in parts.frozen.items() if not np.array_equal(found.get(name, array), array)]
-    if frozen:
-        problem = f"its {frozen[0]} is frozen, and differs from that of the model which each device builds"
-        remedy = f"Let {experiment.model.name} return the model with this array, or let devices exchange it."
-        raise InvalidExperiment(INITIAL, initial, problem, remedy)
-    layout.flatten(found, row)
-    try:
-        layout.check_finite(row)
-    except RefusedModel as error:
-        raise InvalidExperiment(INITIAL, initial, str(error), "Name another file.") from None
+        return parts, row, "", []
+    known = module.state_dict()  # a tied tensor has one place, and several names
+    found = read_initial(initial, parts.exchanged, row, model=experiment.model.name, known=known, frozen=parts.frozen)
+    if frozen := {name: found[name] for name in parts.frozen if name in found}:
+        read_frozen(module, frozen)
+        parts = parts_of(module, experiment.model)
     notes = [
         f"{INITIAL}: {name} is personal, and devices begin with that of the model as it is built"
         for name in parts.personal
         if name in found
     ]
-    return row, tensors.content(found, {}), notes[:1]
+    return parts, row, tensors.content(found, {}), notes[:1]
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

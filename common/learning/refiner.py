@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +23,8 @@ from common.experiment.schema import Experiment
 from common.experiment.tables import named_in_module
 from common.learning import datasets, models, splits
 from common.learning.computing import calls_own_code, seeded
-from common.model.layout import Row
+from common.model.layout import ModelLayout, Row
+from common.model.parts import given_arrays
 from common.model.refinement import RoundModels
 from common.randomness import Purpose, generator, torch_seed
 
@@ -33,12 +35,19 @@ Refine = Callable[[Any, Any, RoundModels], Mapping[str, Any]]
 class NodeRefiner:
     """The method of one node, and its samples if it reads some.
 
-    `partition`: the digest of the cloud's split; `watch`: of progress.
+    `partition`: the digest of the cloud's split; `frozen`: a file of the cloud's frozen arrays, if this node builds
+    others; `watch`: of progress.
     Raises InvalidExperiment, also if the node's split differs from the cloud's.
     """
 
     def __init__(
-        self, experiment: Experiment, node: str, *, partition: str, watch: Callable[[], None] = lambda: None
+        self,
+        experiment: Experiment,
+        node: str,
+        *,
+        partition: str,
+        frozen: Path | None = None,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._experiment = experiment
         self._settings = experiment.tier_below(node).aggregation
@@ -47,10 +56,12 @@ class NodeRefiner:
         self._watch = watch
         self._seed, self._name = experiment.seed, node
         self._moves = 0
+        self.layout: ModelLayout | None = None  # of its own model, if it builds one
         if not self._settings.reads_samples:
             self._node = NodeDraws(experiment, node, moved=self._moved)
             return
-        self._node = samples = NodeSamples(experiment, node, moved=self._moved)
+        self._node = samples = NodeSamples(experiment, node, frozen=frozen, moved=self._moved)
+        self.layout = samples.layout
         check_alike(experiment.data, node, partition=samples.partition, clouds=partition)
 
     @property
@@ -97,13 +108,21 @@ class NodeSamples(NodeDraws):
     The module is in eval mode: its buffers never change.
     """
 
-    def __init__(self, experiment: Experiment, node: str, *, moved: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        node: str,
+        *,
+        frozen: Path | None = None,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(experiment, node, moved=moved)
+        self._frozen = given_arrays(frozen)
         dataset, split = datasets.load(experiment.data, node=node), splits.split_of(experiment, node=node)
         places = torch.from_numpy(split.held_out)
         self.partition = split.digest
         self._anew = partial(models.anew, experiment, inputs=dataset.inputs) if is_own(experiment.model.name) else None
-        self.module = models.of(experiment, inputs=dataset.inputs).eval()
+        self.module = models.of(experiment, inputs=dataset.inputs, frozen=self._frozen).eval()
         self.layout = models.layout_of(self.module, experiment.model)
         self.weights = list(self.module.parameters())
         self.labels = dataset.train_labels.index_select(0, places)
@@ -114,6 +133,7 @@ class NodeSamples(NodeDraws):
         """Copy a flat model, uint8 [row_bytes], into the module, anew if it is the user's own (see `models.py`)."""
         if self._anew is not None:
             self.module = self._anew().eval()
+            models.read_frozen(self.module, self._frozen)
             self.weights = list(self.module.parameters())
         models.read_row(self.module, self.layout, row)
 

@@ -2,7 +2,8 @@
 
 The requests on the channel, and the rows in shared memory:
 
-    {"experiment": TEXT, "node", "partition"}      -> {}
+    {"experiment": TEXT, "node", "partition", "frozen"}
+                                                   -> {"layout"} of its own model, null if it builds none
     {"r", "layout", "weights": [K]}, 2 + K rows    -> {"facts"}, and the first row
 
 The rows are the mean, the model that the children received, and K uploads. Each batch is progress. Instead of a reply
@@ -10,6 +11,8 @@ there may be an error, which ends the process.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 
@@ -34,8 +37,9 @@ def main() -> None:
                     from common.learning.refiner import NodeRefiner  # imports torch: seconds
             except ModuleNotFoundError as error:
                 raise _missing(experiment, node, str(error.name)) from None
-            refiner = NodeRefiner(experiment, node, partition=request["partition"], watch=channel.moved)
-        channel.send()
+            frozen = request["frozen"] and Path(request["frozen"])
+            refiner = NodeRefiner(experiment, node, partition=request["partition"], frozen=frozen, watch=channel.moved)
+        channel.send(layout=refiner.layout and refiner.layout.to_json())
         while True:
             request = channel.receive()
             weights_K, layout = np.array(request["weights"]), ModelLayout.from_json(request["layout"])

@@ -67,8 +67,7 @@ class Surroundings:
             raise InvalidExperiment("data.partition", experiment.data.partition, problem, remedy)
         self._experiment = experiment
         self._module = models.of(experiment, inputs=data.inputs).eval()
-        parts = models.parts_of(self._module, model)
-        row, _, _ = models.first_of(experiment, self._module, parts)
+        parts, row, _, _ = models.first_of(experiment, self._module)
         models.read_row(self._module, parts.exchanged, row)
         self._weights = list(models.weights_of(self._module, parts.exchanged).values())
         self._start = [weight.detach().clone() for weight in self._weights]

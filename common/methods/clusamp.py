@@ -70,7 +70,7 @@ class Drawn:
     """A child's training statistics, with its draws in place of its samples: the mean weights by them."""
 
     samples: int
-    loss: float
+    loss: float | None
     path_steps: int
     start_loss: float | None = None
 

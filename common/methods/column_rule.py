@@ -23,11 +23,11 @@ class RoundFacts:
     """What is known of a round's K uploads, in their order.
 
     `children`: the children that sent them. `samples_K`, int64 [K], `losses_K` and `steps_K`, float64 [K]: what they
-    reported. `weights_K`, float64 [K]: by `weights` of the experiment. `products`: the inner products of the uploads'
-    steps v_k - z from the model z that they received, if the rule `compares`; else None. `all_children`: how many the
-    node has, whether they took part or not. `training`: that of the devices below, which began at `learning_rate` and
-    did `local_rounds` in this round of the node. `start_losses_K`, float64 [K]: training losses of the model that the
-    children received, where the rule `reads_losses`.
+    reported, NaN for an unknown loss. `weights_K`, float64 [K]: by `weights` of the experiment. `products`: the inner
+    products of the uploads' steps v_k - z from the model z that they received, if the rule `compares`; else None.
+    `all_children`: how many the node has, whether they took part or not. `training`: that of the devices below, which
+    began at `learning_rate` and did `local_rounds` in this round of the node. `start_losses_K`, float64 [K]: training
+    losses of the model that the children received, where the rule `reads_losses`.
     """
 
     children: Sequence[str]

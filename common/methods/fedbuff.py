@@ -103,7 +103,7 @@ class BufferedRule(OneModel):
             "ages": dict(zip(children, ages_K.tolist(), strict=True)),
         }
         distances = self.distances(uploads) if self._measures else []
-        loss = float(shares_K @ statistics.losses_K)
+        loss = statistics.mean_loss(shares_K)
         return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
 
     def _step(self, uploads: Uploads, weights_K: Doubles, starts: Sequence[Row]) -> None:

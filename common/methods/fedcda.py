@@ -47,6 +47,8 @@ TIE: Final = 1e-12  # of the terms' scale
 class FedCDA(CombiningSettings):
     """One model: the mean of one cached upload of each child, chosen to lie close together at a low loss."""
 
+    compares_losses = True
+
     name: Literal["fedcda"] = "fedcda"  # the rule
     depth: Count = 3  # uploads kept of each child (H)
     groups: Count = 3  # groups in which the children that take part select (B)
@@ -151,7 +153,7 @@ class CachedUploadRule(OneModel):
             self._forget_sums()  # removes the rounding errors too
         for k, child in zip(uploads.answered, participants, strict=True):
             report = uploads.reports[k]
-            assert report is not None
+            assert report is not None and report.loss is not None  # `compares_losses`
             queue = self._queues.setdefault(child, [])
             while len(queue) >= self._settings.depth:
                 self._cache.drop(queue.pop(0))
@@ -204,7 +206,7 @@ class CachedUploadRule(OneModel):
         mix = whole(layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
         mixing.apply(mix, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
         facts: dict[str, object] = {"stage": "warm-up", "seen": len(self._selected)}
-        loss = float(weights_K @ statistics.losses_K)
+        loss = statistics.mean_loss(weights_K)
         return Aggregated(loss, dict(zip(participants, distances, strict=False)), None, facts)
 
     def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:

@@ -154,11 +154,10 @@ class MultiModelRule(Rule):
             if k not in answered:
                 uploads.rows_K[k] = row
         statistics, weights_K = uploads.statistics, np.full(count, 1 / count)
-        loss = float(statistics.losses_K.mean())
+        loss = statistics.mean_loss(statistics.weights_K(self._settings.weights))
         if self._settings.weights == "data":  # a fallback model has none
             weights_K[:] = 0.0
             weights_K[list(answered)] = statistics.shares_K
-            loss = float(statistics.shares_K @ statistics.losses_K)
         products: Gram | None = None
 
         def compare() -> Gram:

@@ -141,5 +141,5 @@ class LearnedWeightsRule(DistilledRule):
         )
         mixing.apply(plan, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
         by_child = dict(zip((uploads.children[k] for k in answered), lambdas_K.tolist(), strict=True))
-        loss = float(lambdas_K @ uploads.statistics.losses_K)
+        loss = uploads.statistics.mean_loss(lambdas_K)
         return replace(outcome, loss=loss, facts={**facts, "lambdas": by_child})

@@ -88,13 +88,14 @@ class RuleContext:
 class Aggregated:
     """Results and decisions of a node's rule.
 
-    `loss`: the mean training loss, weighted like the node's own mean. `distances`: ||upload - new mean|| of each child
+    `loss`: the mean of the training losses that are known, weighted like the node's own mean, None if none is.
+    `distances`: ||upload - new mean|| of each child
     with an upload, over trainable columns; empty at an institution whose rule does not need them. `spread`:
     mean_k ||w_k - mean||^2 / ||mean||^2 of K models after mixing, None for rules of one model. `facts`: the decisions
     of the plan, in a form that JSON can hold. `left_out`: why these children's uploads were not used.
     """
 
-    loss: float
+    loss: float | None
     distances: Mapping[str, float]
     spread: float | None
     facts: Mapping[str, object]

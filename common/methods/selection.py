@@ -25,12 +25,13 @@ NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 class ResultFacts(NamedTuple):
     """One result: its samples and mean training loss, its seconds, its bytes.
 
-    `seconds`: from the round's opening to the announcement of the result, by the parent's monotonic clock. `bytes`: of
-    the two encoded models, sent and returned, each counted once; so they are the same wherever the roles run.
+    `loss`: None if the child does not know it, unless the selector's settings say that it compares losses. `seconds`:
+    from the round's opening to the announcement of the result, by the parent's monotonic clock. `bytes`: of the two
+    encoded models, sent and returned, each counted once; so they are the same wherever the roles run.
     """
 
     samples: int
-    loss: float
+    loss: float | None
     seconds: float
     bytes: int
 

@@ -36,7 +36,7 @@ from common.errors import InvalidExperiment
 from common.experiment.methods import SelectionSettings
 from common.experiment.tables import Count, Fraction, Positive
 from common.lazy import np, npt
-from common.methods.selection import Selector, Situation
+from common.methods.selection import ResultFacts, Selector, Situation
 from common.randomness import Purpose, generator
 
 CLIP_QUANTILE: Final = 0.95
@@ -124,6 +124,8 @@ class ClusterSelector(Selector):
 class PowerOfChoice(SelectionSettings):
     """Candidates by their samples, and of these the K with the highest last training loss."""
 
+    compares_losses = True
+
     name: Literal["power_of_choice"] = "power_of_choice"  # the selector
     candidates: Count | None = None  # children among which the losses decide (d), at least K; not set: 2 K
 
@@ -150,7 +152,7 @@ class LossSelector(Selector):
 
         def loss(child: str) -> float:
             last = now.last_result(child)
-            return inf if last is None else last.loss
+            return inf if last is None else _loss(last)
 
         d = min(self._candidates or 2 * now.count, len(now.children))
         samples_N = np.array([max(now.samples.get(child, 1), 1) for child in now.children], np.float64)
@@ -160,6 +162,8 @@ class LossSelector(Selector):
 
 class Oort(SelectionSettings):
     """Children whose losses are high and who are quick, and some that were never selected."""
+
+    compares_losses = True
 
     name: Literal["oort"] = "oort"  # the selector
     exploration: Annotated[float, Field(ge=0, le=1)] = 0.9  # share of unseen children in the first round
@@ -200,7 +204,7 @@ class OortSelector(Selector):
 def scores(settings: Oort, now: Situation, seen: list[str]) -> npt.NDArray[np.float64]:
     """Return Oort's scores [S] of the children that have a result."""
     results = [last for child in seen if (last := now.last_result(child)) is not None]
-    utilities_S = np.array([last.samples * last.loss for last in results], np.float64)
+    utilities_S = np.array([last.samples * _loss(last) for last in results], np.float64)
     utilities_S = np.minimum(utilities_S, np.quantile(utilities_S, CLIP_QUANTILE))
     low, high = float(utilities_S.min()), float(utilities_S.max())
     normal_S = (utilities_S - low) / (high - low) if high > low else np.ones_like(utilities_S)
@@ -211,3 +215,8 @@ def scores(settings: Oort, now: Situation, seen: list[str]) -> npt.NDArray[np.fl
     slow_S = np.minimum(1.0, preferred_s / seconds_S) ** settings.penalty
     found: npt.NDArray[np.float64] = (normal_S + stale_S) * slow_S
     return found
+
+
+def _loss(result: ResultFacts) -> float:
+    assert result.loss is not None  # `compares_losses`: one without it was refused
+    return result.loss

@@ -130,7 +130,7 @@ class SingleModelRule(OneModel):
         elif self._columns is not None:
             self._replace(self._columns, uploads, weights_K)
             distances = self.distances(uploads) if self._measures else []
-        loss = float(weights_K @ statistics.losses_K)
+        loss = statistics.mean_loss(weights_K)
         return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
 
     def save(self, folder: Path) -> dict[str, object]:

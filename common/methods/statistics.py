@@ -32,8 +32,8 @@ class TrainingReport(Protocol):
         """The number of samples n_k."""
 
     @property
-    def loss(self) -> float:
-        """The loss F_k."""
+    def loss(self) -> float | None:
+        """The loss F_k, None if the child does not know it."""
 
     @property
     def path_steps(self) -> int:
@@ -48,7 +48,8 @@ class TrainingReport(Protocol):
 class Statistics:
     """Statistics of K uploads in row order: samples, mean training loss of the last epoch, SGD steps.
 
-    `start_losses_K`: of the model received, NaN where it was not asked for.
+    A loss is NaN where the child does not know it. `start_losses_K`: of the model received, NaN where it was not asked
+    for.
     """
 
     samples_K: npt.NDArray[np.int64]
@@ -60,9 +61,8 @@ class Statistics:
     def of(cls, results: Sequence[TrainingReport]) -> Statistics:
         """Collect the statistics from the children's results."""
         samples = np.array([result.samples for result in results], np.int64)
-        losses, steps = ([result.loss for result in results], [result.path_steps for result in results])
-        started = [np.nan if result.start_loss is None else result.start_loss for result in results]
-        return cls(samples, *(np.array(each, np.float64) for each in (losses, steps, started)))
+        columns = zip(*((result.loss, result.path_steps, result.start_loss) for result in results), strict=True)
+        return cls(samples, *(np.array(each, np.float64) for each in columns))  # None becomes NaN
 
     @property
     def shares_K(self) -> Doubles:
@@ -73,6 +73,14 @@ class Statistics:
         """Return the weights of a mean: the shares, or 1/K each."""
         count = len(self.samples_K)
         return self.shares_K if weights == "data" else np.full(count, 1 / count)
+
+    def mean_loss(self, weights_K: Doubles) -> float | None:
+        """Return the mean of the known losses by their weights, None if there is none. `weights_K`: their sum is 1."""
+        known = ~np.isnan(self.losses_K)
+        if known.all():
+            return float(weights_K @ self.losses_K)
+        total = weights_K[known].sum()
+        return float(weights_K[known] @ self.losses_K[known] / total) if total > 0 else None
 
 
 def shares(amounts_K: Doubles) -> Doubles:

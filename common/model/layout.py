@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 from common.errors import InvalidExperiment, RefusedModel, WireError
@@ -31,7 +31,6 @@ Row: TypeAlias = "npt.NDArray[np.uint8]"
 MOST_DIMENSIONS: Final = 32  # numpy 1.26's limit
 NAME_MOST: Final = 512  # characters
 EXTRAS: Final = "extras."  # of the names of entries
-FROZEN: Final = "[0-9a-f]{16}"  # the form of a digest of frozen arrays
 ROW_BYTES_MOST: Final = 1 << 35  # of an announced layout; nothing is allocated for a larger one
 _SHARED: Final = WeakValueDictionary[str, Row]()  # models of this process, by blob
 
@@ -65,18 +64,27 @@ class Entry:
         return self.name.rpartition(".")[0]
 
 
+class FrozenForm(NamedTuple):
+    """A model's frozen arrays: the digest of their content, 16 hexadecimal digits, and the bytes of a file of them."""
+
+    digest: str
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class ModelLayout:
     """Names, shapes and places of a model's exchanged tensors; equal layouts have equal digests.
 
-    `frozen`: the digest of the arrays that no row holds because all nodes have them (`parts.py`), "" for none.
+    `frozen`: of the arrays that no row holds because all nodes have them (`parts.py`), None without any.
     """
 
     entries: tuple[Entry, ...]
-    frozen: str = ""
+    frozen: FrozenForm | None = None
 
     @classmethod
-    def build(cls, tensors: Iterable[tuple[str, Sequence[int], Section]], frozen: str = "") -> ModelLayout:
+    def build(
+        cls, tensors: Iterable[tuple[str, Sequence[int], Section]], frozen: FrozenForm | None = None
+    ) -> ModelLayout:
         """Place the tensors, given in state_dict order, into the row."""
         listed = list(tensors)
         entries: list[Entry] = []
@@ -97,10 +105,8 @@ class ModelLayout:
         """Read what `to_json` wrote. Raises WireError."""
         try:
             read = json.loads(text)
-            listed, frozen = (read["exchanged"], read["frozen"]) if isinstance(read, dict) else (read, "")
+            listed, frozen = (read["exchanged"], _frozen(*read["frozen"])) if isinstance(read, dict) else (read, None)
             tensors = [(name, shape, Section(kind)) for name, shape, kind in listed]
-            if frozen and not (isinstance(frozen, str) and re.fullmatch(FROZEN, frozen)):
-                raise ValueError("no digest of frozen arrays")
             if not all(_is_name(name) and _is_shape(shape) for name, shape, _ in tensors):
                 raise ValueError("no name or no shape")
             if len({name for name, _, _ in tensors}) < len(tensors):
@@ -156,6 +162,12 @@ class ModelLayout:
         added = [(f"{EXTRAS}{name}", shape, Section.EXTRA) for name, shape in vectors.items()]
         return self.build([*listed, *added], self.frozen)
 
+    def differs_in_frozen(self, other: ModelLayout) -> bool:
+        """Return whether two layouts are equal but for the content of their frozen arrays, which have one size."""
+        if self.frozen is None or other.frozen is None or self.frozen.nbytes != other.frozen.nbytes:
+            return False
+        return self.entries == other.entries and self.frozen != other.frozen
+
     @cached_property
     def in_state_order(self) -> tuple[Entry, ...]:
         """The entries in the order of torch's state: by module, parameters before buffers and counters.
@@ -169,7 +181,7 @@ class ModelLayout:
     def digest(self) -> str:
         """16 hexadecimal digits over names, shapes and sections, and over the frozen arrays."""
         text = ";".join(f"{e.name}:{e.section}:{','.join(map(str, e.shape))}" for e in self.entries)
-        text += f";frozen:{self.frozen}" if self.frozen else ""
+        text += f";frozen:{self.frozen.digest}" if self.frozen else ""
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def empty(self) -> Row:
@@ -254,6 +266,14 @@ def shared_row(blob: str, data: bytes) -> Row:
     if row is None or row.base != data:  # equal ids prove nothing
         row = _SHARED[blob] = np.frombuffer(data, np.uint8)
     return row
+
+
+def _frozen(digest: object, nbytes: object) -> FrozenForm:
+    if not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{16}", digest)):
+        raise ValueError("no digest of frozen arrays")
+    if not (type(nbytes) is int and 0 < nbytes <= ROW_BYTES_MOST):
+        raise ValueError(f"frozen arrays of no size, or of more than {ROW_BYTES_MOST >> 30} GiB")
+    return FrozenForm(digest, nbytes)
 
 
 def _is_name(value: object) -> bool:

@@ -1,8 +1,8 @@
 """The parts of a model: which of its arrays nodes exchange, which are frozen, and which each device keeps.
 
-Arrays have the names of the model's state. Frozen ones are the same at every node, which makes them with the model; the
-layout has their digest, so that a node with others is refused. Personal ones are in no row that is sent. A device
-trains the exchanged and the personal ones, whose row has the layout `whole`.
+Arrays have the names of the model's state. Frozen ones are the same at every node. The layout has their digest: a node
+that builds others with its model fetches those of its parent, once, as a file in safetensors' format. Personal ones are
+in no row that is sent. A device trains the exchanged and the personal ones, whose row has the layout `whole`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.data import Model
 from common.experiment.tables import proposal
 from common.model import tensors
-from common.model.layout import ModelLayout, Row, Section
+from common.model.layout import FrozenForm, ModelLayout, Row, Section
 
 MARK_BYTES: Final = 4  # before a device's personal arrays: zeros if it has none yet
 
@@ -55,6 +57,22 @@ def part_of_each(model: Model, arrays: Mapping[str, Sequence[str]], *, constant:
     return found | dict.fromkeys(constant, Part.FROZEN)
 
 
+def read_frozen_file(path: Path, digest: str) -> dict[str, npt.NDArray[Any]]:
+    """Return the frozen arrays of a file, by name. Raises RefusedModel if its content has another digest."""
+    try:
+        found, _ = tensors.read(path)
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise RefusedModel(f"no file of arrays: {str(error)[:200]}") from None
+    if tensors.content(found, {}) != digest:
+        raise RefusedModel(f"these are not the frozen arrays with the digest {digest}")
+    return found
+
+
+def given_arrays(path: Path | None) -> dict[str, npt.NDArray[Any]]:
+    """Return the frozen arrays of a file that is named by their digest, none without a file. Raises RefusedModel."""
+    return {} if path is None else read_frozen_file(path, path.name)
+
+
 @dataclass(frozen=True, eq=False)
 class ModelParts:
     """A model's layouts: of what is exchanged, and of the `whole` that a device trains; the same without personal ones.
@@ -80,13 +98,13 @@ class ModelParts:
     ) -> ModelParts:
         """Return the parts of arrays, names with shapes in the order of the state; `values`: of those not exchanged."""
         frozen = {name: array.copy() for name, array in values.items() if parts[name] is Part.FROZEN}
-        digest = tensors.content(frozen, {}) if frozen else ""
+        form = FrozenForm(tensors.content(frozen, {}), tensors.size(frozen, {})) if frozen else None
         listed = [(name, shape, section) for name, shape, section in arrays if name not in frozen]
         exchanged = [each for each in listed if parts[each[0]] is Part.EXCHANGED]
-        layout = ModelLayout.build(exchanged, digest)
+        layout = ModelLayout.build(exchanged, form)
         if len(exchanged) == len(listed):
             return cls(layout, layout, frozen, constant=frozenset(constant))
-        made = cls(layout, ModelLayout.build(listed, digest), frozen, constant=frozenset(constant))
+        made = cls(layout, ModelLayout.build(listed, form), frozen, constant=frozenset(constant))
         row = made.whole.empty()
         views = made.whole.views(row)
         for name in made.personal:

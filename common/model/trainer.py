@@ -1,8 +1,8 @@
 """A trainer of the user's own: named numpy arrays in and out, with any library or none.
 
-The cloud calls `initial` and `evaluate`, a device `initial`, `prepare` and `train`; a node needs only the libraries
-that these import. The arrays of `initial` are the model: float32 arrays are its parameters, those named in `buffers`
-its float32 buffers, and int64 arrays its counters, as in `ModelLayout`.
+The cloud calls `initial` and `evaluate`, a device `initial`, `prepare`, `train` and `evaluate`; a node needs only the
+libraries that these import. The arrays of `initial` are the model: float32 arrays are its parameters, those named in
+`buffers` its float32 buffers, and int64 arrays its counters, as in `ModelLayout`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, Never, TypeAlias
 
@@ -25,6 +26,8 @@ from common.experiment.schema import Experiment
 from common.experiment.tables import named_in_module
 from common.experiment.topology import CLOUD
 from common.experiment.trainers import OwnTrainer, TrainerTable
+from common.model import tensors
+from common.model.initial import read_initial
 from common.model.layout import NAME_MOST, ModelLayout, Row, Section
 from common.randomness import Purpose, torch_seed
 
@@ -55,7 +58,7 @@ class TrainingSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTask:
-    """One local round of a device.
+    """One local round of a device, or an evaluation.
 
     `seed`: of this local round; the generators of Python, numpy and, if it is imported, PyTorch are seeded with it
     already. `global_round`, `local_round`: from 1, the latter over the whole run. `settings`: the numbers of the table
@@ -63,6 +66,10 @@ class LocalTask:
     without this device, None: it waits. `state`: a folder with what the device's last task left there, empty before the
     first one; it persists if the device is killed. `progress(done, of)` may be called between steps; it raises an error
     if the result is not wanted any more.
+
+    A device evaluates the model that it receives, before it trains; `global_round` is then the one that made the model,
+    and the rest as in the training that follows. At the cloud `node` is `cloud`, and there are no local rounds,
+    settings or state.
     """
 
     node: str
@@ -81,11 +88,12 @@ class LocalTask:
 class Trained:
     """The result of `train`: all arrays of the model, the mean loss of the last epoch, and the steps taken.
 
-    `samples`: that were trained on, None: all of the device. `numbers`: of the trainer's choice, for the run's events.
+    `loss`: None if it is not known. `samples`: that were trained on, None: all of the device. `numbers`: of the
+    trainer's choice, for the run's events.
     """
 
     arrays: Arrays
-    loss: float
+    loss: float | None
     steps: int
     samples: int | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -124,28 +132,37 @@ class ArrayTrainer:
         """Train the arrays, which are this call's own, as the task requires."""
         raise NotImplementedError
 
-    def evaluate(self, arrays: dict[str, Array], data: Path) -> Scored | tuple[int, float, float]:
-        """Return the samples in a data folder, their mean loss and the score. Without it nothing is evaluated."""
+    def evaluate(self, arrays: dict[str, Array], task: LocalTask) -> Scored | tuple[int, float, float]:
+        """Return a number of test samples, their mean loss and the score. Without it nothing is evaluated.
+
+        Of a device the samples are its own, at the cloud those of the cloud; sums over devices weigh by them.
+        """
         raise NotImplementedError
 
     @property
     def evaluates(self) -> bool:
-        """Whether the cloud can evaluate models."""
+        """Whether this node, once prepared if it is a device, can evaluate models."""
         return type(self).evaluate is not ArrayTrainer.evaluate
 
 
 class TrainerCode:
-    """A trainer that settings name, whose errors, of the user's code and of what it returns, are InvalidExperiment."""
+    """An experiment's trainer, whose errors, of the user's code and of what it returns, are InvalidExperiment."""
 
-    def __init__(self, settings: TrainerTable) -> None:
+    def __init__(self, experiment: Experiment) -> None:
         """Import and build it. Raises InvalidExperiment."""
+        settings: TrainerTable = experiment.training.trainer
         self._names = dict(settings.code)
         self.key, self.name = next(iter(self._names.items()))
         if isinstance(settings, OwnTrainer):
             self._trainer = own.build(self.key, settings, ArrayTrainer)
         else:
-            self._trainer = named_in_module(BUILT[settings.name])(settings)
-        self.evaluates = self._trainer.evaluates
+            self._trainer = named_in_module(BUILT[settings.name])(experiment)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this node can evaluate models."""
+        with self._guarded():
+            return bool(self._trainer.evaluates)
 
     def first(self, seed: int) -> tuple[ModelLayout, Row]:
         """Return the layout of the arrays, and the first model, uint8 [row_bytes]. Raises InvalidExperiment."""
@@ -193,14 +210,18 @@ class TrainerCode:
         if task.epochs and steps > task.epochs * samples:
             problem = f"train returns steps = {steps}, more than {task.epochs} epochs of {samples} samples can have"
             self.refuse(problem, "Count a step for each batch.")
-        return Trained({}, self._number(found.loss, "train returns loss ="), steps, used, self._numbers(found.numbers))
+        loss = None if found.loss is None else self._number(found.loss, "train returns loss =")
+        return Trained({}, loss, steps, used, self._numbers(found.numbers))
 
-    def evaluate(self, layout: ModelLayout, row: Row, data: Path, *, seed: int) -> Scored:
-        """Return the samples, loss and score of a model, uint8 [row_bytes]. Raises InvalidExperiment."""
+    def evaluate(self, layout: ModelLayout, row: Row, task: LocalTask) -> Scored:
+        """Return the samples, loss and score of a model, uint8 [row_bytes].
+
+        Raises InvalidExperiment, and what the progress callback raises.
+        """
         with self._guarded():
             self._trainer.load("evaluate")
-            seed_generators(seed)
-            found = self._trainer.evaluate(_arrays(layout, row), data)
+            seed_generators(task.seed)
+            found = self._trainer.evaluate(_arrays(layout, row), task)
         if not isinstance(found, tuple) or len(found) != len(Scored._fields):
             self.refuse(f"evaluate returns {found!r:.60}", "Return samples, loss and score.")
         samples, loss, score = found
@@ -268,23 +289,46 @@ class TrainerCode:
 class TrainerTester:
     """An experiment's first model and its scores by the trainer of a user, as `ModelTester` has them of a module.
 
-    `evaluates`: whether the trainer can. Raises InvalidExperiment.
+    `initial`: the digest of the file of `model.initial`. `evaluates`: whether the cloud evaluates, and the trainer can.
+    Raises InvalidExperiment.
     """
 
     notes = ()
-    initial = ""
     frozen: ClassVar[Arrays] = MappingProxyType({})
 
     def __init__(self, experiment: Experiment) -> None:
-        self._code = TrainerCode(experiment.training.trainer)
+        self._code = TrainerCode(experiment)
         self._data = Path(experiment.data.root.replace("{node}", CLOUD))
         self._seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
         self.layout, self.first = self._code.first(experiment.seed)
-        self.evaluates = self._code.evaluates
+        self.initial = ""
+        if (initial := experiment.model.initial) is not None:
+            found = read_initial(initial, self.layout, self.first, model=self._code.name)
+            self.initial = tensors.content(found, {})
+        self.evaluates = experiment.evaluation.on_cloud and self._code.evaluates
+        if experiment.evaluation.at == "both" and not self.evaluates:
+            remedy = 'Write an evaluate, or set evaluation.at = "devices".'
+            self._code.refuse("the cloud cannot evaluate with it", remedy)
 
-    def evaluate(self, row: Row) -> Scored:
-        """Return the score and the loss of a flat model, uint8 [row_bytes]. Raises InvalidExperiment."""
-        return self._code.evaluate(self.layout, row, self._data, seed=self._seed)
+    def evaluate(self, row: Row, global_round: int = 0) -> Scored:
+        """Return the score and the loss of a flat model of a global round, uint8 [row_bytes].
+
+        Raises InvalidExperiment.
+        """
+        with TemporaryDirectory(prefix="fedstrata-") as state:
+            task = LocalTask(
+                node=CLOUD,
+                data=self._data,
+                seed=self._seed,
+                epochs=0,
+                global_round=global_round,
+                local_round=0,
+                settings={},
+                deadline_s=None,
+                state=Path(state),
+                progress=lambda done, of: None,
+            )
+            return self._code.evaluate(self.layout, row, task)
 
 
 def seed_generators(seed: int) -> None:

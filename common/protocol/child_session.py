@@ -20,9 +20,10 @@ from common.accounting.traffic import Traffic
 from common.errors import Misfit, RefusedModel, WireError
 from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.schema import TransferSettings
-from common.model.layout import ROW_BYTES_MOST
+from common.model.layout import ROW_BYTES_MOST, FrozenForm
 from common.protocol import topics
 from common.protocol.events import (
+    FrozenFound,
     ModelArrived,
     ModelFailed,
     ParentGone,
@@ -34,7 +35,7 @@ from common.protocol.events import (
     TaskReceived,
 )
 from common.protocol.limits import SenderBounds, TaskLimits
-from common.protocol.manifest import ModelForm
+from common.protocol.manifest import FROZEN_CODEC, ModelForm
 from common.protocol.messages import (
     LIVING,
     Acknowledgement,
@@ -42,7 +43,10 @@ from common.protocol.messages import (
     Declined,
     Failure,
     Farewell,
+    FrozenOffered,
+    FrozenWanted,
     Goodbye,
+    Manifest,
     Message,
     NodeState,
     Phase,
@@ -72,7 +76,8 @@ class ChildSession:
     """One child's session with its parent on one broker.
 
     `parent_session`: the session that replied during discovery, empty if none did. `below`: the byte ledger of this
-    node's own children, if it has any. `form`: the required form of the parent's models; `limits`: of its tasks.
+    node's own children, if it has any. `form`: the required form of the parent's models; `frozen`: that of its frozen
+    arrays; `limits`: of its tasks.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class ChildSession:
         first_number: int,
         now: float,
         form: ModelForm | None = None,
+        frozen: FrozenForm | None = None,
         limits: TaskLimits | None = None,
         below: Ledger | None = None,
     ) -> None:
@@ -107,6 +113,7 @@ class ChildSession:
         # When the institutions have a model is measured: they report it at once.
         self.participant = Participant(idle_s=transfer.idle_s, phase_s=PHASE_S if below is None else 0.0)
         self._form = form
+        self._frozen = frozen
         self._limits = limits
         self._bound()
         self._below = below
@@ -126,7 +133,7 @@ class ChildSession:
         self._found_end: Presence | None = None
         self._declined: Declined | None = None
         self._preparing: Preparing | None = None
-        self._prepare_at = inf
+        self._prepare_at = self._want_at = inf
         self._farewell: tuple[ChildReport, ...] | None = None
         self._farewell_at = inf
         if parent_session:
@@ -149,6 +156,10 @@ class ChildSession:
         """Stop reporting preparation."""
         self._preparing, self._prepare_at = None, inf
 
+    def want_frozen(self, now: float) -> None:
+        """Ask the parent for its frozen arrays until it offers them: `FrozenFound` follows."""
+        self._want_at = now
+
     def set_form(self, form: ModelForm) -> None:
         """Set the required form of the parent's models."""
         self._form = form
@@ -160,7 +171,11 @@ class ChildSession:
             return
         blob_bytes = ROW_BYTES_MOST if self._form is None else self._form.size
         above = SenderBounds(
-            nodes=limits.below_parent, blob_bytes=blob_bytes, inline_bytes=self.link.transfer.inline_bytes, plans=False
+            nodes=limits.below_parent,
+            blob_bytes=blob_bytes,
+            inline_bytes=self.link.transfer.inline_bytes,
+            frozen_bytes=0 if self._frozen is None else self._frozen.nbytes,
+            plans=False,
         )
         self.link.admission.bounds = {
             self.parent: above,
@@ -275,7 +290,8 @@ class ChildSession:
             due = self.participant.next_deadline()
             declined = -inf if self._declined is not None else inf
             quiet = inf if self._ended else self._quiet_at
-            at = min(at, self._prepare_at, self._farewell_at, declined, quiet, inf if due is None else due)
+            at = min(at, self._prepare_at, self._want_at, self._farewell_at, declined, quiet)
+            at = at if due is None else min(at, due)
         return at if at < inf else None
 
     # Handling of what has come
@@ -297,6 +313,8 @@ class ChildSession:
             self._take_task(message, now)
         elif isinstance(message, Acknowledgement):
             self.participant.receive(message, now=now)
+        elif isinstance(message, FrozenOffered):
+            self._take_frozen(message.model)
         elif isinstance(message, Probe):
             self.link.events.append(ProbeReceived(sender, message))
         elif isinstance(message, Goodbye):
@@ -317,6 +335,20 @@ class ChildSession:
         else:
             self._task_session = self._parent_session
             self.participant.receive(task, now=now)
+
+    def _take_frozen(self, offered: Manifest) -> None:
+        """Take the parent's offer of frozen arrays; one that nobody waits for is late. Raises Misfit."""
+        if self._frozen is None:
+            raise Misfit("frozen arrays, which this run does not have")
+        if self._want_at == inf:
+            return
+        form = ModelForm(self._frozen.digest, FROZEN_CODEC, self._frozen.nbytes, exact=True, delta=False)
+        try:
+            form.check(offered)
+        except RefusedModel as error:
+            raise Misfit(f"frozen arrays: {error}") from None
+        self._want_at = inf
+        self.link.events.append(FrozenFound(offered))
 
     def _presence(self, proven: Proven, now: float) -> None:
         peer, session, presence, published = proven.peer, proven.session, proven.presence, proven.published
@@ -403,6 +435,9 @@ class ChildSession:
         if self._preparing is not None and now >= self._prepare_at:
             messages.append(self._preparing)
             self._prepare_at = inf
+        if self._frozen is not None and now >= self._want_at:
+            messages.append(FrozenWanted(self._frozen.digest))
+            self._want_at = now + HEARTBEAT_S
         if self._farewell is not None and now >= self._farewell_at:
             messages += [Reports(self._mark.reports_since(self._farewell))] if self._farewell else []
             messages.append(Farewell(*self._traffic()))

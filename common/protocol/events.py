@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.model.layout import Row
-from common.protocol.messages import Announcement, NodeState, Probe, Probed, Result, Target, Task
+from common.protocol.messages import Announcement, Manifest, NodeState, Probe, Probed, Result, Target, Task
 from common.protocol.receiver import ReceiverEvent
 
 # Of the link
@@ -47,7 +47,21 @@ class NoiseFetched:
     result: ReceiverEvent
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenFetched:
+    """A fetch of frozen arrays has ended."""
+
+    result: ReceiverEvent
+
+
 # Of a parent's session
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenAsked:
+    """A child lacks the run's frozen arrays."""
+
+    child: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,13 @@ class TargetsChanged:
 
 
 # Of a child's session
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenFound:
+    """The parent offers the frozen arrays that this node lacks."""
+
+    model: Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from common.protocol.messages import (
     Announcement,
     Ask,
     Farewell,
+    FrozenOffered,
     Here,
     Message,
     Presence,
@@ -74,8 +75,8 @@ class SenderBounds:
     """What the messages of one sender may hold, and so the most bytes of each.
 
     `nodes`: entries of its lists, one for each node below it; `blob_bytes`: of a model; `inline_bytes`: of one inside a
-    message. `plans`: it aggregates, and reports its decisions; `announces`: it is a parent. `score_bytes`: of the
-    sums of scores, and the counts of classes, in each of its reports.
+    message; `frozen_bytes`: of a file of frozen arrays. `plans`: it aggregates, and reports its decisions; `announces`:
+    it is a parent. `score_bytes`: of the sums of scores, and the counts of classes, in each of its reports.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class SenderBounds:
         nodes: int = NODES_MOST,
         blob_bytes: int = ROW_BYTES_MOST,
         inline_bytes: int = INLINE_MOST,
+        frozen_bytes: int = ROW_BYTES_MOST,
         plans: bool = True,
         announces: bool = True,
         score_bytes: int = 0,
@@ -105,6 +107,7 @@ class SenderBounds:
             Ask: SMALL_BYTES + chunks // 8,
             Reports: SMALL_BYTES + reports,
             Farewell: tiers,
+            FrozenOffered: SMALL_BYTES + -(-frozen_bytes // MIN_CHUNK_BYTES) * DIGEST_BYTES,
             Probe: noise,
             Probed: noise,
             Alive: presence + announces * announcement,
@@ -122,7 +125,7 @@ class SenderBounds:
 ANYBODY: Final = SenderBounds(  # of any lab
     score_bytes=MODELS * (bytes_most([R2] * SCORES_MOST) + CLASSES_MOST * CLASS_BYTES)
 )
-STRANGER: Final = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, plans=False, announces=False)
+STRANGER: Final = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, frozen_bytes=0, plans=False, announces=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +179,8 @@ class ChildLimits:
     most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children, or
     whose trainer may report numbers.
     `online`: when a device is there by its trace; at other times nothing is expected of it. `scores`: the names of
-    those in a report, none if devices do not score; `class_bytes`: of the counts of classes in it. `start_loss`:
-    whether its results have the loss of the model received.
+    those in a report, none if devices do not score; `class_bytes`: of the counts of classes in it. `loss`: whether its
+    results have a training loss; `start_loss`: that of the model received.
     """
 
     samples: int = COUNT_MOST
@@ -187,6 +190,7 @@ class ChildLimits:
     online: OnlineTimes | None = None
     scores: Sequence[str] = ()
     class_bytes: int = 0
+    loss: bool = False
     start_loss: bool = False
 
     @property
@@ -250,6 +254,7 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
             online=experiment.online(child),
             scores=experiment.score.names if experiment.evaluation.on_devices else (),
             class_bytes=CLASSES_MOST * CLASS_BYTES if experiment.evaluation.per_class else 0,
+            loss=experiment.tier_below(parent).compares_losses,
             start_loss=experiment.tier_below(parent).aggregation.reads_losses,
         )
     return found
@@ -279,6 +284,8 @@ def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COU
     _check_work("it", result, samples=limits.samples, epochs=epochs, rounds=1, limits=limits)
     if result.path_steps > limits.steps(epochs):
         raise RefusedModel(f"it reports {result.path_steps} steps of SGD in a row")
+    if limits.loss and result.epochs and result.loss is None:
+        raise RefusedModel("it has no training loss")
     if limits.start_loss and result.epochs and not abs(result.start_loss or 0.0) <= LOSS_MOST:
         raise RefusedModel(f"its loss of the model that it received is {result.start_loss}")
     if limits.start_loss and result.epochs and result.start_loss is None:
@@ -318,7 +325,7 @@ def _check_work(
             and len(tests.classes) % CLASS_BYTES == 0
         ):
             raise RefusedModel(f"{who} reports a score of {tests.samples} samples, in {tests.seconds} s")
-    if not abs(work.loss) <= LOSS_MOST:
+    if not abs(work.loss or 0.0) <= LOSS_MOST:
         raise RefusedModel(f"its training loss is {work.loss}" if who == "it" else f"{who} has a loss of {work.loss}")
 
 

@@ -17,6 +17,7 @@ from common.protocol.messages import Manifest
 
 MIN_RATED_CHUNK: Final = 32_768
 WINDOW_MOST: Final = 64
+FROZEN_CODEC: Final = "safetensors"  # of frozen arrays
 
 
 def describe(

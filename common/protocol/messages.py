@@ -205,21 +205,22 @@ class Progress:
 class Result:
     """A child's result announcement, repeated until it is acknowledged. Seconds are durations on the child's clock.
 
-    `path_steps`: the SGD steps on the critical path: in each local round those of the slowest device. `plans`: the
-    decisions of the child's own aggregation, and of those below it, in each of their rounds: a JSON object of lists of
-    objects, by node. `children`: reports on all nodes below it. `train_s`: training;
-    `wait_s`: waiting for a slot before it; `pause_s`: after it, if the child emulates slower hardware
-    (`common/experiment/devices.py`). For an institution these are sums over its rounds of its children's maximum.
-    `traffic` and `below` as in Progress, at the time of the announcement. `path`: a device's training path. `tests`:
-    a device's sums over its test samples of the model that came with the task, and of the trained one; None where it
-    scored none. `start_loss`: a device's training loss of the model that came, where the parent's rule reads it.
+    `loss`: the mean training loss of the last epoch, None if it is not known: the node's trainer returned none, or it
+    did not train. `path_steps`: the SGD steps on the critical path: in each local round those of the slowest device.
+    `plans`: the decisions of the child's own aggregation, and of those below it, in each of their rounds: a JSON object
+    of lists of objects, by node. `children`: reports on all nodes below it. `train_s`: training; `wait_s`: waiting for
+    a slot before it; `pause_s`: after it, if the child emulates slower hardware (`common/experiment/devices.py`). For
+    an institution these are sums over its rounds of its children's maximum. `traffic` and `below` as in Progress, at
+    the time of the announcement. `path`: a device's training path. `tests`: a device's sums over its test samples of
+    the model that came with the task, and of the trained one; None where it scored none. `start_loss`: a device's
+    training loss of the model that came, where the parent's rule reads it.
     """
 
     key: Key
     model: Manifest
     inline: bytes | None
     samples: int
-    loss: float
+    loss: float | None
     epochs: int
     steps: int
     path_steps: int
@@ -283,6 +284,20 @@ class Ask:
     seen_own: int
     window: int
     restart: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenWanted:
+    """A child's request for the model's frozen arrays with this digest, which it lacks; repeated until answered."""
+
+    digest: NameText
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenOffered:
+    """A parent's reply: the child may fetch these frozen arrays. The manifest's layout is their digest."""
+
+    model: Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,4 +489,5 @@ class Status:
 Message: TypeAlias = (
     Presence | Announcement | Probe | Probed | Task | Progress | Result | Acknowledgement | Ask | Gone | Reports
     | Farewell | WhoIsThere | Alive | Preparing | Declined | Goodbye | RollCall | Here | StatusRequest | Status
+    | FrozenWanted | FrozenOffered
 )  # fmt: skip

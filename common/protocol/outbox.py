@@ -68,7 +68,7 @@ class _Departure:
 
 
 class Outbox:
-    """One session's outbox. `noise`: the blobs of link calibrations, each as (owner, blob)."""
+    """One session's outbox. `noise`, `frozen`: the blobs of link calibrations, of frozen arrays, as (owner, blob)."""
 
     def __init__(self, identity: Identity, *, sender: Sender, counters: Account, ways: LinkSet) -> None:
         self._identity = identity
@@ -82,6 +82,7 @@ class Outbox:
         self._last_task: tuple[Task, bytes] | None = None
         self.packet_most = inf  # bytes of a message that the broker accepts
         self.noise: dict[tuple[str, str], None] = {}
+        self.frozen: set[tuple[str, str]] = set()
 
     def begin(self, begun: float) -> None:
         """Note when the run began: from then on links have the rates of their traces."""
@@ -207,6 +208,8 @@ class Outbox:
             self._counters.add(peer, "sent", message=size, control=control, model=model, extras=extras)
         elif (self._identity.name, output.chunk.blob) in self.noise:
             self._counters.add(peer, "sent", message=size, probe=model)
+        elif (self._identity.name, output.chunk.blob) in self.frozen:
+            self._counters.add(peer, "sent", message=size, frozen=model)
         else:
             self._counters.add(peer, "sent", message=size, model=model, extras=extras)
 

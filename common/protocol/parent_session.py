@@ -21,11 +21,13 @@ from common.errors import Misfit, RefusedModel, WireError
 from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
+from common.model.layout import FrozenForm
 from common.protocol import topics
 from common.protocol.attendance import Attendance, AwayWatch, Readiness, Targets
 from common.protocol.coordinator import Coordinator
 from common.protocol.events import (
     DevicesAway,
+    FrozenAsked,
     GoodbyeReceived,
     PeerChanged,
     ProbeReceived,
@@ -41,6 +43,7 @@ from common.protocol.messages import (
     Declined,
     Failure,
     Farewell,
+    FrozenWanted,
     Goodbye,
     Key,
     Message,
@@ -111,6 +114,7 @@ class ParentSession:
         self.samples, self.farewells = self.attendance.samples, self.attendance.farewells
         self.rates: dict[str, float] = {}
         self.moves = 0
+        self.frozen: FrozenForm | None = None  # the run's frozen arrays
         self._form: ModelForm | None = None
         self._pending: dict[tuple[str, str], Result] = {}
         self._assignments: Mapping[str, Assignment] = {}
@@ -269,6 +273,7 @@ class ParentSession:
                 nodes=len(limit.below),
                 blob_bytes=blob_bytes,
                 inline_bytes=inline_bytes,
+                frozen_bytes=0,
                 plans=bool(limit.aggregators),
                 announces=False,
                 score_bytes=limit.score_bytes,
@@ -365,6 +370,11 @@ class ParentSession:
             self.attendance.preparing(sender, short(message.waits_for), now)
             self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
             self.moves += 1
+        elif isinstance(message, FrozenWanted):
+            if self.frozen is None or message.digest != self.frozen.digest:
+                raise Misfit(f"it wants frozen arrays that this run does not have: {message.digest[:16]!r}")
+            if self.link.answers.take(sender, now):  # else it asks again
+                self.link.events.append(FrozenAsked(sender))
         elif isinstance(message, Declined):
             self.coordinator.declined(sender, message.key, short(message.reason))
             raise Misfit(f"it declined its task: {short(message.reason)}")

@@ -28,7 +28,7 @@ from common.experiment.links import LinkSet
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.admission import Admission, Budget, PendingAnswers, PendingAsks, Refusal, Refusals, refusal_of
-from common.protocol.events import BrokerAway, BrokerDrops, NameTaken, NoiseFetched
+from common.protocol.events import BrokerAway, BrokerDrops, FrozenFetched, NameTaken, NoiseFetched
 from common.protocol.limits import SKIPPED, SMALL_BYTES, STRANGER, Skipped
 from common.protocol.manifest import chunk_bytes_for, renamed
 from common.protocol.messages import (
@@ -250,6 +250,8 @@ class PeerLink:
         while (event := self.receiver.next_event()) is not None:
             if (event.owner, event.blob) in self.outbox.noise:
                 self.events.append(NoiseFetched(event))
+            elif (event.owner, event.blob) in self.outbox.frozen:
+                self.events.append(FrozenFetched(event))
             else:
                 yield event
 
@@ -378,6 +380,20 @@ class PeerLink:
         """Stop fetching a peer's noise."""
         self.receiver.drop(peer, blob=noise.blob, now=now)
 
+    # Frozen arrays
+
+    def offer_frozen(self, manifest: Manifest, data: memoryview, child: str) -> None:
+        """Offer frozen arrays to a child until they are retired; those that are forwarded already to one more."""
+        self.outbox.frozen.add((self.identity.name, manifest.blob))
+        self.sender.offer(manifest, data, (child,))
+
+    def fetch_frozen(
+        self, parent: str, manifest: Manifest, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_]
+    ) -> None:
+        """Fetch the parent's frozen arrays into `buffer`, as `Receiver.fetch`; `FrozenFetched` follows."""
+        self.outbox.frozen.add((parent, manifest.blob))
+        self.receiver.fetch(parent, manifest, buffer, lacking=lacking, now=now)
+
     # This node
 
     def begin(self, begun: float) -> None:
@@ -407,6 +423,8 @@ class PeerLink:
         size = packet_bytes(text, len(body), qos=0)
         if (topic.node, topic.blob) in self.outbox.noise:
             self.counters.add(topic.node, "received", message=size, probe=len(body))
+        elif (topic.node, topic.blob) in self.outbox.frozen:
+            self.counters.add(topic.node, "received", message=size, frozen=len(body))
         else:
             extras = min(len(body), self.receiver.extras_in(topic.node, topic.blob, topic.index))
             self.counters.add(topic.node, "received", message=size, model=len(body) - extras, extras=extras)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from math import inf, nan
+from math import inf
 from typing import Final, TypeAlias
 
 from common.experiment.devices import OnlineTimes
@@ -145,7 +145,7 @@ class ChildInRound:
     assigned: float = 0.0  # time of the assignment
     answer_s: float = 0.0  # from an assignment to the first message that answers it
     seconds: float = 0.0  # from the assignment to the announcement of the result
-    loss: float = nan  # of its last training, and the seconds that this took
+    loss: float | None = None  # of its last training, and the seconds that this took
     worked_s: float = 0.0
     state: ChildState = ChildState.IDLE
     result: Result | None = None

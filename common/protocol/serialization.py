@@ -30,6 +30,8 @@ from common.protocol.messages import (
     Ask,
     Declined,
     Farewell,
+    FrozenOffered,
+    FrozenWanted,
     Gone,
     Goodbye,
     Here,
@@ -49,7 +51,7 @@ from common.protocol.messages import (
 )
 from common.text import TextLimit, escaped, escaped_within
 
-VERSION: Final = 10
+VERSION: Final = 11
 MAX_INT: Final = 2**63 - 1
 ITEMS: Final = 64  # of a list that does not grow with the nodes: fields, tiers, findings
 HEAD: Final = 3  # items before the fields: the version, the session, the kind
@@ -59,6 +61,7 @@ FIXARRAY, ARRAY16, FIXSTR = 0x90, b"\xdc", 0xA0  # of msgpack
 KINDS: Final[tuple[type[Message], ...]] = (
     Presence, Announcement, Task, Progress, Result, Acknowledgement, Ask, Gone, Reports, Farewell, Probe, Probed,
     WhoIsThere, Alive, Preparing, Declined, Goodbye, RollCall, Here, StatusRequest, Status,
+    FrozenWanted, FrozenOffered,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 # Of the messages that all versions can read: how many of their fields never change, and values of the others.

@@ -18,11 +18,13 @@ from common.errors import OutOfReach, RefusedModel, RunFailed
 from common.experiment.links import PLAIN, Codecs, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.host.offload import offload
-from common.model.layout import LinkLayouts, ModelLayout, Row
+from common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.net.bulk import Place
 from common.protocol.child_session import ChildSession
 from common.protocol.events import (
+    FrozenFetched,
+    FrozenFound,
     ModelArrived,
     ModelFailed,
     NoiseFetched,
@@ -42,10 +44,11 @@ from common.protocol.receiver import Landing
 from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
 from common.runtime.endpoint import Endpoint
+from common.runtime.frozen import FrozenFetch
 from common.runtime.models import Arriving, DeltaReference, Models, ModelUnavailable
 from common.runtime.round import Work
 from common.runtime.world import REAL, World
-from common.storage.spool import Spool
+from common.storage.spool import FrozenFiles, Spool
 
 REFUSALS_KEPT: Final = 16
 
@@ -58,7 +61,8 @@ class ChildEndpoint(Endpoint):
     """One node's parent on one broker; `serve` works until the parent has ended the run.
 
     `parent_session`: the parent's session during discovery. `limits`: of its tasks. `below`: the byte ledger of this
-    node's own children. `spool`: where a model is assembled, None: in memory.
+    node's own children. `spool`: where a model is assembled, None: in memory. `frozen`: the form of the run's frozen
+    arrays, and `files` those that this node has, None: in a temporary folder.
     """
 
     session: ChildSession
@@ -77,6 +81,8 @@ class ChildEndpoint(Endpoint):
         below: Ledger | None = None,
         spool: Spool | None = None,
         codecs: Codecs = PLAIN,
+        frozen: FrozenForm | None = None,
+        files: FrozenFiles | None = None,
         world: World = REAL,
     ) -> None:
         super().__init__(address, identity, transfer=transfer, world=world)
@@ -90,11 +96,15 @@ class ChildEndpoint(Endpoint):
             meter=self.connection.meter,
             first_number=int(1e3 * world.wall()),
             now=self.now(),
+            frozen=frozen,
             limits=limits,
             below=below,
         )
         self.models = Models(sent=codecs.up, received=codecs.down)
         self.probes = Probes(self, world)
+        files = files or FrozenFiles(None, identity.name)
+        want = self.session.want_frozen
+        self.frozen = FrozenFetch(self, parent=parent, form=frozen, files=files, want=want)
         self.refusals: list[str] = []  # the last ones
         self._spool = spool or Spool(None)
         self._rows = self._spool.rows("model", 0, 0)
@@ -108,6 +118,13 @@ class ChildEndpoint(Endpoint):
         self._over: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         self._goodbye = asyncio.Event()
         self._began = asyncio.Event()
+
+    async def run(self, *, connect_timeout_s: float) -> None:
+        """Serve until cancelled. Raises what `Endpoint.run` raises."""
+        try:
+            await super().run(connect_timeout_s=connect_timeout_s)
+        finally:
+            self.frozen.close()
 
     def preparing(self, done: int, *, waits_for: str = "") -> None:
         """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this node waits for."""
@@ -178,11 +195,13 @@ class ChildEndpoint(Endpoint):
 
     def _landed(self, topic: str, place: Place) -> None:
         super()._landed(topic, place)
+        self.frozen.chunk_came()
         if isinstance(place, Landing) and self._fetching is not None:
             self._fetching.chunk_came()  # it may be forwarded at once
 
     def _received(self, topic: str, body: bytes, retained: bool) -> None:
         super()._received(topic, body, retained)
+        self.frozen.chunk_came()
         if self._fetching is not None:
             self._fetching.chunk_came()
 
@@ -207,6 +226,8 @@ class ChildEndpoint(Endpoint):
             self.probes.receive(event.peer, event.message)
         elif isinstance(event, NoiseFetched):
             self.probes.transferred(event.result)
+        elif isinstance(event, FrozenFound | FrozenFetched):
+            self.frozen.take(event)
 
     def _after_pass(self) -> None:
         if self.session.goodbye_answered:

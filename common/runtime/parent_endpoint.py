@@ -20,6 +20,7 @@ from common.model.layout import LinkLayouts, Row
 from common.net.address import BrokerAddress
 from common.protocol.events import (
     DevicesAway,
+    FrozenAsked,
     GoodbyeReceived,
     NoiseFetched,
     PeerChanged,
@@ -37,6 +38,7 @@ from common.protocol.presence import Identity
 from common.protocol.round_state import Assignment, Closed, Stalled
 from common.runtime.calibration import Probes, measure_all
 from common.runtime.endpoint import BrokerStatistics, Endpoint
+from common.runtime.frozen import FrozenOffers
 from common.runtime.models import Arriving, Models
 from common.runtime.round import ClosedRound, Dispatch, Observe
 from common.runtime.world import REAL, World, nothing
@@ -90,6 +92,7 @@ class ParentEndpoint(Endpoint):
         self.transfer = transfer
         self.models = Models(sent=codecs.down, received=codecs.up)
         self.probes = Probes(self, world)
+        self.frozen = FrozenOffers(self)
         self._layouts: LinkLayouts | None = None
         self._spool = spool or Spool(None)
         self._uploads = self._spool.rows("uploads", 0, 0)
@@ -129,7 +132,15 @@ class ParentEndpoint(Endpoint):
     def set_layouts(self, layouts: LinkLayouts) -> None:
         """Set what models and extras go down and up; must be known before the first round."""
         self._layouts = layouts
+        self.session.frozen = layouts.model.frozen
         self.session.set_form(self.models.form(layouts.up))
+
+    async def run(self, *, connect_timeout_s: float) -> None:
+        """Serve until cancelled. Raises what `Endpoint.run` raises."""
+        try:
+            await super().run(connect_timeout_s=connect_timeout_s)
+        finally:
+            self.frozen.close()
 
     def announce(self, announcement: Announcement) -> None:
         """Publish the experiment, retained, and send it to nodes that look for a run."""
@@ -275,11 +286,19 @@ class ParentEndpoint(Endpoint):
             self.probes.receive(event.peer, event.message)
         elif isinstance(event, NoiseFetched):
             self.probes.transferred(event.result)
-        elif self._closed is not None and not self._closed.done():
-            if isinstance(event, Closed):
-                self._closed.set_result(event)
-            elif isinstance(event, Stalled):
-                self._closed.set_exception(_failure(event))
+        elif isinstance(event, FrozenAsked):
+            self.frozen.take(event)
+        elif isinstance(event, Closed | Stalled):
+            self._end(event)
+
+    def _end(self, event: Closed | Stalled) -> None:
+        """End the round, if it has not ended."""
+        if self._closed is None or self._closed.done():
+            return
+        if isinstance(event, Closed):
+            self._closed.set_result(event)
+        else:
+            self._closed.set_exception(_failure(event))
 
     def _after_pass(self) -> None:
         if self._moves != self.session.moves:

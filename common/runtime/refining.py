@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from common.errors import RunFailed
+from common.errors import InvalidExperiment, RunFailed
 from common.experiment.schema import Experiment
 from common.host.offload import offload
 from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, nothing
-from common.model.layout import Row
+from common.model.layout import ModelLayout, Row
 from common.model.refinement import Refiner, RoundModels
 
 MODULE: Final = "common.learning.refiner_process"
@@ -37,6 +38,8 @@ class RefinerProcess:
         self._loop = asyncio.get_running_loop()
         self._cancelled = False
         self._call: asyncio.Task[object] | None = None
+        self._layout: ModelLayout | None = None
+        self._frozen: Path | None = None
         self._process = ReplaceableProcess(
             MODULE,
             f"{node}'s refiner process",
@@ -49,9 +52,21 @@ class RefinerProcess:
         """Counter of progress, also during a call."""
         return self._process.moves
 
-    async def prepare(self) -> None:
-        """Start the process, which loads the data. Raises InvalidExperiment, RunFailed."""
+    async def prepare(self, layout: ModelLayout, arrays: Callable[[], Awaitable[Path]]) -> None:
+        """Start the process, which loads the data.
+
+        `layout`: the run's. If the process builds other frozen arrays, it gets the file of the run's from `arrays`.
+        Raises InvalidExperiment, RunFailed, and what `arrays` raises.
+        """
         await self._process.do(nothing)
+        if self._layout is not None and self._layout != layout and self._layout.differs_in_frozen(layout):
+            self._frozen = await arrays()
+            await self._process.end()
+            await self._process.do(nothing)
+        if self._layout is not None and self._layout != layout:
+            problem = f"{self._node} builds another model than the cloud"
+            remedy = "Use one release of fedstrata, and of the model's package, everywhere."
+            raise InvalidExperiment("model.name", self._experiment.model.name, problem, remedy)
 
     def refine(self, models: RoundModels) -> Mapping[str, Any]:
         """Refine the mean in the process; for other threads than the loop's. Raises RunFailed, InvalidExperiment."""
@@ -81,7 +96,9 @@ class RefinerProcess:
 
     async def _begin(self, channel: SubprocessChannel) -> None:
         experiment = self._experiment.to_json()
-        await channel.request(experiment=experiment, node=self._node, partition=self._partition)
+        frozen = None if self._frozen is None else str(self._frozen)
+        reply = await channel.request(experiment=experiment, node=self._node, partition=self._partition, frozen=frozen)
+        self._layout = reply["layout"] and ModelLayout.from_json(reply["layout"])
 
     async def _refined(self, models: RoundModels) -> tuple[Record, Row]:
         if self._cancelled:

@@ -108,7 +108,7 @@ class WorkResult:
 
     row: Row
     samples: int
-    loss: float
+    loss: float | None
     epochs: int
     steps: int
     train_s: float
@@ -131,10 +131,10 @@ class WorkResult:
             log.warning("the decisions of %d rules are not reported: %d characters", len(self.plans), len(plans))
             plans = ""
         return Result(
-            task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,
-            self.steps if self.path_steps is None else self.path_steps,
-            float(self.train_s), float(self.wait_s), float(self.pause_s), self.children,
-            plans, path=self.path, tests=self.tests, start_loss=self.start_loss,
+            task.key, model, inline, self.samples, None if self.loss is None else float(self.loss), self.epochs,
+            self.steps, self.steps if self.path_steps is None else self.path_steps, float(self.train_s),
+            float(self.wait_s), float(self.pause_s), self.children, plans, path=self.path, tests=self.tests,
+            start_loss=self.start_loss,
         )  # fmt: skip
 
 

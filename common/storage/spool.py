@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -36,13 +37,19 @@ from common.host.files import private, private_folder
 
 KEPT_S: Final = 7 * 86_400.0
 SHARE: Final = 0.1  # of the disk
+FROZEN: Final = "frozen"  # a folder that is no run's
+FROZEN_KEPT: Final = 2  # of each node
+FROZEN_KEPT_S: Final = 30 * 86_400.0
 RUN: Final = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")  # a run's id; the user may have other files in the folder
 
 log = logging.getLogger("fedstrata.spool")
 
 
 class Rows:
-    """Memory for K models: `array`, uint8 [K, row_bytes], each row contiguous; in a file each begins on a new page."""
+    """Memory for K models: `array`, uint8 [K, row_bytes], each row contiguous; in a file each begins on a new page.
+
+    The file of a single row has its bytes and no others.
+    """
 
     def __init__(
         self,
@@ -121,7 +128,7 @@ class Spool:
         if self._folder is None or count == 0:
             return Rows(np.empty((count, row_bytes), np.uint8))
         path = self._folder / name
-        stride = -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        stride = row_bytes if count == 1 else -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         size = count * stride
         try:
             with open(path, "a+b", opener=private) as file:
@@ -166,6 +173,62 @@ class Spool:
             with suppress(OSError):  # other nodes of the run still have files
                 self._folder.parent.rmdir()
         self._lock = None
+
+
+class FrozenFiles:
+    """One node's files of frozen arrays, named by their digest.
+
+    Those of a node that stays outlive its runs: it fetches no arrays twice. It keeps the last `FROZEN_KEPT`; those of a
+    node that has used none for `FROZEN_KEPT_S` go with the next one. Those of a node with one `run` go with its end, so
+    that the bytes of a lab do not depend on earlier ones. Nor do they depend on which nodes share a host: each has its
+    own files. Without a root they are in a temporary folder, lost with the process.
+    """
+
+    def __init__(self, root: Path | None, node: str, *, run: str = "") -> None:
+        self._root, self._node, self._run = root, node, run
+        self._spool: Spool | None = None
+
+    def path(self, digest: str) -> Path:
+        """Return the place of a file."""
+        return self._folder / digest
+
+    def row(self, digest: str, nbytes: int) -> Rows:
+        """Return one row in a file; in memory, with a warning, if the file cannot be used."""
+        with suppress(OSError):
+            private_folder(self._folder.parent)
+            private_folder(self._folder)
+        return Spool(self._folder).rows(digest, 1, nbytes)
+
+    def used(self, digest: str) -> None:
+        """Note that a file is in use, and remove what is older than the last ones."""
+        with suppress(OSError):
+            os.utime(self.path(digest))
+            own = sorted(self._folder.iterdir(), key=lambda path: path.lstat().st_mtime_ns)
+            others = [] if self._run else self._folder.parent.glob("*/*")
+            old = [path for path in others if path.lstat().st_mtime < time.time() - FROZEN_KEPT_S]
+            for path in (*own[:-FROZEN_KEPT], *old):
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the files of a node with one run."""
+        if self._run and "_folder" in vars(self):
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._spool is not None:
+            self._spool.close()
+
+    @cached_property
+    def _folder(self) -> Path:
+        if self._root is not None and not self._run:
+            with suppress(OSError):
+                private_folder(self._root)
+            return self._root / FROZEN / self._node
+        with suppress(StorageFailed):  # it cannot be written
+            self._spool = Spool.open(self._root, run=self._run, node=self._node)
+            if (folder := self._spool.folder(FROZEN)) is not None:
+                return folder
+        temporary = Path(tempfile.mkdtemp(prefix="fedstrata-frozen-"))
+        weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+        return temporary / self._node
 
 
 def _lock(folder: Path) -> _RunLock:

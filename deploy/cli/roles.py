@@ -73,7 +73,7 @@ SpoolFolder = Annotated[
         "--spool",
         help=(
             f"Folder of partly transferred models, kept after a crash; auto = {SPOOL.format(uid='UID')}, none = memory "
-            "but for what a method keeps on a device from round to round: that is in auto's folder then."
+            "but for what a device keeps from round to round, and frozen arrays: they are in auto's folder then."
         ),
     ),
 ]

@@ -23,11 +23,12 @@ from common.errors import FedstrataError, StorageFailed
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
-from common.host.files import writing
+from common.host.files import replacing, writing
 from common.host.processes import interruptible
 from common.methods.rule import link_layouts
 from common.methods.selection import Choose
 from common.metrics import Metrics
+from common.model import tensors
 from common.model.layout import Row
 from common.model.refinement import Refiner
 from common.model.trainer import TrainerTester
@@ -74,15 +75,15 @@ async def _run(
 
     async def evaluate(global_round: int, row: Row) -> EvaluationResult:
         with clock.stopped():
-            found = cloud.evaluate(row)
+            found = cloud.evaluate(global_round, row)
         return EvaluationResult(global_round, found.score, found.loss, found.more)
 
     layout, partition = cloud.beginning.layout, cloud.beginning.partition
     calls = partial(Calls, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
     tree = experiment.tree
-    training = _Training(where)
-    devices = {name: HostedDevice(experiment, experiment.digest, name) for name in tree.devices}
+    training, frozen = _Training(where), _given(folder, cloud.beginning)
+    devices = {name: HostedDevice(experiment, experiment.digest, name, frozen=frozen) for name in tree.devices}
     prepared = {name: training.prepare(device) for name, device in devices.items()}
     for name, facts in prepared.items():
         check_alike(experiment.data, name, partition=facts.partition, clouds=partition)
@@ -122,7 +123,7 @@ async def _run(
             down=below[name],
             metrics=metrics,
             choose=choose(name),
-            refiner=_refiner(experiment, name, partition=partition),
+            refiner=_refiner(experiment, name, partition=partition, frozen=frozen),
         )
         work[name] = rounds.work
     spool = _spool(folder, CLOUD)
@@ -145,7 +146,7 @@ async def _run(
             metrics=metrics,
             observe=record,
             choose=choose(CLOUD),
-            refiner=_refiner(experiment, CLOUD, partition=partition),
+            refiner=_refiner(experiment, CLOUD, partition=partition, frozen=frozen),
         )
         if resume:
             run.resume()
@@ -171,12 +172,23 @@ def _spool(folder: RunFolder, node: str) -> Spool:
     return Spool(path)
 
 
-def _refiner(experiment: Experiment, node: str, *, partition: str) -> Refiner | None:
+def _given(folder: RunFolder, beginning: Beginning) -> Path | None:
+    """Return a file of the frozen arrays, if they come from `model.initial`; else each module has them."""
+    form = beginning.layout.frozen
+    if folder.experiment.model.initial is None or form is None:
+        return None
+    _spool(folder, CLOUD)
+    with replacing(path := folder.path / "spool" / CLOUD / form.digest) as file:
+        tensors.write(file, beginning.frozen, {})
+    return path
+
+
+def _refiner(experiment: Experiment, node: str, *, partition: str, frozen: Path | None) -> Refiner | None:
     if not experiment.tier_below(node).aggregation.refines:
         return None
     from common.learning.refiner import NodeRefiner
 
-    return NodeRefiner(experiment, node, partition=partition)
+    return NodeRefiner(experiment, node, partition=partition, frozen=frozen)
 
 
 def _resolved(accelerator: str) -> str:
@@ -196,18 +208,18 @@ class _Evaluated(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Evaluating:
-    """What the cloud begins with, and its evaluation of a flat model."""
+    """What the cloud begins with, and its evaluation of a global round's flat model."""
 
     beginning: Beginning
-    evaluate: Callable[[Row], _Evaluated]
+    evaluate: Callable[[int, Row], _Evaluated]
 
 
 def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
     experiment = folder.experiment
     if not experiment.training.trainer.learns_module:
         trainer = TrainerTester(experiment)
-        beginning = Beginning(trainer.layout, trainer.first, "", evaluates=trainer.evaluates)
-        return _Evaluating(beginning, trainer.evaluate)
+        beginning = Beginning(trainer.layout, trainer.first, "", evaluates=trainer.evaluates, initial=trainer.initial)
+        return _Evaluating(beginning, lambda global_round, row: trainer.evaluate(row, global_round))
     from common.learning import splits
     from common.learning.computing import resolve_accelerator
     from common.learning.evaluation import ModelTester, accelerator_of
@@ -224,7 +236,7 @@ def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
         initial=tester.initial,
         frozen=tester.frozen,
     )
-    return _Evaluating(beginning, tester.evaluate)
+    return _Evaluating(beginning, lambda global_round, row: tester.evaluate(row))
 
 
 @dataclass(frozen=True, slots=True)

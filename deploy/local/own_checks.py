@@ -37,7 +37,7 @@ class Report(NamedTuple):
     """A child's statistics."""
 
     samples: int
-    loss: float
+    loss: float | None
     path_steps: int = 1
     start_loss: float | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
@@ -12,6 +13,7 @@ import numpy as np
 
 from common.experiment.schema import Experiment
 from common.model.layout import Row
+from common.model.scores import ScoreSums
 from device.jobs import LocalResult, Order
 from device.training.arrays import ArrayTraining
 
@@ -29,6 +31,8 @@ def of(experiment: Experiment) -> Iterator[tuple[str, str]]:
         again = _Device(experiment, folders[1])
         same = _problem(models, [again.round(r) for r in range(ROUNDS)])
         yield "the same twice", same and f"{same}; draw random numbers from task.seed, or from global generators"
+        if first.evaluates:
+            yield "the same score twice", "" if first.score() == again.score() else "its scores of one model differ"
         killed = _Device(experiment, folders[2])
         for r in range(ROUNDS - 1):
             killed.round(r)
@@ -65,13 +69,27 @@ class _Device:
             shutil.copytree(self._folder, copy)
             return self._train(r, epochs=epochs, folder=copy)
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether it can score models."""
+        return self._training.evaluates
+
+    def score(self) -> ScoreSums:
+        """Return the sums of the model over its test samples, without the seconds."""
+        tests = self._order(ROUNDS, epochs=0, folder=self._folder, scores=True)[0].tests
+        assert tests is not None and tests.received is not None
+        return replace(tests.received, seconds=0.0)
+
     def _train(self, r: int, *, epochs: int, folder: Path) -> LocalResult:
+        result, self.model = self._order(r, epochs=epochs, folder=folder)
+        return result
+
+    def _order(self, r: int, *, epochs: int, folder: Path, scores: bool = False) -> tuple[LocalResult, Row]:
         out = self._layout.empty()
         given = self.model.copy()
         given.flags.writeable = False
-        result = self._training.train(Order(given, out, epochs, r, lambda done, of: None, Event(), folder=folder))
-        self.model = out
-        return result
+        order = Order(given, out, epochs, r, lambda done, of: None, Event(), scores, folder=folder)
+        return self._training.train(order), out
 
 
 def _differ(one: Row, other: Row) -> bool:

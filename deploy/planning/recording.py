@@ -50,7 +50,7 @@ def record_seconds(
             name = f"round-{len(seconds):06d}"
             folder.add_devices(len(seconds), devices)
             record = GlobalRoundRecord(
-                global_round=len(seconds), elapsed_s=0.0, train_loss=0.0, phases=dict.fromkeys(GLOBAL_PHASES, 0.0),
+                global_round=len(seconds), elapsed_s=0.0, train_loss=None, phases=dict.fromkeys(GLOBAL_PHASES, 0.0),
                 sgd_steps=0, path_steps=0, bytes_={}, missing=(), refused=(), epochs={}, omega={}, spread={},
             )  # fmt: skip
             folder.add_round(record)

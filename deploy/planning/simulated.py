@@ -16,6 +16,7 @@ from enum import Enum
 from itertools import count
 from math import prod
 from operator import mul
+from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ from common.experiment.methods import RuleSettings
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD, Tree
 from common.model.layout import ModelLayout, Row
+from common.model.tensors import Tensors
 from common.protocol.receiver import SLOT_BYTES_S
 from deploy.local.network import device_groups, shares
 from deploy.planning.calibration import MachineSpeeds
@@ -163,10 +165,15 @@ class NoiseWorkload:
         self._work = work
         self._moved = moved
         self.layout: ModelLayout = work.layout
+        self.frozen: Tensors = {}  # each device builds them
         self.first: Row = work.first
         columns = self.layout.columns
         noise = np.random.default_rng(0).standard_normal(2 * columns, np.float32)
         self._factors = 1 + np.float32(CHANGE) * noise  # each device takes its own window of them
+
+    def layout_at(self, node: str, frozen: Path | None) -> ModelLayout:
+        """Return the same for all."""
+        return self.layout
 
     def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
         """Return the numbers of a device's training and test samples: it joins the run."""

@@ -157,8 +157,11 @@ def _of_trainer(experiment: Experiment) -> PlannedWorkload:
     if count > PREPARED_MOST:
         assumed.append(f"each device has {each} samples, as the first one")
     samples = {name: some.get(name, each) for name in experiment.tree.devices} if listed else each
+    tests = max(1, each // 10) if experiment.evaluation.on_devices else 0
+    if tests:
+        assumed.append(f"each device scores models on {tests} samples, a tenth of those that it trains on")
     return PlannedWorkload(
-        experiment, calibrated, tester.layout, tester.first, samples, 0, data_bytes=0, here=True, assumed=assumed
+        experiment, calibrated, tester.layout, tester.first, samples, tests, data_bytes=0, here=True, assumed=assumed
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from cloud.records import BROKER, GlobalRoundRecord, LinkRecord
+from cloud.records import BROKER, RARE, GlobalRoundRecord, LinkRecord
 from common.accounting.counters import LINK_KINDS
 from common.experiment.topology import CLOUD
 from common.protocol.round_state import GLOBAL_PHASES
@@ -125,6 +125,7 @@ TOPOLOGY: Final = "Rates as declared in the experiment, and as measured before t
 _BYTE_PARTS: Final = (
     ("fill-s0", "models"),
     ("fill-s3", "extras"),
+    ("fill-s5", "frozen arrays"),
     ("fill-s2", "control"),
     ("fill-s4", "MQTT's own"),
     ("fill-s1", "rest of TCP"),
@@ -140,7 +141,7 @@ def bytes_axis(name: str, lines: Mapping[str, Sequence[Point]]) -> Axis:
 
 
 def traffic(run: Run) -> Figure:
-    """Return a figure of each tier's bytes: models, extras if any, control messages, MQTT overhead, TCP overhead."""
+    """Return a figure of each tier's bytes: models, extras and frozen arrays if any, control messages, overheads."""
     rows = {}
     for (tier, direction), found in _by_direction(run).items():
         payloads = [sum(link.payload_bytes or 0 for link in found if link.kind == kind) for kind in LINK_KINDS]
@@ -150,7 +151,8 @@ def traffic(run: Run) -> Figure:
         rest = 0 if wire is None else max(0, wire - message)
         rows[f"{tier.upper()} {direction}"] = [*payloads, message - sum(payloads), rest]
     axis = bytes_axis("bytes", {"": [(sum(values), 0.0) for values in rows.values()]})
-    shown = [i for i, (_, part) in enumerate(_BYTE_PARTS) if part != "extras" or any(row[i] for row in rows.values())]
+    rare = [LINK_KINDS.index(kind) for kind in RARE]
+    shown = [i for i in range(len(_BYTE_PARTS)) if i not in rare or any(row[i] for row in rows.values())]
     parts = [_BYTE_PARTS[i] for i in shown]
     rows = {name: [row[i] for i in shown] for name, row in rows.items()}
     return charts.bars(run.file_name("bytes"), "Bytes of the run", parts, rows, axis=axis)

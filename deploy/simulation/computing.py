@@ -176,7 +176,8 @@ class RealComputing:
     def member(self, node: str) -> RealMember:
         """Return a device's access to the pool."""
         timed = SimulatedMember(self._timed.pool(node), node)
-        return RealMember(node, self._members[node], timed, self._prepared[node], self._call, self._seconds)
+        begin = self._begin, self._call
+        return RealMember(node, self._members[node], timed, self._prepared[node], *begin, self._seconds)
 
     def evaluator(self, experiment: Experiment, folder: Path) -> RealEvaluator:
         """Return the evaluator of a cloud."""
@@ -209,6 +210,7 @@ class RealMember:
     timed: SimulatedMember
     prepared: Computation[Prepared]
     begin: Begin
+    call: Begin  # a training
     seconds: MachineSeconds
 
     failure = None  # a training that fails ends at its virtual end
@@ -222,10 +224,13 @@ class RealMember:
     def leave(self) -> None:
         """Do nothing: what was made for the experiment goes with the pool."""
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         """Return this device's facts. Raises InvalidExperiment, RunFailed."""
         await asyncio.sleep(BOOT_S)
-        return self.prepared.result()
+        if frozen is None:
+            return self.prepared.result()
+        prepared: Prepared = self.begin(self.real.prepare(experiment, frozen=frozen)).result()
+        return prepared
 
     async def train(self, order: Order) -> LocalResult:
         """Train as ordered, in the virtual seconds of this device's machine. Raises RunFailed."""
@@ -234,8 +239,10 @@ class RealMember:
             seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=order.epochs)
         models = order.scores + order.scores_trained
         if models:
-            scored_s = models * self.seconds.scoring(self.node, samples=prepared.tests)
-        training = self.begin(self.real.train(replace(order, progress=lambda done, of: None)))
+            own = not self.seconds.experiment.training.trainer.learns_module  # only its evaluation knows how many
+            tests = max(1, prepared.samples // 10) if own else prepared.tests
+            scored_s = models * self.seconds.scoring(self.node, samples=tests)
+        training = self.call(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
             (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), order.progress)
         except BaseException:

@@ -27,6 +27,7 @@ from common.experiment.topology import CLOUD
 from common.host.subprocess_channel import REPLACEMENTS
 from common.model.layout import ModelLayout, Row, Section
 from common.model.scores import R2, R2_SUMS, ScoredModels, ScoreSums, packed_sums
+from common.model.tensors import Tensors
 from deploy.simulation.machines import Machines
 from device.jobs import LocalResult, Order, Prepared, Progress, TrainingPool
 
@@ -36,11 +37,15 @@ NULL_CHANGE: Final = 0.01
 
 
 class Workload(Protocol):
-    """Models, their training and their evaluation."""
+    """Models, their training and their evaluation; `frozen`: the cloud's frozen arrays, by name."""
 
     layout: ModelLayout
     first: Row
     partition: str
+    frozen: Tensors
+
+    def layout_at(self, node: str, frozen: Path | None) -> ModelLayout:
+        """Return the layout of the model that a device builds, from a file of the cloud's frozen arrays if given."""
 
     def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
         """Return the numbers of a device's training and test samples."""
@@ -61,12 +66,17 @@ class NullWorkload:
     partition = "simulated"
 
     def __init__(self, model_bytes: int) -> None:
+        self.frozen: Tensors = {}
         columns = max(2, model_bytes // 4)
         split = columns * 3 // 4
         tensors = [("a.weight", (split,), Section.PARAMETER), ("b.weight", (columns - split,), Section.PARAMETER)]
         self.layout = ModelLayout.build(tensors)
         self.first = self.layout.empty()
         self.layout.floats(self.first)[:] = np.random.default_rng(1).standard_normal(columns, np.float32)
+
+    def layout_at(self, node: str, frozen: Path | None) -> ModelLayout:
+        """Return the same for all."""
+        return self.layout
 
     def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
         """Return 50 to 149 samples, depending on the name, of which some may be held out, and 5 to 14 for testing."""
@@ -208,7 +218,7 @@ class SimulatedMember:
     def leave(self) -> None:
         """Do nothing: a simulated device keeps nothing."""
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         """Return this device's layout, samples and partition digest, after `boot_s`."""
         hardware = self._hardware
         if self._node in hardware.hanging:
@@ -219,7 +229,8 @@ class SimulatedMember:
         self._scores = experiment.score.names
         self._reads_losses = experiment.tier_above(self._node).aggregation.reads_losses
         kept_bytes = workload.kept_bytes(experiment)
-        return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
+        layout = workload.layout_at(self._node, frozen)
+        return Prepared(layout, self._samples, workload.partition, kept_bytes)
 
     async def train(self, order: Order) -> LocalResult:
         """Train after random seconds, with progress in between."""
@@ -235,7 +246,7 @@ class SimulatedMember:
         received = self._tested(order.row) if models and order.scores else None
         if not order.epochs:
             found = None if received is None else ScoredModels(received).lasting(scored_s)
-            return LocalResult(self._samples, 0.0, 0, 0.0, wait_s, tests=found)
+            return LocalResult(self._samples, None, 0, 0.0, wait_s, tests=found)
         hardware.trained[self._node, order.local_round] += 1
         loss, steps = hardware.workload.train(
             self._node, order.row, order.out, epochs=order.epochs, local_round=order.local_round
@@ -276,7 +287,8 @@ class SimulatedMember:
             hardware.trainings += bool(work[0] or not work[1])
             took_s = loop.time() - begun if hardware.machines is not None else seconds
         scored_s = took_s * work[1] / seconds if work[1] else 0.0
-        return (took_s - scored_s, scored_s), wait_s
+        train_s = took_s - scored_s if work[0] else 0.0  # rounding could make it negative, which parents refuse
+        return (train_s, scored_s), wait_s
 
 
 class SimulatedEvaluator:
@@ -290,7 +302,7 @@ class SimulatedEvaluator:
         """Return the first model."""
         workload = self._hardware.workload
         await asyncio.sleep(3 * self._hardware.durations.boot_s)
-        return Beginning(workload.layout, workload.first.copy(), workload.partition)
+        return Beginning(workload.layout, workload.first.copy(), workload.partition, frozen=workload.frozen)
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return a model's accuracy and loss."""

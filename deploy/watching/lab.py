@@ -324,8 +324,8 @@ class WatchedLab:
     @property
     def loss(self) -> float | None:
         """The training loss of the last global round, None if it is not known."""
-        losses = [each.train_loss for each in self.progress.scores if each.train_loss is not None]
-        return losses[-1] if losses else None
+        closed = [each for each in self.progress.scores if each.global_round <= self.progress.closed]
+        return closed[-1].train_loss if closed else None
 
     @property
     def score(self) -> float | None:

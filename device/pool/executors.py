@@ -235,4 +235,5 @@ class Worker:
         if device.digest not in self._known:
             channel.send(experiment=device.experiment.to_json(), digest=device.digest)
             self._known.add(device.digest)
-        return [device.digest, device.node, self.accelerator]
+        frozen = None if device.frozen is None else str(device.frozen)
+        return [device.digest, device.node, self.accelerator, frozen]

@@ -29,8 +29,8 @@ class ModuleTrainers:
     """Creates a device's trainer on first use. The devices of an experiment share its model."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, str, str], Trainer] = {}
-        self._sources: dict[tuple[str, str], dict[Inputs, NetworkSource]] = {}
+        self._made: dict[tuple[str, str, str], tuple[str, Trainer]] = {}  # with the digest of given frozen arrays
+        self._sources: dict[tuple[str, str, str], dict[Inputs, NetworkSource]] = {}
         self._vmapped_trainers: dict[str, VmappedTrainer] = {}
 
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
@@ -52,7 +52,7 @@ class ModuleTrainers:
         left = set(received)
         if not work[0][1].epochs and work[0][1].scores:  # the models are not trained
             for number in left:
-                done(number, received[number].of(LocalResult(trainers[number].samples, 0.0, 0, 0.0, 0.0)))
+                done(number, received[number].of(LocalResult(trainers[number].samples, None, 0, 0.0, 0.0)))
             return
         work = [
             (device, replace(order, row=trainer.start(order.row, local_round=order.local_round)))
@@ -132,10 +132,15 @@ class ModuleTrainers:
         return self._vmapped_trainers[accelerator]
 
     def _trainer(self, device: HostedDevice, accelerator: str) -> Trainer:
-        key = device.digest, device.node, accelerator
-        if key not in self._made:
-            sources = self._sources.setdefault((device.digest, accelerator), {})
-            trainer = Trainer(device.experiment, node=device.node, accelerator=accelerator, sources=sources)
+        (digest, frozen), key = device.built, (device.digest, device.node, accelerator)
+        made, trainer = self._made.get(key, ("", None))
+        if trainer is None or made != frozen:
+            sources = self._sources.setdefault((digest, frozen, accelerator), {})
+            trainer = Trainer(
+                device.experiment, node=device.node, accelerator=accelerator, sources=sources, frozen=device.frozen
+            )
             trainer.prepare()
-            self._made[key] = trainer
-        return self._made[key]
+            self._made[key] = frozen, trainer
+            used = {(key[0], given, key[2]) for key, (given, _) in self._made.items()}
+            self._sources = {key: made for key, made in self._sources.items() if key in used}
+        return trainer

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final, Self
 
 from common.errors import AcceleratorLost
@@ -263,14 +264,15 @@ class Member:
             self._pool.release(self._device)
             self._device = None
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
-        """Join an experiment and return this device's facts in it.
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
+        """Join an experiment and return this device's facts in it; `frozen`: as in `HostedDevice`.
 
         Raises InvalidExperiment, RunFailed.
         """
-        self.leave()
-        self._device = HostedDevice(experiment, experiment.digest, self._node)
-        self._pool.host(self._device)
+        device = HostedDevice(experiment, experiment.digest, self._node, frozen=frozen)
+        self._pool.host(device)
+        self.leave()  # an experiment that it has left; the same one stays, with what was made for others
+        self._device = device
         prepared: Prepared = await self._pool.submit(PoolRequest(device=self._device, place=self._place))
         return prepared
 

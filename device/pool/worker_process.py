@@ -10,7 +10,8 @@
     {"cancel": JOB}
     {"forget": DIGEST}                        an experiment that no device is in any more
 
-A DEVICE is [digest, name, accelerator]. The shared memory has two rows for each job, one to read and one to write.
+A DEVICE is [digest, name, accelerator, a file of the cloud's frozen arrays or null]. The shared memory has two rows for
+each job, one to read and one to write.
 A job has a "failure" instead of a result, an empty one if it was cancelled. An error is the outcome of all remaining
 jobs; after one by which the accelerator is lost the agent replaces this process.
 """
@@ -87,8 +88,8 @@ class WorkerServer:
         self._trainers.train(work, accelerator, done)
 
     def _device(self, sent: list[Any]) -> tuple[HostedDevice, str]:
-        digest, node, accelerator = sent
-        return HostedDevice(self._experiments[digest], digest, node), accelerator
+        digest, node, accelerator, frozen = sent
+        return HostedDevice(self._experiments[digest], digest, node, frozen=frozen and Path(frozen)), accelerator
 
     def _report(self, job: int, steps: int, of: int) -> None:
         self._channel.send(job=job, steps=steps, of=of)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -13,6 +14,8 @@ from typing import Final
 from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
 from common.host.offload import repeated
+from common.model.layout import Row
+from common.model.scores import ScoredModels, ScoreSums, packed_sums
 from common.model.trainer import LocalTask, TrainerCode, TrainingSite
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, Done, HostedDevice, LocalResult, Order, Prepared, Work
@@ -29,7 +32,7 @@ class ArrayTraining:
 
     def __init__(self, experiment: Experiment, *, node: str, accelerator: str) -> None:
         self._experiment = experiment
-        self._code = TrainerCode(experiment.training.trainer)
+        self._code = TrainerCode(experiment)
         self._layout, self.first = self._code.first(experiment.seed)
         devices, data = experiment.tree.devices, Path(experiment.data.root.replace("{node}", node))
         self._site = TrainingSite(
@@ -44,13 +47,20 @@ class ArrayTraining:
         )
         self._samples = 0
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether it can score models, once prepared. Raises InvalidExperiment."""
+        return self._code.evaluates
+
     def prepare(self) -> Prepared:
         """Load the device's samples, and return its facts. Raises InvalidExperiment."""
         self._samples = self._code.prepare(self._site)
+        if self._experiment.evaluation.on_devices and not self._code.evaluates:
+            self._code.refuse("it has no evaluate", 'Write one, or set evaluation.at = "cloud".')
         return Prepared(self._layout, self._samples, "", folder=self._experiment.training.trainer.remembers)
 
     def train(self, order: Order) -> LocalResult:
-        """Train as ordered; without a folder in a temporary one. Raises Cancelled, InvalidExperiment."""
+        """Score and train as ordered; without a folder in a temporary one. Raises Cancelled, InvalidExperiment."""
         if order.folder is not None:
             return self._train(order, order.folder)
         with TemporaryDirectory(prefix="fedstrata-") as folder:
@@ -78,18 +88,40 @@ class ArrayTraining:
             state=state,
             progress=progress,
         )
-        start, cpu_start = time.monotonic(), time.thread_time()
         try:
             with _use_reported(order):
+                before = replace(task, global_round=task.global_round - 1)
+                received = self._score(order.row, before) if order.scores else None
+                if not order.epochs:
+                    return LocalResult(self._samples, None, 0, 0.0, 0.0, tests=_scored(received, None))
+                start, cpu_start = time.monotonic(), time.thread_time()
                 found = self._code.train(self._layout, order.row, order.out, task, samples=self._samples)
+                train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
+                trained = self._score(order.out, task) if order.scores_trained else None
         except InvalidExperiment:
             if order.cancelled.is_set():
                 raise Cancelled from None
             raise
-        train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
+        if found.loss is None and (rule := experiment.compares_losses):
+            self._code.refuse("train returns no loss", f"Return one: {rule} compares losses.")
         order.progress(found.steps, found.steps)
-        samples = found.samples or self._samples
-        return LocalResult(samples, found.loss, found.steps, train_s, wait_s=0.0, cpu_s=cpu_s, numbers=found.numbers)
+        return LocalResult(
+            found.samples or self._samples,
+            found.loss,
+            found.steps,
+            train_s,
+            wait_s=0.0,
+            cpu_s=cpu_s,
+            numbers=found.numbers,
+            tests=_scored(received, trained),
+        )
+
+    def _score(self, row: Row, task: LocalTask) -> ScoreSums:
+        """Return the sums of a model over the device's test samples."""
+        start = time.monotonic()
+        found = self._code.evaluate(self._layout, row, task)
+        n = found.samples
+        return ScoreSums(n, n * found.loss, packed_sums([n * found.score]), seconds=time.monotonic() - start)
 
 
 class ArrayTrainers:
@@ -123,6 +155,11 @@ class ArrayTrainers:
             training = ArrayTraining(device.experiment, node=device.node, accelerator=accelerator)
             self._made[key] = training, training.prepare()
         return self._made[key]
+
+
+def _scored(received: ScoreSums | None, trained: ScoreSums | None) -> ScoredModels | None:
+    """Return the sums of both models, None if neither was scored."""
+    return None if received is None and trained is None else ScoredModels(received, trained)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from common.learning import models
 from common.learning.computing import first_line, seeded
 from common.learning.inputs import Inputs
 from common.learning.losses import try_loss
-from common.learning.models import classifier_of, head_places, random_samples
+from common.learning.models import NO_ARRAYS, Arrays, classifier_of, head_places, random_samples
 from common.methods.mixing import Floats
 from common.model.parts import ModelParts
 from common.randomness import Purpose, torch_seed
@@ -105,11 +105,13 @@ class NetworkSource:
         return _network(self.experiment, module, self.parts, self.accelerator)
 
 
-def source_of(experiment: Experiment, inputs: Inputs, *, accelerator: torch.device) -> NetworkSource:
-    """Return a new source. Raises InvalidExperiment."""
+def source_of(
+    experiment: Experiment, inputs: Inputs, *, accelerator: torch.device, frozen: Arrays = NO_ARRAYS
+) -> NetworkSource:
+    """Return a new source; `frozen`: the cloud's arrays, if this node builds others. Raises InvalidExperiment."""
     training, shared = experiment.training, None
     try_loss(training.loss, inputs)
-    module = models.of(experiment, inputs=inputs)
+    module = models.of(experiment, inputs=inputs, frozen=frozen)
     parts = models.parts_of(module, experiment.model)
     if not is_own(experiment.model.name):
         if accelerator.type == "cpu":

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.jit import CompilationUnit, optimized_execution  # type: ignore[attr-defined, unused-ignore]
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,20 +109,24 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Whole steps over batches of one shape."""
+    """Whole steps over batches of one shape: `forms` are the shapes, strides and types of a batch's tensors."""
 
     loop: Loop
     recording: Recording
+    forms: Sequence[object]
+
+    def fits(self, batches: Sequence[Tensor]) -> bool:
+        """Return whether n batches, whose tensors are [n, ...], are of the form that was tried."""
+        return _forms([each[0] for each in batches]) == self.forms
 
     def run(self, state: Sequence[Tensor], batches: Sequence[Tensor], *, rate: float, losses: Tensor) -> None:
         """Take a step for each of n batches, whose tensors are [n, ...], and change the state as the steps do.
 
         Each batch's loss, times its samples, is added to `losses`, float64 [].
         """
-        # Optimised it would merge matrix products; the weights are leaves.
-        with torch.no_grad(), optimized_execution(False):
-            recording = self.recording
-            lists = [[state[place] for place in places] for places in recording.lists]
+        recording = self.recording
+        lists = [[state[place] for place in places] for places in recording.lists]
+        with torch.no_grad():  # the weights are leaves
             self.loop(list(state), list(batches), recording.constants, lists, recording.numbers, rate, losses)
 
 
@@ -171,13 +174,17 @@ def _tried(
     first, second = recordings
     if not first.equals(second):
         raise NotRecordable("the operations differ from batch to batch")
-    program = Program(_compiled(first.text), first)
+    program = Program(_compiled(first.text), first, _forms(batches[0]))
     after, losses = _copies(state), _no_losses(state)
     _restore(state, before)
     program.run(state, [torch.stack(each) for each in zip(*batches, strict=True)], rate=rate, losses=losses)
     if not all(map(torch.equal, (*state, losses), (*after, expected))):
         raise NotRecordable("the program makes other bits")
     return program
+
+
+def _forms(batch: Sequence[Tensor]) -> list[object]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in batch]
 
 
 def _copies(state: Sequence[Tensor]) -> list[Tensor]:
@@ -192,6 +199,7 @@ def _no_losses(state: Sequence[Tensor]) -> Tensor:
 def _restore(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for tensor, value in zip(state, values, strict=True):
         tensor.copy_(value)
+        tensor.grad = None  # of a step that failed
 
 
 def _recording(
@@ -326,6 +334,11 @@ class _Writer:
 
 @cache
 def _compiled(text: str) -> Loop:
+    """Return the function of a text. It alone needs TorchScript; without it, no step is recorded."""
+    from torch.jit import CompilationUnit  # type: ignore[attr-defined, unused-ignore]
+
+    # Optimised it would merge matrix products. Of the whole process, as several of its threads may train.
+    torch._C._set_graph_executor_optimize(False)
     loop: Loop = CompilationUnit(text).loop
     return loop
 

@@ -174,6 +174,8 @@ def run_sgd(
         if uniform is not None:
             tensors.append(uniform(count * size).view(count, size, -1))
         counted, program = losses if epoch == last_epoch else scratch, programs.get(size)
+        if program is not None and not program.fits(tensors):
+            program = None
         taken = 0
         while taken < count:
             watch(done)

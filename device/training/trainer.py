@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -38,6 +39,7 @@ from common.learning.inputs import Inputs
 from common.learning.models import KEY, random_samples
 from common.learning.nets import reseed
 from common.model.layout import ModelLayout, Row
+from common.model.parts import given_arrays
 from common.model.scores import CLASSES_MOST, R2, TARGETS_MOST, ScoreSums
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, Examined, LocalResult, Progress
@@ -75,10 +77,12 @@ class Trainer:
         node: str,
         accelerator: str,
         sources: MutableMapping[Inputs, NetworkSource] | None = None,
+        frozen: Path | None = None,
     ) -> None:
         """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment.
 
-        `sources` are shared by trainers of one experiment and accelerator that train one after another.
+        `sources` are shared by trainers of one experiment, accelerator and content of `frozen` that train one after
+        another. `frozen`: a file of the cloud's frozen arrays, named by their digest, if this node builds others.
         """
         names = experiment.tree.devices
         if node not in names:
@@ -89,18 +93,24 @@ class Trainer:
         self._node = node
         self._accelerator = resolve_accelerator(accelerator)
         self._sources = {} if sources is None else sources
+        self._frozen = frozen
         self._own = [key for key, name in experiment.code_at(node).items() if is_own(name)]
         self._made: _Prepared | None = None
 
     @calls_own_code
     def prepare(self) -> None:
-        """Load the data, select this device's samples, build the model and try own code. Raises InvalidExperiment."""
+        """Load the data, select this device's samples, build the model and try own code.
+
+        Raises InvalidExperiment, RefusedModel if the file of frozen arrays is damaged.
+        """
         experiment, accelerator = self._experiment, self._accelerator
         set_up(accelerator, experiment.training)
         objective = objective_of(experiment.training)  # one's own that cannot be built ends here
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
         known = self._sources.get(local.inputs)
-        source = known or source_of(experiment, local.inputs, accelerator=accelerator)
+        if (source := known) is None:
+            frozen = given_arrays(self._frozen)
+            source = source_of(experiment, local.inputs, accelerator=accelerator, frozen=frozen)
         vectors = vectors_of(experiment, self._node, source.parts)
         made = _Prepared(source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
         if known is None and source.shared is None:
@@ -262,7 +272,7 @@ class Trainer:
         try:
             with seeded(own_seed, self._accelerator) if self._own else nullcontext():
                 models.read_row(network.module, made.source.parts.whole, model)
-                models.read_frozen(network.module, made.source.parts)
+                models.read_frozen(network.module, made.source.parts.frozen)
                 self._move(network, self._accelerator)
                 for samples, labels in parts:
                     result = evaluate(
@@ -311,7 +321,7 @@ class Trainer:
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round)
         with seeded(own_seed, self._accelerator) if self._own else nullcontext(), self._deterministic():
             models.read_row(module, parts.whole, inner)
-            models.read_frozen(module, parts)
+            models.read_frozen(module, parts.frozen)
             self._move(network, self._accelerator)
             reseed(module, dropout_seed(experiment, node=self._node, local_round=local_round), self._accelerator)
             given = {

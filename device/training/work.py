@@ -38,7 +38,7 @@ class LocalWork:
         place = {"global_round": key.global_round, "local_round": key.local_round}
         scores = experiment.scores(self._node, **place, last=not trains)
         if not trains and not scores:
-            return WorkResult(row, self.prepared.samples, 0.0, 0, 0, 0.0, 0.0)
+            return WorkResult(row, self.prepared.samples, None, 0, 0, 0.0, 0.0)
         return Order(
             memory.begin(task, row),
             memory.out,

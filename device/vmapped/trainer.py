@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from common.accounting.child_report import TrainingPath
 from common.errors import AcceleratorLost, InvalidExperiment
 from common.experiment.own import is_own
-from common.experiment.schema import Experiment
 from common.host.accelerators import is_lost, out_of_memory
 from common.learning import datasets, models
 from common.learning.computing import calls_own_code, first_line, set_up
 from common.learning.inputs import Inputs
+from common.model.parts import given_arrays
 from device.jobs import Cancelled, Done, Ending, HostedDevice, LocalResult, Order, VmappedMode, Work
 from device.training.batches import Changes, LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
 from device.training.objectives.table import objective_of
@@ -42,7 +42,7 @@ class VmappedTrainer:
 
     def __init__(self, accelerator: torch.device) -> None:
         self._accelerator = accelerator
-        self._digest = ""
+        self._built: tuple[str, str] | None = None
         self._shared: _Shared | None = None
         self._failed: set[str] = set()  # the digests of experiments with a failed step
 
@@ -91,8 +91,8 @@ class VmappedTrainer:
         return left
 
     def _shared_of(self, device: HostedDevice) -> _Shared:
-        if self._shared is None or self._digest != device.digest:
-            self._digest, self._shared = device.digest, _Shared(device.experiment, self._accelerator)
+        if self._shared is None or self._built != device.built:
+            self._built, self._shared = device.built, _Shared(device, self._accelerator)
         return self._shared
 
     def _train(self, work: Sequence[Work], done: Done) -> None:
@@ -112,8 +112,9 @@ class VmappedTrainer:
 class _Shared:
     """The shared state of an experiment's devices on an accelerator: a module, and all their samples, once."""
 
-    def __init__(self, experiment: Experiment, accelerator: torch.device) -> None:
-        self._experiment = experiment
+    def __init__(self, device: HostedDevice, accelerator: torch.device) -> None:
+        self._experiment = device.experiment
+        self._frozen = given_arrays(device.frozen)
         self._accelerator = accelerator
         self._local: dict[str, LocalDataset] = {}
         self._prepared = 0
@@ -159,6 +160,7 @@ class _Shared:
         else:
             module = models.of(experiment, inputs=inputs)
             keep_linear_fp32(module, training, device=self._accelerator)
+        models.read_frozen(module, self._frozen)
         keep_batch_norm_fp32(module, training, device=self._accelerator)
         return module.to(self._accelerator).train()
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from common.experiment.links import PLAIN, Codecs, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
-from common.model.layout import LinkLayouts, ModelLayout, Row, Section
+from common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row, Section
 from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
 from common.protocol.presence import Identity, Proof
 from common.runtime.child_endpoint import ChildEndpoint
@@ -120,6 +120,7 @@ def child_of(
     shaped: bool = True,
     codecs: Codecs = PLAIN,
     spool: Spool | None = None,
+    frozen: FrozenForm | None = None,
     ready: bool = True,
 ) -> ChildEndpoint:
     """Return a child, `ready` or preparing."""
@@ -134,6 +135,7 @@ def child_of(
             shaped=shaped,
             codecs=codecs,
             spool=spool,
+            frozen=frozen,
             world=world,
         )
 

@@ -42,7 +42,7 @@ def wait_for(file: Path) -> None:
 class NullMember(SimulatedMember):
     """One device, which a test can hold, or give another split of the data."""
 
-    async def prepare(self, experiment: Experiment) -> Prepared:
+    async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         """Return what all devices have, or the split that a test gave this one."""
         prepared = await super().prepare(experiment)
         device, _, digest = os.environ.get("NULL_LAB_SPLIT", "").partition(":")

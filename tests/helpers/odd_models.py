@@ -450,6 +450,10 @@ def half_buffer(**_: Any) -> nn.Module:
     return with_buffer(torch.ones(3, dtype=torch.float16))
 
 
+def brain_buffer(**_: Any) -> nn.Module:
+    return with_buffer(torch.arange(3, dtype=torch.bfloat16))
+
+
 def double_buffer(**_: Any) -> nn.Module:
     return with_buffer(torch.ones(3, dtype=torch.float64))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 from common.experiment.schema import Experiment
 from common.learning import splits
 from common.learning.evaluation import ModelTester
-from common.model.layout import Row
+from common.model.layout import ModelLayout, Row
 from device.training.trainer import Trainer
 
 
@@ -17,9 +18,17 @@ class RealWorkload:
     def __init__(self, experiment: Experiment) -> None:
         self._tester = ModelTester(experiment)
         self.layout, self.first = self._tester.layout, self._tester.first
+        self.frozen = self._tester.frozen
         self.partition = splits.split_of(experiment).digest
         self._trainers: dict[str, Trainer] = {}
         self._experiment = experiment
+
+    def layout_at(self, node: str, frozen: Path | None) -> ModelLayout:
+        """Build the device's model, with the cloud's frozen arrays if they are given."""
+        if frozen is not None:
+            self._trainers[node] = Trainer(self._experiment, node=node, accelerator="cpu", frozen=frozen)
+            self._trainers[node].prepare()
+        return self._trainer(node).layout
 
     def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
         """Return the numbers of a device's training and test samples."""

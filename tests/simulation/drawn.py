@@ -19,8 +19,10 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import participants
 from common.experiment.topology import CLOUD
+from common.experiment.training import OF_MODULES
 from deploy.simulation.hardware import Durations
 from deploy.simulation.link import LinkConditions
+from tests.simulation import trainer
 from tests.simulation.fault_draws import draw_faults, draw_permanent_fault
 from tests.simulation.faults import Fault
 
@@ -36,6 +38,9 @@ NEWER: Final = 0.4  # share of the tiers whose rule is not one of the papers'
 STATES: Final = 0.15  # shares of the labs whose devices keep vectors,
 CLUSTERS: Final = 0.1  # whose tiers select by clusters,
 BUFFERS: Final = 0.2  # and whose tiers aggregate buffers
+FROZEN_BYTES: Final = (0,) * 6 + (2_000, 40_000, 400_000)  # of frozen arrays that some devices do not have
+TRAINERS: Final = 0.1  # share of the labs with a trainer of a user's own, if they can have one,
+SILENT: Final = 0.5  # some of whose devices know no loss
 SCORES: Final = 0.3  # share of the labs whose devices score models
 PERSONAL: Final = 0.4  # of the labs in which devices alone score
 PERSONALISED: Final = 0.4  # of the labs in which devices score
@@ -64,6 +69,7 @@ SELECTORS: Final[tuple[Mapping[str, Any], ...]] = ({"name": "round_robin"}, {"na
 class DrawnLab:
     """A random lab. `unequal`: conditions of single nodes' links; `expected_s`: estimated duration.
 
+    `frozen_bytes`: of the model's frozen arrays, which not every device builds
     `runs`: one after another, whose nodes stay    `byte_s`: seconds of a node's, or a broker's, core for each byte
     `name`: of its file, if it was kept    `seed`: of the draw, and of all chances while it runs
     """
@@ -80,6 +86,7 @@ class DrawnLab:
     expected_s: float
     faults: tuple[Fault, ...]
     name: str = ""
+    frozen_bytes: int = 0
     runs: int = 1
     byte_s: float = 0.0
 
@@ -129,7 +136,7 @@ def draw_lab(seed: int) -> DrawnLab:
             experiment = _with_scores(random.Random(f"{seed} evaluation"), parse(tree))
         except InvalidExperiment:
             continue
-        drawn = _around(seed, rng, experiment, durations)
+        drawn = _with_trainer(random.Random(f"{seed} trainer"), _around(seed, rng, experiment, durations))
         with_institutions = len(experiment.tiers) == 2
         drawn = _with_permanent_fault(rng, drawn) if with_institutions and rng.random() < PERMANENT else drawn
         if rng.random() < ABSENT:
@@ -152,6 +159,23 @@ def _with_scores(rng: random.Random, experiment: Experiment) -> Experiment:
     return parse(tree)
 
 
+def _with_trainer(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
+    """Return a lab with a trainer of a user's own, if it can have one and chance will."""
+    if rng.random() >= TRAINERS:
+        return drawn
+    tree = drawn.experiment.model_dump(mode="json")
+    silent = rng.random() < SILENT and not drawn.experiment.compares_losses
+    training = {key: value for key, value in tree["training"].items() if key not in OF_MODULES}
+    training |= {"trainer": trainer.settings(drawn.model_bytes // 4, silent=silent)}
+    kept = ("at", "every", "participation", "personalised")
+    evaluation = {key: value for key, value in tree["evaluation"].items() if key in kept}
+    tree |= {"data": {}, "model": {}, "training": training, "evaluation": evaluation}
+    try:
+        return replace(drawn, experiment=parse(tree))
+    except InvalidExperiment:  # of a rule that needs fedstrata's training
+        return drawn
+
+
 def _around(seed: int, rng: random.Random, experiment: Experiment, durations: Durations) -> DrawnLab:
     model_bytes = rng.choice(MODEL_BYTES)
     conditions, unequal = _conditions(rng, experiment)
@@ -168,6 +192,7 @@ def _around(seed: int, rng: random.Random, experiment: Experiment, durations: Du
         spool=rng.random() < 0.8,
         executor_delay_s=rng.choice([0.0, 0.0, 0.05, 0.5]),
         expected_s=expected_s,
+        frozen_bytes=random.Random(f"{seed} frozen").choice(FROZEN_BYTES),
         faults=draw_faults(rng, experiment, expected_s, broker_each=broker_each),
     )
 

@@ -17,6 +17,7 @@ from common.protocol.topics import ALL
 from deploy.simulation.outcome import LabOutcome
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import RESTARTS, Fault, FaultKind, longest_s, recovery_s
+from tests.simulation.frozen import FrozenWorkload, lacks
 from tests.simulation.losses import copes_with_a_loss, returned_s, spends_few_deadlines
 from tests.simulation.monitor import Evidence, LabRun, LinkCount
 
@@ -190,6 +191,27 @@ def warns_of_no_bug(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     return "; ".join(strange[:5])
 
 
+def brings_frozen_arrays_once(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
+    """Check that frozen arrays go down where a device lacks them, once if nothing disturbs, and nowhere else."""
+    brought = drawn.frozen_bytes and drawn.experiment.training.trainer.learns_module
+    if not brought or any(fault.kind in INVENTED for fault in drawn.faults):
+        return ""
+    tree, evidence, wrong = drawn.experiment.tree, faulty.evidence, []
+    nbytes = FrozenWorkload(drawn.model_bytes, drawn.frozen_bytes).form.nbytes
+    for (parent, child), link in evidence.down.items():
+        if child == ALL:
+            continue
+        needed = any(lacks(name) for name in (child, *tree.below(child)) if name not in tree.children)
+        came, times = link.received["frozen payload"], 1 if drawn.spool else drawn.runs
+        undisturbed = not (drawn.faults or drawn.slow)
+        # A chunk that is broadcast just before a child asks comes once more.
+        once = times * nbytes <= came <= 2 * times * nbytes
+        if (came and not needed) or (undisturbed and needed and not once):
+            wrong.append(f"{child} received {came} bytes of frozen arrays from {parent}, which have {nbytes}")
+    up = sum(link.sent["frozen"] for link in evidence.up.values())
+    return "; ".join([*wrong[:5], *([f"{up} bytes of frozen arrays went up"] if up else [])])
+
+
 def is_exact(drawn: DrawnLab, twin: LabRun) -> str:
     """Check an undisturbed lab: its end, its warnings, its ledgers, its trainings."""
     outcome, evidence = twin.outcome, twin.evidence
@@ -202,6 +224,7 @@ def is_exact(drawn: DrawnLab, twin: LabRun) -> str:
         f"retained: {evidence.retained}" if evidence.retained and not (drawn.timed or drawn.slow) else "",
         stays_bounded(drawn, twin),
         exact_accounts(drawn, evidence),
+        brings_frozen_arrays_once(drawn, twin),
         settles_all_results(drawn, twin),
         _trainings(drawn, twin),
     )
@@ -293,7 +316,7 @@ def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
         control = link.sent["control"] - evidence.before_join[parent, child]
         if not 0 <= control - link.received["control"] <= LAST_BYTES:
             wrong.append(f"{parent} sent {control} control bytes, {child} received {link.received['control']}")
-        for kind in ("model", "extras", "probe"):
+        for kind in ("model", "extras", "frozen", "probe"):
             # A broadcast chunk may replace a unicast one, whose topic is longer.
             whole = link.sent[f"{kind} payload"] <= link.received[f"{kind} payload"]
             if not (whole and link.received[kind] <= _sent(evidence, parent, kind)):
@@ -376,6 +399,7 @@ DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
         settles_all_results,
         accounts_for_trainings,
         warns_of_no_bug,
+        brings_frozen_arrays_once,
     )
 }
 UNDISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun], str]]] = {

@@ -23,7 +23,17 @@ from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import Fault, FaultKind
 
 LABS: Final = Path(__file__).with_name("labs")
-PLAIN: Final = ("seed", "model_bytes", "broker_each", "spool", "executor_delay_s", "expected_s", "runs", "byte_s")
+PLAIN: Final = (
+    "seed",
+    "model_bytes",
+    "frozen_bytes",
+    "broker_each",
+    "spool",
+    "executor_delay_s",
+    "expected_s",
+    "runs",
+    "byte_s",
+)
 
 _R = TypeVar("_R", Fault, LinkConditions, Durations)
 

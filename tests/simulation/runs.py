@@ -17,9 +17,11 @@ from deploy.simulation.lab import BROKER, Scenario, SimulatedLab
 from deploy.simulation.machines import MessageCosts, Placement
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_injection import inject_faults, set_links, supervise
+from tests.simulation.frozen import FrozenWorkload
 from tests.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
 from tests.simulation.labs import read_lab
 from tests.simulation.monitor import LabRun, Monitor
+from tests.simulation.trainer import TrainerComputing
 
 TWIN_SEED: Final = 1_000_000_007
 TIME_FACTOR: Final = 30.0  # a lab's time limit, in multiples of the expected time
@@ -101,6 +103,7 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
         drawn.experiment,
         seed=seed,
         scenario=disturb,
+        workload=FrozenWorkload(drawn.model_bytes, drawn.frozen_bytes) if drawn.frozen_bytes else None,
         model_bytes=drawn.model_bytes,
         durations=drawn.durations,
         conditions=drawn.conditions,
@@ -114,6 +117,8 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
         observe=monitor.observe,
         at_end=monitor.end,
     )
+    if not drawn.experiment.training.trainer.learns_module:
+        lab.agents = replace(lab.agents, hardware=TrainerComputing(lab.hardware))
     return LabRun(lab.run(), monitor.evidence)
 
 
