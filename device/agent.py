@@ -24,9 +24,8 @@ from common.experiment.topology import check_parent
 from common.host.examination import examine_host
 from common.host.files import until_written
 from common.host.offload import offload
-from common.methods.rule import link_layouts
 from common.metrics import NodeLabels
-from common.model.layout import LinkLayouts, ModelLayout, Row
+from common.model.layout import ModelLayout
 from common.protocol.limits import task_limits
 from common.protocol.messages import NodeState, Phase, Task
 from common.runtime.child_endpoint import ChildEndpoint
@@ -38,9 +37,8 @@ from common.runtime.roll import Resources
 from common.runtime.round import Report, WorkResult
 from common.runtime.world import Host
 from common.storage.spool import FrozenFiles, Spool
-from device.jobs import Order, Prepared, TrainingPool
-from device.memory import DeviceMemory
-from device.training.work import result_of, scored_by
+from device.jobs import LocalResult, Order, Prepared, TrainingPool
+from device.training.work import LocalWork
 
 FAREWELL_S = 3.0
 PHASES = ("evaluate", "train", "wait", "pause", "vmapped")
@@ -50,18 +48,9 @@ REPORT_S: Final = 1.0  # while a slower machine is emulated
 log = logging.getLogger("fedstrata.device")
 
 
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """What a device has once it has prepared for a run."""
-
-    prepared: Prepared
-    layouts: LinkLayouts
-    memory: DeviceMemory
-
-
 @dataclass(slots=True)
 class _Part:
-    """A device's part in a run, which it keeps while it is away; `joined`: once it has prepared.
+    """A device's part in a run, which it keeps while it is away; `work`: once it has prepared.
 
     `layout`: the cloud's; `files`: frozen arrays of this run and of earlier ones.
     """
@@ -72,7 +61,7 @@ class _Part:
     spool: Spool
     states: Spool
     files: FrozenFiles
-    joined: _Joined | None = None
+    work: LocalWork | None = None
 
 
 class DeviceAgent:
@@ -172,11 +161,11 @@ class DeviceAgent:
         )
 
     async def _work(self, up: ChildEndpoint, part: _Part) -> None:
-        part.joined = part.joined or await self._join(up, part)
-        if part.joined is not None:
-            await self._train_all(up, part.experiment, part.joined)
+        part.work = part.work or await self._join(up, part)
+        if part.work is not None:
+            await self._train_all(up, part.experiment, part.work)
 
-    async def _join(self, up: ChildEndpoint, part: _Part) -> _Joined | None:
+    async def _join(self, up: ChildEndpoint, part: _Part) -> LocalWork | None:
         """Prepare for a run; return None if it is over before."""
         experiment, announcement = part.experiment, part.found.announcement
         permit(experiment.code_at(self._name), self._host.allow)
@@ -191,41 +180,32 @@ class DeviceAgent:
                 f"this host builds another model than the cloud ({prepared.layout.digest}, {part.layout.digest})",
                 "Use one release of fedstrata, and of the model's package, everywhere.",
             )
-        layouts = link_layouts(experiment.tier_above(self._name).aggregation, prepared.layout)
-        memory = DeviceMemory(
-            layouts,
-            kept_bytes=prepared.kept_bytes,
-            rounds=experiment.device_rounds,
-            rounds_back=experiment.cloud.rounds_back,
-            spool=part.states,
-            keeps_folder=prepared.folder,
-        )
+        work = LocalWork(experiment, self._name, prepared, states=part.states)
         run, model = up.identity.run, experiment.model.name
         activity.info("%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples)
-        return _Joined(prepared, layouts, memory)
+        return work
 
-    async def _train_all(self, up: ChildEndpoint, experiment: Experiment, joined: _Joined) -> None:
-        up.set_state(NodeState.READY, samples=joined.prepared.samples)
-        machine, memory, keeps = experiment.machine(self._name), joined.memory, joined.prepared.keeps
-        scores, self._scores = scored_by(experiment, self._name), experiment.score.names
+    async def _train_all(self, up: ChildEndpoint, experiment: Experiment, local: LocalWork) -> None:
+        up.set_state(NodeState.READY, samples=local.prepared.samples)
+        machine, keeps, self._scores = experiment.machine(self._name), local.prepared.keeps, experiment.score.names
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
-            row, since, (received, trained) = await model.whole(), up.now(), scores(task)
-            if not task.epochs and not received:
-                return WorkResult(row, joined.prepared.samples, None, 0, 0, 0.0, 0.0)
-            if keeps:
-                row = await offload(partial(memory.begin, task, row))
+            row, since = await model.whole(), up.now()
+            begin = partial(local.order, task, row, partial(report, Phase.TRAINING))
+            order = await offload(begin) if keeps else begin()
+            if isinstance(order, WorkResult):
+                return order
+            result = local.result(task, await self._train(order, report))
             if not task.epochs:
-                return await self._train(task, row, memory, scores=(True, False), report=report)
-            result = await self._train(task, row, memory, scores=(received, trained), report=report)
+                return result
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
             if keeps:
-                end, idle_s = partial(memory.end, task), experiment.transfer.idle_s
+                end, idle_s = partial(local.keep, task), experiment.transfer.idle_s
                 await until_written(lambda: offload(end), patience_s=idle_s, warn=log.warning)
             return result
 
-        await up.serve(joined.layouts, work)
+        await up.serve(local.layouts, work)
 
     async def _prepare(self, up: ChildEndpoint, experiment: Experiment, layout: ModelLayout) -> Prepared:
         """Prepare, with the cloud's frozen arrays if this host builds others; meanwhile report the progress."""
@@ -246,12 +226,12 @@ class DeviceAgent:
         finally:
             reporting.cancel()
 
-    async def _train(
-        self, task: Task, row: Row, memory: DeviceMemory, *, scores: tuple[bool, bool], report: Report
-    ) -> WorkResult:
+    async def _train(self, order: Order, report: Report) -> LocalResult:
+        """Train as ordered; report the progress of this process's trainings until this one's begins."""
+
         def report_training(done: int, total: int) -> None:
             waiting.cancel()
-            report(Phase.TRAINING, done, total)
+            order.progress(done, total)
 
         async def report_waiting() -> None:
             while True:
@@ -260,34 +240,22 @@ class DeviceAgent:
 
         waiting = asyncio.create_task(report_waiting(), name=f"{self._name} waits")
         try:
-            trained = await self._training.train(
-                Order(
-                    row,
-                    memory.out,
-                    task.epochs,
-                    memory.number(task),
-                    report_training,
-                    scores=scores[0],
-                    scores_trained=scores[1],
-                    folder=memory.folder,
-                )
-            )
+            result = await self._training.train(replace(order, progress=report_training))
         finally:
             waiting.cancel()
-        result = result_of(self._name, task, memory.result, trained)
         self._observe_tests(result)
-        if not task.epochs:
+        if not order.epochs:
             return result
         self._metrics.closed(self._labels)
         self._metrics.steps.labels(*self._labels).inc(result.steps)
         self._metrics.trained(self._labels, result.loss)
-        self._metrics.epochs.labels(*self._labels).set(task.epochs)
+        self._metrics.epochs.labels(*self._labels).set(order.epochs)
         self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
-        self._metrics.phase_seconds.labels(*self._labels, "vmapped").inc(trained.wall_s)
+        self._metrics.phase_seconds.labels(*self._labels, "vmapped").inc(result.wall_s)
         return result
 
-    def _observe_tests(self, result: WorkResult) -> None:
+    def _observe_tests(self, result: LocalResult) -> None:
         """Export the scores of the model received, if this device has some, and the seconds of scoring."""
         if (tests := result.tests) is None:
             return

@@ -125,7 +125,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class HostedDevice:
-    """A device in its experiment, with the experiment's `digest`, computed once. `alone`: it is never vmapped.
+    """A device in its experiment, with the experiment's `digest`, computed once.
 
     `frozen`: a file of the cloud's frozen arrays, named by their digest, if the device builds others.
     """
@@ -133,7 +133,6 @@ class HostedDevice:
     experiment: Experiment
     digest: str
     node: str
-    alone: bool = False
     frozen: Path | None = None
 
     @property
@@ -272,11 +271,6 @@ def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
         return VmappedMode(given)
     except ValueError:
         raise InvalidExperiment(VARIABLE, given, "no such choice", f"Use {', '.join(VmappedMode)}.") from None
-
-
-def mode_of(device: HostedDevice, accelerator: str) -> VmappedMode:
-    """Return when a device is trained vmapped here. Raises InvalidExperiment."""
-    return VmappedMode.NEVER if device.alone else vmapped_mode(device.experiment.training, accelerator)
 
 
 def most_together(training: TrainingSettings, accelerator: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,36 @@ def test_only_the_seed_decides(partition: str) -> None:
     assert digest(1) == digest(1) != digest(2)
 
 
+def test_the_processes_of_a_host_share_a_split_of_many_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    draw, drawn = splits._overlapping, list[int]()
+
+    def counted(*given: Any, place: int, **more: Any) -> Indices:
+        drawn.append(place)
+        return draw(*given, place=place, **more)
+
+    monkeypatch.setattr(splits, "_overlapping", counted)
+    facts: dict[str, Any] = {"partition_size": 50, "concentration": 0.5, "devices": 7, "seed": 5}
+    changes: list[dict[str, Any]] = [{"seed": 6}, {"devices": 6}, {"concentration": 0.4}, {"partition_size": 49}]
+    for bound, times in ((splits.SHARED_DRAWS, 2), (0, 1)):
+        monkeypatch.setattr(splits, "SHARED_DRAWS", bound)
+        drawn.clear()
+        found = [split(labels_of(2000), "dirichlet_overlap", **facts) for _ in range(2)]
+        assert drawn == list(range(7)) * times
+        for parts in found:
+            assert splits.digest_of(parts, labels=labels_of(2000)) == KNOWN["dirichlet_overlap"]
+    for change in changes:
+        drawn.clear()
+        split(labels_of(2000), "dirichlet_overlap", **facts | change)
+        assert len(drawn) == (facts | change)["devices"]
+    drawn.clear()
+    split(1 - labels_of(2000, classes=2), "dirichlet_overlap", **facts)
+    split(labels_of(2000, classes=2), "dirichlet_overlap", **facts)
+    assert len(drawn) == 14
+    with pytest.raises(InvalidExperiment, match=r"data\.partition_size"):
+        split(labels_of(40), "dirichlet_overlap", **facts)
+
+
 def class_shares(labels: Indices, part: Indices) -> npt.NDArray[np.float64]:
     return np.bincount(labels[part], minlength=10) / len(part)
 
@@ -265,8 +296,9 @@ def test_institution_membership_is_followed() -> None:
     assert abs(len(a) - len(c)) <= 1
 
 
-def test_overlapping_partitions_hold_their_own_samples_alone() -> None:
+def test_overlapping_partitions_hold_their_own_samples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     labels, devices, size = labels_of(20_000), 100, 50
+    monkeypatch.setattr(splits, "SHARED_DRAWS", 1 + devices * len(labels))  # as the process that computes them
     split(labels[:500], "dirichlet_overlap", devices=1, partition_size=1)  # what is imported is no part of it
     tracemalloc.start()
     try:
@@ -274,7 +306,7 @@ def test_overlapping_partitions_hold_their_own_samples_alone() -> None:
         held, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert sum(part.nbytes for part in parts) == devices * size * 8 and all(part.base is None for part in parts)
+    assert sum(part.nbytes for part in parts) == devices * size * 8
     assert held < 4 * devices * size * 8  # all indices of all devices take 16 MB
     assert most < 2_000_000
 

@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
@@ -32,6 +35,7 @@ from deploy.simulation.run import VirtualRun, check_simulated
 from deploy.sweeps.merging import merged
 from device.pool.executors import Thread
 from device.pool.pool import Pool
+from device.pool.trainers import Trainers
 from tests.helpers.commands import invoke
 from tests.helpers.evaluation import HereEvaluator
 from tests.simulation.drawn import draw_lab
@@ -74,6 +78,10 @@ def direct_digest(root: Path, tree: Mapping[str, Any]) -> str:
     folder = RunFolder.create(root, parse(tree), direct=True)
     run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     return model_digest(root)
+
+
+def model_of(root: Path) -> Mapping[str, npt.NDArray[np.float32]]:
+    return load_file(next(root.glob("*/model.safetensors")))
 
 
 def table(root: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
@@ -150,6 +158,45 @@ def test_one_worker_and_four_give_the_same_events_in_drawn_labs(
     found = [events(tmp_path / str(workers), tree, workers=workers) for workers in (1, 4)]
     assert found[0] == found[1]
     assert found[0][0] > 10
+
+
+def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a local round are given to their trainers in one call, as by the pool of a process, at no other time."""
+    groups: dict[str, list[list[str]]] = {}
+    train = Trainers.train
+
+    def noted(trainers: Trainers, work: Any, *rest: Any) -> None:
+        groups.setdefault(kind, []).append(sorted(device.node for device, _ in work))
+        train(trainers, work, *rest)
+
+    monkeypatch.setattr(Trainers, "train", noted)
+    monkeypatch.setattr(computing, "Evaluator", HereEvaluator)
+    tree = {mode: merged(LAB, TWO_LAYERS, {"training": {"vmapped": mode}}) for mode in ("never", "always")}
+    for mode, lab in tree.items():
+        kind = f"direct {mode}"
+        direct_digest(tmp_path / kind, lab)
+        kind = f"simulated {mode}"
+        new(tmp_path / kind, lab, workers=1).run()
+    everybody = [f"device-{k}" for k in range(4)]
+    for how in ("direct", "simulated"):
+        assert groups[f"{how} always"] == [everybody] * 3
+        assert len(groups[f"{how} never"]) == 12
+        never, always = (model_of(tmp_path / f"{how} {mode}") for mode in tree)
+        for name, tensor in never.items():
+            np.testing.assert_allclose(always[name], tensor, rtol=0, atol=1e-5)
+        for mode, path in {"never": "in-process", "always": "vmapped"}.items():
+            assert {row["path"] for row in table(tmp_path / f"{how} {mode}", "devices.csv")} == {path}
+    assert model_digest(tmp_path / "simulated always") == model_digest(tmp_path / "direct always")
+    seconds = [
+        [
+            [row[key] for key in ("node", "train_s", "wait_s")]
+            for row in table(tmp_path / f"simulated {mode}", "devices.csv")
+        ]
+        for mode in tree
+    ]
+    assert seconds[0] == seconds[1] and len(seconds[0]) == 12
 
 
 def test_seconds_are_those_of_machines_and_links(tmp_path: Path) -> None:

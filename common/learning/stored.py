@@ -1,4 +1,4 @@
-"""Data sets that the processes of one host share: each is stored once, in a file that they map.
+"""Data sets and splits that the processes of one host share: each is stored once, in a file that they map.
 
 A file in safetensors' format is named by a digest of everything its content depends on, so a stale file is never found.
 Its content is checked against its own digest, and a damaged file is recreated. Mapped pages are part of the kernel's

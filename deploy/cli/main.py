@@ -104,7 +104,7 @@ def run(
     resume: Resume = None,
     output: Output = "table",
     direct: Annotated[
-        bool, typer.Option("--direct", help="Without a network: all roles in this process, devices one after another.")
+        bool, typer.Option("--direct", help="Without a network: all roles in this process, devices in turn or vmapped.")
     ] = False,
     accelerator: Annotated[
         str | None,

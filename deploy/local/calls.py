@@ -1,4 +1,4 @@
-"""Children in this process, called one after another: the counterpart of `common.runtime.parent_endpoint`.
+"""Children in this process, called in their order: the counterpart of `common.runtime.parent_endpoint`.
 
 Each child gets a copy of its model, encoded and decoded by the tier's codecs, so that all numbers equal those of a lab
 of processes. The bytes of these blobs are counted. No child is late or missing, unless the recorded round of a replay
@@ -8,10 +8,12 @@ went without it. Where tasks go on after their rounds, the oldest ones are done 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from common.protocol.manifest import describe
 from common.protocol.messages import Key, Phase, Result, Task
 from common.protocol.round_state import Standing, Timeline, Verdict, judge
 from common.runtime.models import Arriving, decode_row
-from common.runtime.round import ClosedRound, Dispatch, Observe, Work
+from common.runtime.round import ClosedRound, Dispatch, Observe, Work, WorkResult
 from common.runtime.world import new_session, nothing
 from common.storage.spool import Spool
 from common.text import by_cause
@@ -64,11 +66,15 @@ class AssignedCall:
     task: Task
 
 
+Call: TypeAlias = tuple[float, Row, AssignedCall, Awaitable[WorkResult]]  # when, and with which model
+
+
 class Calls:
     """A parent's children, each as a function.
 
     `below` returns the traffic of the tiers below a child, `limits` has what it may report. `recorded` returns what was
-    decided in a round, from the global round and the local round in it; None: everybody's result is used.
+    decided in a round, from the global round and the local round in it; None: everybody's result is used. `at_once`:
+    how many children are called before the first one's result is awaited.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Calls:
         limits: Mapping[str, ChildLimits] | None = None,
         observe: Observe = lambda event, facts: None,
         recorded: Callable[[int, int], RoundDecisions] | None = None,
+        at_once: int = 1,
     ) -> None:
         self.peers = tuple(children)
         self.samples = dict(samples)
@@ -103,6 +110,7 @@ class Calls:
         self._resident_mb = resident_mb
         self._below = below
         self._observe = observe
+        self._at_once = at_once
         self._session = new_session()
         self._sent = dict.fromkeys(self.peers, 0)
         self._tasks = dict.fromkeys(self.peers, 0)
@@ -129,15 +137,18 @@ class Calls:
         model_bytes: dict[str, int] = {}
         up = self._layouts.up
         await self._assign(dispatch)
-        for place, name in [(place, name) for place, name in self._places(children) if recorded.uses(name)]:
-            if buffered and recorded.used is None and len(results) == dispatch.closing.quorum:
+        places = [(place, name) for place, name in self._places(children) if recorded.uses(name)]
+        wanted = (buffered and recorded.used is None and dispatch.closing.quorum) or len(places)
+        called: deque[Call] = deque()
+        for number, (place, name) in enumerate(places):
+            if len(results) == wanted:
                 break
-            called = self.now()
-            assigned = self._assigned.pop(name)
-            row, task = assigned.model.copy(), assigned.task
-            self._sent[name] += assigned.nbytes
-            self._tasks[name] += 1
-            done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
+            if not called:
+                most = number + min(self._at_once, wanted - len(results))
+                called.extend(self._call(child, on_progress) for _, child in places[number:most])
+            begun, row, assigned, work = called.popleft()
+            task = assigned.task
+            done = await work
             try:
                 result = done.announcement(task, self._manifest)
                 check_report(result, limits=self._limits[name])
@@ -154,7 +165,7 @@ class Calls:
                 self._observe("refused", {"node": name, "reason": str(error)})
             self._enter(name, result)
             timeline.last_result = self.now()
-            timeline.seconds[name] = timeline.last_result - called
+            timeline.seconds[name] = timeline.last_result - begun
             timeline.first_result = timeline.first_result or timeline.last_result
         if judge(dispatch.closing, Standing(len(results), len(refused), 0, 0), overdue=False) is not Verdict.CLOSE:
             causes = {name: f"sent a model that was refused: {reason}" for name, reason in refused.items()}
@@ -195,6 +206,16 @@ class Calls:
         """Return the children with a task, the oldest tasks first, and their places."""
         places = {name: place for place, name in enumerate(children)}
         return [(places[name], name) for name in self._assigned]
+
+    def _call(self, name: str, on_progress: Callable[[], None]) -> Call:
+        """Call a child with its task. Called with others it gets no copy of its model: they would be many."""
+        begun, assigned = self.now(), self._assigned.pop(name)
+        row = assigned.model.copy() if self._at_once == 1 else assigned.model.view()
+        row.flags.writeable = self._at_once == 1
+        self._sent[name] += assigned.nbytes
+        self._tasks[name] += 1
+        work = self._children[name](assigned.task, self._arrived(row), partial(self._progressed, on_progress))
+        return begun, row, assigned, work
 
     def _arrived(self, row: Row) -> Arriving:
         """Return a completely received model."""

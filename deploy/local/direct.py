@@ -1,4 +1,4 @@
-"""A lab without a network: all roles in this process; devices train one after another.
+"""A lab without a network: all roles in this process; devices train one after another, or vmapped.
 
 Global rounds, local rounds, aggregation rules and training are the agents' own code; `deploy.local.calls` replaces the
 brokers. The final model equals that of a lab of processes bit for bit. Bytes are those of the models only, and seconds
@@ -8,8 +8,7 @@ are this machine's computing time.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 from cloud.evaluator import Beginning, EvaluationResult
 from cloud.global_rounds import GlobalRounds
 from cloud.results import RunFolder
-from common.errors import FedstrataError, InvalidExperiment, StorageFailed
+from common.errors import FedstrataError, StorageFailed
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
@@ -40,11 +39,10 @@ from common.runtime.round import Observe, Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.decisions import Decisions
-from device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared
-from device.memory import DeviceMemory
+from device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared, most_together
 from device.pool.pool import is_cpu
 from device.pool.trainers import Trainers
-from device.training.work import LocalWork, scored_by
+from device.training.work import LocalWork
 from institution.rounds import LocalRounds
 
 
@@ -64,9 +62,6 @@ async def _run(
 ) -> Path:
     asyncio.get_running_loop().set_default_executor(_AtOnce())
     experiment = folder.experiment
-    if experiment.training.vmapped == "always":
-        problem, remedy = "--direct trains devices one after another", "Use auto or never, or omit --direct."
-        raise InvalidExperiment("training.vmapped", "always", problem, remedy)
     RunFolder.check(folder.path, direct=True)
 
     def record(event: str, facts: dict[str, object]) -> None:
@@ -74,7 +69,8 @@ async def _run(
         observe(event, facts)
 
     clock, metrics = Clock(), Metrics()
-    cloud = _evaluating(folder, accelerator)
+    where = "cpu" if is_cpu(accelerator) else _resolved(accelerator)
+    cloud = _evaluating(folder, where)
     folder.note(evaluated_on=cloud.beginning.accelerator)
 
     async def evaluate(global_round: int, row: Row) -> EvaluationResult:
@@ -86,21 +82,22 @@ async def _run(
     calls = partial(Calls, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
     tree = experiment.tree
-    where, trainers = "cpu" if is_cpu(accelerator) else accelerator, Trainers()
-    frozen = _given(folder, cloud.beginning)
-    devices = {
-        name: HostedDevice(experiment, experiment.digest, name, alone=True, frozen=frozen) for name in tree.devices
-    }
-    prepared = {name: trainers.prepare(device, where) for name, device in devices.items()}
+    training, frozen = _Training(where), _given(folder, cloud.beginning)
+    devices = {name: HostedDevice(experiment, experiment.digest, name, frozen=frozen) for name in tree.devices}
+    prepared = {name: training.prepare(device) for name, device in devices.items()}
     for name, facts in prepared.items():
         check_alike(experiment.data, name, partition=facts.partition, clouds=partition)
-    work = {name: _device(folder, device, prepared[name], trainers, where) for name, device in devices.items()}
+    work: dict[str, Work] = {}
+    for name, facts in prepared.items():
+        states = _spool(folder, name) if facts.keeps else Spool(None)
+        work[name] = training.work(devices[name], LocalWork(experiment, name, facts, states=states))
     samples = {name: facts.samples for name, facts in prepared.items()}
 
     def accounting(parent: str) -> dict[str, Any]:
         return {
             "below": lambda child: below[child].ledger.tiers() if child in below else (),
             "limits": limits_below(experiment, parent),
+            "at_once": most_together(experiment.training, where) if parent in tree.layers[-2] else 1,
             "recorded": decisions and partial(decisions.of_round, parent),
         }
 
@@ -194,6 +191,12 @@ def _refiner(experiment: Experiment, node: str, *, partition: str, frozen: Path 
     return NodeRefiner(experiment, node, partition=partition, frozen=frozen)
 
 
+def _resolved(accelerator: str) -> str:
+    from common.learning.computing import resolve_accelerator
+
+    return str(resolve_accelerator(accelerator))
+
+
 class _Evaluated(Protocol):
     @property
     def score(self) -> float: ...
@@ -236,31 +239,60 @@ def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
     return _Evaluating(beginning, lambda global_round, row: tester.evaluate(row))
 
 
-def _device(folder: RunFolder, device: HostedDevice, prepared: Prepared, trainers: Trainers, accelerator: str) -> Work:
-    experiment, name = folder.experiment, device.node
-    memory = DeviceMemory(
-        link_layouts(experiment.tier_above(name).aggregation, prepared.layout),
-        kept_bytes=prepared.kept_bytes,
-        rounds=experiment.device_rounds,
-        rounds_back=experiment.cloud.rounds_back,
-        spool=_spool(folder, name) if prepared.keeps else Spool(None),
-        keeps_folder=prepared.folder,
-    )
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """A device's task, which ends when it is awaited; unlike a coroutine it may be dropped."""
 
-    def train(order: Order) -> LocalResult:
-        ended: list[Ending] = []
-        trainers.train([(device, order)], accelerator, lambda _, how: ended.append(how))
-        if isinstance(ended[0], LocalResult):
-            return ended[0]
-        raise ended[0]
+    end: Callable[[], WorkResult]
 
-    local = LocalWork(name, train, memory, samples=prepared.samples, scores=scored_by(experiment, name))
-    never = threading.Event()
+    def __await__(self) -> Generator[None, None, WorkResult]:
+        yield from ()
+        return self.end()
 
-    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
-        return local(task, await model.whole(), progress=partial(report, Phase.TRAINING), cancelled=never)
 
-    return work
+class _Training:
+    """Trains the devices that have been called, in one call of their trainers, when the result of one is awaited."""
+
+    def __init__(self, accelerator: str) -> None:
+        self._accelerator = accelerator
+        self._trainers = Trainers()
+        self._called: list[tuple[HostedDevice, Order]] = []
+        self._endings: dict[str, Ending] = {}
+
+    def prepare(self, device: HostedDevice) -> Prepared:
+        """Return a device's facts. Raises InvalidExperiment."""
+        return self._trainers.prepare(device, self._accelerator)
+
+    def work(self, device: HostedDevice, local: LocalWork) -> Work:
+        """Return a device's work, as its parent calls it."""
+
+        def call(task: Task, model: Arriving, report: Report) -> _Called:
+            order = local.order(task, model.row, partial(report, Phase.TRAINING))
+            if isinstance(order, WorkResult):
+                return _Called(lambda: order)
+            self._called.append((device, order))
+            return _Called(partial(end, task))
+
+        def end(task: Task) -> WorkResult:
+            result = local.result(task, self._trained(device.node))
+            if task.epochs:
+                local.keep(task)
+            return result
+
+        return call
+
+    def _trained(self, node: str) -> LocalResult:
+        if self._called:
+            called, self._called = self._called, []
+
+            def done(number: int, how: Ending) -> None:
+                self._endings[called[number][0].node] = how
+
+            self._trainers.train(called, self._accelerator, done)
+        how = self._endings.pop(node)
+        if isinstance(how, LocalResult):
+            return how
+        raise how
 
 
 class _AtOnce(ThreadPoolExecutor):

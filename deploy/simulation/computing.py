@@ -2,14 +2,15 @@
 
 Both run on an event loop of a thread, with worker processes as in a lab. A computation begins there at its virtual
 start and is awaited at its virtual end, so all cores work, and the order of events is that of virtual time, however
-many workers there are. Its virtual seconds are known before it begins.
+many workers there are. Its virtual seconds are known before it begins. Where devices may be trained vmapped, the
+trainings that have begun go to the pool together at the first virtual end among them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -35,18 +36,31 @@ class Computation(Generic[_T]):
     """A computation on another thread's event loop; await its result in this thread by `result`."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T], live: set[Computation[Any]]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[Any, Any, _T],
+        live: set[Computation[Any]],
+        group: list[Computation[Any]],
     ) -> None:
-        """Begin; `live` has the computation until it ends."""
+        """Join a group that has not begun; `live` has the computation until it ends."""
         self._loop = loop
+        self._work = work
+        self._group = group
         self._task: asyncio.Task[_T] | None = None
         self._ended: Future[_T] = Future()
         live.add(self)
         self._ended.add_done_callback(lambda _: live.discard(self))
-        loop.call_soon_threadsafe(self._begin, work)
+        group.append(self)
+
+    def begin(self) -> None:
+        """Begin with all of the group, unless it has begun."""
+        if self in self._group:
+            self._loop.call_soon_threadsafe(_begin_all, tuple(self._group))
+            self._group.clear()
 
     def result(self) -> _T:
-        """Wait for the result, or raise the error."""
+        """Begin, and wait for the result, or raise the error."""
+        self.begin()
         return self._ended.result()
 
     def abandon(self) -> None:
@@ -54,13 +68,17 @@ class Computation(Generic[_T]):
         self._loop.call_soon_threadsafe(self._cancel)
         self._ended.exception()
 
-    def _begin(self, work: Coroutine[Any, Any, _T]) -> None:
-        self._task = self._loop.create_task(work)
-        self._task.add_done_callback(self._end)
+    def _begin(self) -> None:
+        if not self._ended.done():
+            self._task = self._loop.create_task(self._work)
+            self._task.add_done_callback(self._end)
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        elif not self._ended.done():
+            self._work.close()
+            self._ended.set_exception(asyncio.CancelledError())
 
     def _end(self, task: asyncio.Task[_T]) -> None:
         if task.cancelled():
@@ -69,6 +87,11 @@ class Computation(Generic[_T]):
             self._ended.set_exception(error)
         else:
             self._ended.set_result(task.result())
+
+
+def _begin_all(group: Sequence[Computation[Any]]) -> None:
+    for computation in group:
+        computation._begin()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +141,7 @@ class RealComputing:
         self._thread = threading.Thread(target=self._loop.run_forever, name="computing", daemon=True)
         self._opened = AsyncExitStack()
         self._live: set[Computation[Any]] = set()
+        self._called: list[Computation[Any]] = []  # trainings that have not begun
 
     def __enter__(self) -> Self:
         """Start the workers, and let all devices prepare. Raises InvalidExperiment if there is no such accelerator."""
@@ -127,6 +151,7 @@ class RealComputing:
         except BaseException:
             self.__exit__()
             raise
+        self._pool = pool
         self._members = {node: pool.member(node) for node in self._experiment.tree.devices}
         self._prepared = {node: self._begin(one.prepare(self._experiment)) for node, one in self._members.items()}
         return self
@@ -151,7 +176,8 @@ class RealComputing:
     def member(self, node: str) -> RealMember:
         """Return a device's access to the pool."""
         timed = SimulatedMember(self._timed.pool(node), node)
-        return RealMember(node, self._members[node], timed, self._prepared[node], self._begin, self._seconds)
+        begin = self._begin, self._call
+        return RealMember(node, self._members[node], timed, self._prepared[node], *begin, self._seconds)
 
     def evaluator(self, experiment: Experiment, folder: Path) -> RealEvaluator:
         """Return the evaluator of a cloud."""
@@ -160,7 +186,16 @@ class RealComputing:
         return RealEvaluator(real, self._begin, partial(self._timed.compute, CLOUD, self._seconds.evaluation_s))
 
     def _begin(self, work: Coroutine[Any, Any, _T]) -> Computation[_T]:
-        return Computation(self._loop, work, self._live)
+        computation = Computation(self._loop, work, self._live, [])
+        computation.begin()
+        return computation
+
+    def _call(self, training: Coroutine[Any, Any, LocalResult]) -> Computation[LocalResult]:
+        """Begin a training, unless it may be vmapped with others: they begin when the result of one is awaited."""
+        computation = Computation(self._loop, training, self._live, self._called)
+        if not self._pool.trains_together(self._experiment.training):
+            computation.begin()
+        return computation
 
 
 Begin = Callable[[Coroutine[Any, Any, Any]], Computation[Any]]
@@ -175,6 +210,7 @@ class RealMember:
     timed: SimulatedMember
     prepared: Computation[Prepared]
     begin: Begin
+    call: Begin  # a training
     seconds: MachineSeconds
 
     failure = None  # a training that fails ends at its virtual end
@@ -206,7 +242,7 @@ class RealMember:
             own = not self.seconds.experiment.training.trainer.learns_module  # only its evaluation knows how many
             tests = max(1, prepared.samples // 10) if own else prepared.tests
             scored_s = models * self.seconds.scoring(self.node, samples=tests)
-        training = self.begin(self.real.train(replace(order, progress=lambda done, of: None)))
+        training = self.call(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
             (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), order.progress)
         except BaseException:

@@ -18,7 +18,7 @@ from device.jobs import (
     Prepared,
     VmappedMode,
     Work,
-    mode_of,
+    vmapped_mode,
 )
 from device.training.network import NetworkSource
 from device.training.trainer import Trainer
@@ -36,7 +36,7 @@ class ModuleTrainers:
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Load a device's data and model, and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
-        mode = mode_of(device, accelerator)
+        mode = vmapped_mode(device.experiment.training, accelerator)
         if mode is not VmappedMode.NEVER:
             self._vmapped_trainer(accelerator).prepare(device, sure=mode is VmappedMode.ALWAYS)
         kept_bytes = trainer.vectors.kept_bytes
@@ -58,7 +58,7 @@ class ModuleTrainers:
             (device, replace(order, row=trainer.start(order.row, local_round=order.local_round)))
             for (device, order), trainer in zip(work, trainers, strict=True)
         ]
-        mode = mode_of(work[0][0], accelerator)
+        mode = vmapped_mode(work[0][0].experiment.training, accelerator)
         together = [number for number, trainer in enumerate(trainers) if number in left and not trainer.joins]
 
         def finish(number: int, how: Ending) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 
 from common.errors import AcceleratorLost
 from common.experiment.schema import Experiment
+from common.experiment.training import TrainingSettings
 from common.host.accelerators import choose, may_have_gpu
 from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather
 from device.pool.executors import Executor, Thread, Worker
@@ -99,6 +100,10 @@ class Pool:
         """The accelerators of the executors, such as `2 x cpu`; empty before they are known."""
         counts = Counter(executor.accelerator for executor in self._executors) if self._places else Counter[str]()
         return ", ".join(f"{count} x {accelerator}" for accelerator, count in sorted(counts.items()))
+
+    def trains_together(self, training: TrainingSettings) -> bool:
+        """Whether devices of an experiment may be trained vmapped here, once the accelerators are known."""
+        return any(executor.most(training) > 1 for executor in self._executors)
 
     def member(self, node: str) -> Member:
         """Add one of this process's devices."""

@@ -1,78 +1,70 @@
-"""Training tasks of a device: from a task to a result with its costs."""
+"""A device's tasks: from the model received to an order for its trainer, and from there to a result with its costs."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 from common.experiment.schema import Experiment
+from common.methods.rule import link_layouts
 from common.model.layout import Row
 from common.protocol.messages import Task
 from common.runtime.round import NUMBERS, WorkResult
-from device.jobs import LocalResult, Order, Progress
+from common.storage.spool import Spool
+from device.jobs import LocalResult, Order, Prepared, Progress
 from device.memory import DeviceMemory
 
 
-def result_of(node: str, task: Task, out: Row, result: LocalResult) -> WorkResult:
-    """Return the result of a device's task: the trained model and its extras in `out`, uint8, and its costs."""
-    costs = (task.epochs, result.steps, result.train_s, result.wait_s)
-    plans = {node: [{NUMBERS: result.numbers}]} if result.numbers else {}
-    return WorkResult(
-        out,
-        result.samples,
-        result.loss,
-        *costs,
-        plans=plans,
-        path=result.path,
-        tests=result.tests,
-        start_loss=result.start_loss,
-    )
-
-
-def scored_by(experiment: Experiment, node: str) -> Callable[[Task], tuple[bool, bool]]:
-    """Return whether a device scores the model of a task, and what training makes of it, as a function of the task."""
-
-    def scores(task: Task) -> tuple[bool, bool]:
-        key, last = task.key, not task.epochs
-        place = {"global_round": key.global_round, "local_round": key.local_round}
-        return experiment.scores(node, **place, last=last), not last and experiment.scores_trained(node, **place)
-
-    return scores
-
-
 class LocalWork:
-    """A device's results; each overwrites the model of the previous one.
+    """A device's part in one run; each result overwrites the model of the previous one. `states`: what it keeps."""
 
-    `train`: trains as ordered. `samples`: of the device. `scores`: see `scored_by`.
-    """
-
-    def __init__(
-        self,
-        node: str,
-        train: Callable[[Order], LocalResult],
-        memory: DeviceMemory,
-        *,
-        samples: int,
-        scores: Callable[[Task], tuple[bool, bool]],
-    ) -> None:
+    def __init__(self, experiment: Experiment, node: str, prepared: Prepared, *, states: Spool) -> None:
+        self._experiment = experiment
         self._node = node
-        self._train = train
-        self._memory = memory
-        self._samples = samples
-        self._scores = scores
+        self.prepared = prepared
+        self.layouts = link_layouts(experiment.tier_above(node).aggregation, prepared.layout)
+        self._memory = DeviceMemory(
+            self.layouts,
+            kept_bytes=prepared.kept_bytes,
+            rounds=experiment.device_rounds,
+            rounds_back=experiment.cloud.rounds_back,
+            spool=states,
+            keeps_folder=prepared.folder,
+        )
 
-    def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> WorkResult:
-        """Train the model in `row`, uint8 [row_bytes], as the task requires. Raises what `train` raises."""
-        memory, (scores, scores_trained) = self._memory, self._scores(task)
-        if not task.epochs and not scores:
-            return result_of(self._node, task, row, LocalResult(self._samples, None, 0, 0.0, 0.0))
-        begun, number = memory.begin(task, row), memory.number(task)
-        result = self._train(
-            Order(
-                begun, memory.out, task.epochs, number, progress, cancelled, scores, scores_trained, memory.folder
-            )
-        )  # fmt: skip
-        if not task.epochs:
-            return result_of(self._node, task, row, result)
-        memory.end(task)
-        return result_of(self._node, task, memory.result, result)
+    def order(self, task: Task, row: Row, progress: Progress) -> Order | WorkResult:
+        """Return the order of a task for the model in `row`, uint8 [row_bytes]: train it, or only score it.
+
+        Without either return the result. Raises StateLost.
+        """
+        experiment, memory, key, trains = self._experiment, self._memory, task.key, task.epochs > 0
+        place = {"global_round": key.global_round, "local_round": key.local_round}
+        scores = experiment.scores(self._node, **place, last=not trains)
+        if not trains and not scores:
+            return WorkResult(row, self.prepared.samples, None, 0, 0, 0.0, 0.0)
+        return Order(
+            memory.begin(task, row),
+            memory.out,
+            task.epochs,
+            memory.number(task),
+            progress,
+            scores=scores,
+            scores_trained=trains and experiment.scores_trained(self._node, **place),
+            folder=memory.folder,
+        )
+
+    def result(self, task: Task, result: LocalResult) -> WorkResult:
+        """Return the result of a task's order: the trained model and its extras, uint8, and the costs."""
+        costs = (task.epochs, result.steps, result.train_s, result.wait_s)
+        plans = {self._node: [{NUMBERS: result.numbers}]} if result.numbers else {}
+        return WorkResult(
+            self._memory.result,
+            result.samples,
+            result.loss,
+            *costs,
+            plans=plans,
+            path=result.path,
+            tests=result.tests,
+            start_loss=result.start_loss,
+        )
+
+    def keep(self, task: Task) -> None:
+        """Keep the state that a task's training has left, for the next one. Raises StorageFailed."""
+        self._memory.end(task)
