@@ -78,7 +78,7 @@ def test_inputs_with_gradients_are_convolved(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("keys", "products"),
-    [({}, True), ({"precision": "bf16"}, False), pytest.param({"compile": True}, False, marks=pytest.mark.slow)],
+    [({}, True), ({"precision": "bf16"}, False)],
 )
 def test_training_on_a_cpu_in_fp32_takes_them(
     keys: dict[str, object], products: bool, monkeypatch: pytest.MonkeyPatch

@@ -338,17 +338,6 @@ def test_real_agents_train_with_the_announced_objective(objective: dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", [{"name": "fedprox", "mu": 1.0}, {"name": "fedsam"}])
-def test_compiled_it_is_nearly_the_same(objective: dict[str, Any]) -> None:
-    own, loss = trained(lab_of(objective))
-    by_compiler, compiled_loss = trained(lab_of(objective, compile=True))
-    layout = models.layout_of(models.build("cnn_digits", 1, inputs=datasets.load(lab_of(None).data).inputs))
-    mine, other = (layout.floats(np.frombuffer(row, np.uint8)) for row in (own, by_compiler))
-    np.testing.assert_allclose(other, mine, rtol=0, atol=1e-3)
-    assert compiled_loss == pytest.approx(loss, rel=1e-3)
-
-
-@pytest.mark.slow
 def test_real_agents_train_vmapped_with_the_announced_objective(tmp_path: Path) -> None:
     lab = (*SMALL, "topology.institutions=1", "topology.devices=8")  # so many that some come together at any load
     pairs = (*lab, 'training.objective={name="fedprox", mu=1.0}')

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -130,6 +130,9 @@ def events(root: Path, tree: Mapping[str, Any], *, workers: int) -> tuple[int, s
     return trace.messages, trace.hexadecimal(), model_digest(root), files
 
 
+OF_TRAINERS: Final = (820_004, 820_007, 820_016)  # drawn labs with a trainer of one's own
+
+
 def test_one_worker_and_four_give_the_same_events(tmp_path: Path) -> None:
     """A straggler misses the quorum, links have an outage, a device is away: results depend on virtual time."""
     late = {"of": {"device-0": {"step_s": 0.5}}}
@@ -143,11 +146,14 @@ def test_one_worker_and_four_give_the_same_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(820_000, 820_020))
+@pytest.mark.parametrize("seed", [seed for seed in range(820_000, 820_023) if seed not in OF_TRAINERS])
 def test_one_worker_and_four_give_the_same_events_in_drawn_labs(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rules, quorums, links and absences are those of the draw. Workers are threads here: processes start slowly."""
+    """Rules, quorums, links and absences are those of the draw. Workers are threads here: processes start slowly.
+
+    A trainer of one's own draws from the process's generators, so several threads cannot train by one.
+    """
     monkeypatch.setattr(computing, "Pool", partial(Pool, worker=Thread))
     monkeypatch.setattr(computing, "Evaluator", HereEvaluator)
     lab, rng = draw_lab(seed).experiment, random.Random(seed)

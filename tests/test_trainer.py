@@ -598,17 +598,6 @@ def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
         assert torch.equal(make(shared, node)._prepared.local.samples, make(own, node)._prepared.local.samples)
 
 
-@pytest.mark.slow
-def test_compiled_it_is_nearly_the_same() -> None:
-    lab, compiled = experiment(model="cnn_digits"), experiment(model="cnn_digits", compile=True)
-    row = initial(lab)
-    wanted, result = run(make(lab), row)
-    trainer = make(compiled)
-    out, by_compiler = run(trainer, row)
-    assert by_compiler.loss == pytest.approx(result.loss, rel=1e-4)
-    np.testing.assert_allclose(trainer.layout.floats(out), trainer.layout.floats(wanted), rtol=0, atol=1e-4)
-
-
 def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = experiment(deterministic=True, recorded=False)
     trainer = make(lab)
