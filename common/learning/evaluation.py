@@ -119,12 +119,11 @@ def evaluate(
     whole = torch.cat(outputs).double() if keeps else torch.empty(0)
     wanted = labels.cpu()
     targets = wanted.double() if wanted.is_floating_point() else wanted
-    for name in scores:
+    for name, score in scores_of(scores).items():
         if name == ACCURACY:
             values.append(int(correct) / count)
             sums.append(float(correct))
             continue
-        score = score_of(name, KEY if name == scores[0] else ALSO)
         values.append(score(whole.numpy(), targets.numpy()))
         if name == R2:
             for each in (torch.square(whole - targets), targets, torch.square(targets)):
@@ -162,9 +161,7 @@ class ModelTester:
         self._data = datasets.load(experiment.data)
         self._loss, self._scores = experiment.training.loss, experiment.score.names
         try_loss(self._loss, self._data.inputs)
-        for name in self._scores:
-            score_of(name, KEY if name == self._scores[0] else ALSO)
-        self._experiment = experiment
+        scores_of(self._scores)
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
         self.parts, self.first, self.initial, notes = models.first_of(experiment, self._module)
@@ -216,6 +213,11 @@ class ModelTester:
             scores=self._scores,
             watch=self._watch,
         )
+
+
+def scores_of(names: Sequence[str]) -> dict[str, ScoreFunction]:
+    """Return an experiment's scores by name, the first one first. Raises InvalidExperiment."""
+    return {name: score_of(name, ALSO if place else KEY) for place, name in enumerate(names)}
 
 
 def score_of(name: str, key: str = KEY) -> ScoreFunction:

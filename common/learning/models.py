@@ -158,6 +158,13 @@ def random_samples(inputs: Inputs, count: int) -> torch.Tensor:
     return torch.randint(inputs.tokens, shape, generator=draw) if inputs.tokens else torch.randn(shape, generator=draw)
 
 
+def random_targets(inputs: Inputs, count: int) -> torch.Tensor:
+    """Return targets of such samples, int64 [count] or float32 [count, T], the same ones each time."""
+    draw = torch.Generator().manual_seed(count)
+    labels = torch.randint(inputs.classes, (count,), generator=draw)
+    return torch.randn(count, inputs.classes, generator=draw) if inputs.numbers else labels
+
+
 @torch.no_grad()
 def _logits(name: str, module: nn.Module, inputs: Inputs) -> Any:
     """Return what a module returns for two random samples, in eval mode; it is in training mode before and after."""

@@ -25,7 +25,7 @@ from common.learning import models
 from common.learning.computing import first_line, seeded
 from common.learning.inputs import Inputs
 from common.learning.losses import try_loss
-from common.learning.models import NO_ARRAYS, Arrays, classifier_of, head_places, random_samples
+from common.learning.models import NO_ARRAYS, Arrays, classifier_of, head_places, random_samples, random_targets
 from common.learning.nets import Dropout
 from common.methods.mixing import Floats
 from common.model.parts import ModelParts
@@ -37,7 +37,7 @@ from device.training.sgd import FeaturesAt, Forward, LocalSteps, features_of, fo
 from device.training.vectors import TaskVectors
 
 RECORDED_PARAMETERS: Final = 2_000_000  # of the largest model whose steps are recorded: in larger ones kernels take all
-TRIAL_NOISE: Final = 0.1  # of the vectors behind a model
+TRIAL_NOISE: Final = 0.1  # of the vectors behind a model: as large as gradients
 
 log = logging.getLogger("fedstrata.training")
 
@@ -195,10 +195,11 @@ def _recorded(source: NetworkSource, vectors: TaskVectors, *, own: bool, draws: 
         given = {each: vector_tensors(vectors, network.module, each, vector) for each, vector in noise.items()}
         steps = network.steps(experiment, source.parts, rate=experiment.training.learning_rate, vectors=given)
         samples = random_samples(inputs, 2 * size)
-        labels = torch.randint(inputs.classes, (2 * size,), generator=draw)
-        if inputs.numbers:
-            labels = torch.randn(2 * size, inputs.classes, generator=draw)
-        tensors = [samples, labels, *([torch.rand(2 * size, draws, generator=draw)] if draws else [])]
+        tensors = [
+            samples,
+            random_targets(inputs, 2 * size),
+            *([torch.rand(2 * size, draws, generator=draw)] if draws else []),
+        ]
         batches = [[tensor[:size] for tensor in tensors], [tensor[size:] for tensor in tensors]]
         hidden = partial(hidden_state, network.module, steps.objective) if own else bytes
         return program_of(steps.take, steps.state, batches, rate=steps.learning_rate, hidden=hidden)

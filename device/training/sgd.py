@@ -75,7 +75,7 @@ def _without_autocast(layer: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 class LocalSteps:
-    """The steps of one training, with a fresh optimiser, and the tensors that they read and change.
+    """The steps of one training, with a fresh optimiser, and `state`: the tensors that they read and change.
 
     `buffers` are those that `forward` updates, `fixed` other tensors that it reads. `vectors`, `features` and `head`
     are what the objective reads (Minibatch). `personal`: the places of weights that were not received; for these
@@ -101,8 +101,6 @@ class LocalSteps:
         self._training = training
         self.learning_rate = learning_rate
         self._weights = weights
-        self._buffers = buffers
-        self._fixed = fixed
         self._vectors = vectors
         self._features = features
         self._head = head
@@ -114,13 +112,9 @@ class LocalSteps:
             ]
         self._moments = self._optimizer.begin(weights)
         self._passes = _Passes(forward, features, buffers)
-
-    @property
-    def state(self) -> list[Tensor]:
-        """All tensors that a step reads or changes, beside its batch."""
-        vectors = (each for some in self._vectors.values() for each in some)
+        given = (each for some in vectors.values() for each in some)
         moments = (each for some in self._moments.values() for each in some)
-        return [*self._weights, *self._buffers, *self._fixed, *self._received, *vectors, *moments]
+        self.state = [*weights, *buffers, *fixed, *self._received, *given, *moments]
 
     def take(self, tensors: Sequence[Tensor]) -> Tensor:
         """Take the step of a batch: inputs [b, ...], labels [b], and [b, draws] random numbers, if the objective reads

@@ -36,7 +36,7 @@ from common.learning.computing import (
 )
 from common.learning.evaluation import BATCH, CPU_BATCH, evaluate
 from common.learning.inputs import Inputs
-from common.learning.models import KEY, random_samples
+from common.learning.models import KEY, random_samples, random_targets
 from common.learning.nets import reseed
 from common.model.layout import ModelLayout, Row
 from common.model.parts import given_arrays
@@ -396,11 +396,9 @@ class Trainer:
         So own code fails before the run, and no round's seconds include the compiler's.
         """
         inputs = made.local.inputs
-        given, draw = random_samples(inputs, samples), torch.Generator().manual_seed(samples)
-        labels = torch.randint(inputs.classes, (samples,), generator=draw)
-        if inputs.numbers:
-            labels = torch.randn(samples, inputs.classes, generator=draw)
-        given, labels = given.to(self._accelerator), labels.to(self._accelerator)
+        given, labels = (
+            each.to(self._accelerator) for each in (random_samples(inputs, samples), random_targets(inputs, samples))
+        )
         row, network = self._first(made), made.source.network()
         out = np.zeros(made.vectors.links.up.row_bytes + made.vectors.kept_bytes, np.uint8)
         local = LocalDataset(inputs, given, labels, torch.arange(samples), lambda images: images, "")

@@ -26,6 +26,7 @@ from common.learning.nets import reseed
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.hidden import obstacle_in
+from device.training.network import TRIAL_NOISE
 from device.training.objectives.table import objective_of
 from device.training.sgd import LocalSteps, features_of, forward_of
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
@@ -36,7 +37,6 @@ PEAK_STEPS: Final = 3  # after which a group's memory is known
 UNLIMITED_DEVICES = 1 << 20  # where memory is the host's
 MEMORY_RESERVE_SHARE = 0.2  # of the free memory: for other libraries and gaps of the allocator
 TRIAL_STEPS = 3
-TRIAL_NOISE = 0.1  # of the vectors behind the models: as large as gradients
 TRIAL_LEARNING_RATE = 0.01  # its steps are long compared with the rounding of float32 models
 # How far vmapped steps may be from a device's own, relative to their length. In float64 both give the same float32
 # model, up to its last bit. In the others rounding decides on which side of a ReLU's kink a value is, and batch norm
