@@ -212,6 +212,7 @@ class CloudAgent:
             metrics=self._metrics,
             observe=self._observe,
             refiner=refiner,
+            world=self._host.world,
         )
         if self._resume:
             run.resume()

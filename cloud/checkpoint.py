@@ -41,6 +41,7 @@ class RunState:
     elapsed_s: float
     epochs: dict[str, int]
     selection: dict[str, Any] = field(default_factory=dict)  # the state of client selection
+    privacy: dict[str, Any] = field(default_factory=dict)  # the releases of each unit
 
 
 def save(

@@ -17,6 +17,7 @@ from typing import Any, Final
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import Beginning, EvaluationResult
+from cloud.privacy import PrivacyLedger
 from cloud.records import PERSONALISED, GlobalRoundRecord, device_columns, tier_bytes
 from cloud.results import RunFolder
 from common.accounting.child_report import ChildReport
@@ -28,6 +29,7 @@ from common.experiment.training import ACCURACY, Score
 from common.host.files import replacing, until_written
 from common.host.offload import offload
 from common.methods import aggregator
+from common.methods.private import check_covered
 from common.methods.rule import Aggregated
 from common.methods.selection import Choose, ClientSelection
 from common.methods.statistics import tensor_distances
@@ -40,6 +42,7 @@ from common.protocol.messages import Result
 from common.randomness import Purpose, generator
 from common.runtime.refining import run_refining
 from common.runtime.round import NUMBERS, Children, ClosedRound, Dispatch, Observe, unreported
+from common.runtime.world import REAL, World
 from common.storage.spool import Spool
 
 LABELS: Final = NodeLabels("cloud", CLOUD)
@@ -82,6 +85,7 @@ class GlobalRounds:
         observe: Observe,
         choose: Choose | None = None,
         refiner: Refiner | None = None,
+        world: World = REAL,
     ) -> None:
         self._folder = folder
         self._experiment = experiment = folder.experiment
@@ -90,6 +94,9 @@ class GlobalRounds:
         self._layout = layout = beginning.layout
         self._row = beginning.row
         tier = experiment.tier_below(CLOUD)
+        for each in experiment.tiers:
+            check_covered(f"{experiment.key(each)}.privacy", each.privacy, layout)
+        self._compares = experiment.cloud.epoch_control.name != "fixed"  # the epoch control reads the uploads
         self._rule = rule = aggregator.build(
             tier.aggregation,
             layout=layout,
@@ -104,7 +111,11 @@ class GlobalRounds:
             rounds_below=experiment.rounds_below(CLOUD),
             refiner=refiner,
             bound=tier.norm_bound,
+            privacy=tier.privacy,
+            secret=partial(spool.secret, world.noise),
+            hides_uploads=not self._compares,
         )
+        self._privacy = PrivacyLedger(experiment)
         rule.begin(self._row)
         self._down = down
         self._selection = ClientSelection(tier, seed=experiment.seed, node=CLOUD, choose=rule.choose or choose)
@@ -121,7 +132,6 @@ class GlobalRounds:
         self._state = RunState(folder.run, experiment.digest, 0, 0.0, start_epochs)
         self._pending: _Pending | None = None
         self._course = Course(experiment.stop, experiment.score)
-        self._ended: StopReason | None = None
         self._mark = 0.0
         self._links_at = -inf  # when links.csv is written next
         self._bytes: Mapping[str, int] = self._tier_bytes()  # up to the last global round
@@ -137,6 +147,7 @@ class GlobalRounds:
             problem = "its experiment was changed"
             raise InvalidExperiment("--resume", str(self._folder.path), problem, "Restore the file.")
         self._selection.restore(state.selection)
+        self._privacy.restore(state.privacy)
         self._metrics.round.labels(*LABELS).set(state.global_round)
         written = self._folder.forget_after(state.global_round)
         self._folder.restore(self._down.ledger)
@@ -156,7 +167,6 @@ class GlobalRounds:
         for row in rows:
             if row.score is not None and row.loss is not None:
                 self._course.take(row.global_round, score=row.score, loss=row.loss)
-        self._ended = self._course.ended
 
     def introduce(self, *, metrics_address: str = "") -> None:
         """Record the run's facts, and report them and the warnings about its experiment and data."""
@@ -189,6 +199,13 @@ class GlobalRounds:
         return self._state.elapsed_s
 
     @property
+    def _ended(self) -> StopReason | None:
+        """Why the run ends before its last global round, None while it goes on."""
+        if self._state.global_round and self._privacy.spent(self._state.epochs):
+            return StopReason.PRIVACY
+        return self._course.ended
+
+    @property
     def complete(self) -> bool:
         """Whether no global round remains."""
         return self._state.global_round >= self._experiment.rounds or self._ended is not None
@@ -219,6 +236,7 @@ class GlobalRounds:
                 "global_round": self._state.global_round,
                 "elapsed_s": self._state.elapsed_s,
                 **({"stopped": self._ended.value} if self._ended else {}),
+                **{f"epsilon_{tier}": epsilon for tier, epsilon in self._privacy.epsilons.items()},
                 **({"best_round": self._course.best} if experiment.stop.best else {}),
                 **_evaluated(experiment.score, self._last),
                 "model": str(path),
@@ -273,6 +291,7 @@ class GlobalRounds:
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
+        self._count_releases(selected, closed_round.results, state.epochs)
         record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
             by_cloud = self._experiment.evaluation.on_cloud
@@ -312,7 +331,7 @@ class GlobalRounds:
         """Write the tables, and what is due after a global round. Raises StorageFailed."""
         state, folder = self._state, self._folder
         folder.catch_up()
-        last = state.global_round == self._experiment.rounds
+        last = state.global_round == self._experiment.rounds or self._ended is StopReason.PRIVACY
         due = last or state.global_round % self._experiment.cloud.checkpoint_every == 0
         if (begun := self._down.now()) >= self._links_at:
             await offload(folder.write_of_links(self._down.ledger))
@@ -325,7 +344,7 @@ class GlobalRounds:
     def _save(self) -> None:
         """Write a checkpoint, after the rows of its global rounds."""
         self._folder.sync()
-        state = replace(self._state, selection=self._selection.save())
+        state = replace(self._state, selection=self._selection.save(), privacy=self._privacy.save())
         checkpoint.save(
             self._folder.checkpoints, state, layout=self._layout, row=self._row, rule=self._rule,
             frozen=self._beginning.frozen,
@@ -334,6 +353,8 @@ class GlobalRounds:
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
         """Return the distances of the children's models to the new mean, as the epoch control measures them."""
         found: Mapping[str, float] = outcome.distances
+        if not self._compares and self._experiment.tier_below(CLOUD).privacy.by_parent:
+            return {name: found[name] for name in self._down.peers if name in found}
         if self._experiment.cloud.epoch_control.variant == "plato":
             distances_K = tensor_distances(list(closed_round.models.values()), self._rule.model, layout=self._layout)
             found = dict(zip(closed_round.models, distances_K.tolist(), strict=True))
@@ -350,6 +371,15 @@ class GlobalRounds:
         chance = generator(self._experiment.seed, Purpose.EPOCHS, CLOUD, state.global_round)
         c, samples = self._experiment.training.epochs, self._down.samples
         return tempo.decide(control, omegas, c=c, ran=state.epochs, samples=samples, draw=chance)
+
+    def _count_releases(
+        self, selected: Sequence[str], results: Mapping[str, Result], epochs: Mapping[str, int]
+    ) -> None:
+        """Count what a global round has released of each unit."""
+        plans: dict[str, Sequence[Mapping[str, Any]]] = {}
+        for name, result in results.items():
+            plans |= {node: made for node, made in plans_of(result).items() if node in self._aggregators[name]}
+        self._privacy.take(selected, plans, epochs)
 
     def _record(
         self,
@@ -389,6 +419,7 @@ class GlobalRounds:
             epochs={name: epochs[name] if name in results else None for name in names},
             omega={name: omegas.get(name) for name in names},
             spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},
+            epsilon=self._privacy.epsilons,
             other_scores=dict.fromkeys([*scores, *self._experiment.score.columns.values()]),
             by_devices=by_devices,
         )
@@ -398,6 +429,9 @@ class GlobalRounds:
         metrics.closed(LABELS, rounds=self._state.global_round)
         metrics.trained(LABELS, outcome.loss)
         metrics.steps.labels(*LABELS).inc(steps)
+        for tier, epsilon in record.epsilon.items():
+            unit = self._privacy.settings[tier].unit
+            metrics.privacy_epsilon.labels(*LABELS, tier, unit).set(math.inf if epsilon is None else epsilon)
         for phase, seconds in phases.items():
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
         for name in names:
@@ -439,6 +473,7 @@ class GlobalRounds:
 
     def _evaluates(self, global_round: int) -> bool:
         due = global_round == self._experiment.rounds or global_round % self._experiment.evaluation.every == 0
+        due = due or (global_round == self._state.global_round and self._ended is StopReason.PRIVACY)
         return due and (self._beginning.evaluates or self._experiment.evaluation.on_devices)
 
     def _evaluate(self, record: GlobalRoundRecord, mixed: Row | None, *, by_cloud: bool) -> None:
@@ -480,7 +515,6 @@ class GlobalRounds:
                 first, *further = total.by(score.names)
                 found = EvaluationResult(record.global_round, first, total.mean_loss, further)
                 await self._improved(found, pending.row)
-        self._ended = self._course.ended
         facts: dict[str, Any] = {}
         if found is not None:
             self._last = found

@@ -38,7 +38,8 @@ from common.experiment.tiers import TIER_NAME
 from common.experiment.topology import CLOUD
 from common.protocol.round_state import GLOBAL_PHASES
 
-BYTES: Final = rf"(?!(epochs|omega|spread)_){TIER_NAME}_(up|down)_bytes"  # the other names begin columns of nodes
+# The other names begin columns of nodes and tiers.
+BYTES: Final = rf"(?!(epochs|omega|spread|epsilon)_){TIER_NAME}_(up|down)_bytes"
 RARE: Final = ("extras", "frozen")  # kinds of bytes that most runs have not
 BROKER: Final = "broker"  # kind of the rows in links.csv that count a parent's whole connection
 
@@ -195,7 +196,7 @@ class GlobalRoundRecord(Record):
 
     `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by `TIER_up_bytes`, `TIER_down_bytes`; `missing`,
     `refused`: children of the cloud without an upload. `epochs`, `omega`: by child, None without a result; `spread`: by
-    node, None for a rule of one model.
+    node, None for a rule of one model. `epsilon`: of the worst unit so far, by tier with privacy, None: infinite.
     """
 
     global_round: _Int
@@ -220,6 +221,9 @@ class GlobalRoundRecord(Record):
     epochs: Annotated[Mapping[str, int | None], _Columns(_count, pattern="epochs_{}")]
     omega: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="omega_{}")]
     spread: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="spread_{}")]
+    epsilon: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="epsilon_{}")] = (
+        dataclasses.field(default_factory=dict)
+    )
 
     @property
     def score(self) -> float | None:

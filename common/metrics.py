@@ -71,6 +71,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "test_loss": Family("gauge", (), "Test loss of the global model"),
     "train_loss": Family("gauge", (), "Mean training loss of the last epoch"),
+    "privacy_epsilon": Family(
+        "gauge", ("tier", "unit"), "Epsilon of the worst unit so far, at the cloud, by the tier whose children it is of"
+    ),
     "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each child"),
     "sgd_steps": Family("counter", (), "SGD steps of this node, or of the nodes below it"),
     "phase_seconds": Family("counter", ("phase",), "Seconds by phase of a round"),
@@ -197,6 +200,7 @@ class Metrics:
         self.personalised_score: Final = self._gauge("personalised_score")
         self.test_loss: Final = self._gauge("test_loss")
         self.train_loss: Final = self._gauge("train_loss")
+        self.privacy_epsilon: Final = self._gauge("privacy_epsilon")
         self.epochs: Final = self._gauge("epochs")
         self.steps: Final = self._counter("sgd_steps")
         self.phase_seconds: Final = self._counter("phase_seconds")

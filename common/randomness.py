@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from common.lazy import np
+from common.lazy import np, npt
+
+if TYPE_CHECKING:
+    Doubles: TypeAlias = "npt.NDArray[np.float64]"
 
 
 class Purpose(IntEnum):
@@ -38,6 +42,7 @@ class Purpose(IntEnum):
     TESTS = 21
     SCORING = 22
     SHARPNESS = 23
+    PRIVACY = 25
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:
@@ -54,3 +59,61 @@ def torch_seed(seed: int, purpose: Purpose, node: str = "", round_number: int = 
     """Return a 63-bit seed for a `torch.Generator` of that purpose, node and round."""
     state = np.random.SeedSequence(_entropy(seed, purpose, node, round_number)).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
+
+
+class Noise(Protocol):
+    """A stream of random numbers of one task."""
+
+    def normals(self, count: int) -> Doubles:
+        """Return the next standard normal numbers, float64 [count]."""
+
+    def uniforms(self, count: int) -> Doubles:
+        """Return the next numbers from 0, included, to 1, float64 [count]."""
+
+
+class SeededNoise:
+    """Noise that anybody can compute who knows the experiment."""
+
+    def __init__(self, seed: int, node: str, round_number: int) -> None:
+        self._source = generator(seed, Purpose.PRIVACY, node, round_number)
+
+    def normals(self, count: int) -> Doubles:
+        """Return standard normal numbers."""
+        return self._source.standard_normal(count)
+
+    def uniforms(self, count: int) -> Doubles:
+        """Return numbers from 0 to 1."""
+        return self._source.random(count)
+
+
+class SecretNoise:
+    """Noise that only those can compute who know the key: SHAKE-256 of key and place, then Box-Muller."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._place = 0
+
+    def normals(self, count: int) -> Doubles:
+        """Return standard normal numbers."""
+        half = (count + 1) // 2
+        uniform = self.uniforms(2 * half)
+        lengths: Doubles = np.sqrt(-2 * np.log1p(-uniform[:half]))  # of numbers above 0
+        angles: Doubles = 2 * np.pi * uniform[half:]
+        found: Doubles = np.concatenate((lengths * np.cos(angles), lengths * np.sin(angles)))
+        return found[:count]
+
+    def uniforms(self, count: int) -> Doubles:
+        """Return numbers from 0 to 1, of 53 bits each."""
+        self._place += 1
+        drawn = hashlib.shake_256(self._key + self._place.to_bytes(8, "little")).digest(8 * count)
+        found: Doubles = (np.frombuffer(drawn, "<u8") >> np.uint64(11)) * np.float64(2.0**-53)
+        return found
+
+
+def secret_key(secret: bytes, node: str, round_number: int, content: bytes) -> bytes:
+    """Return the key of one task's noise: of a node's secret, a round, and what the noise is for, 32 bytes.
+
+    Other data in the same round has other noise: the difference of two results with the same noise would have none.
+    """
+    place = f"{int(Purpose.PRIVACY)} {round_number} {node} ".encode()
+    return hashlib.blake2b(place + content, key=secret, digest_size=32).digest()

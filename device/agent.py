@@ -120,7 +120,7 @@ class DeviceAgent:
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
         spool = Spool.open(host.spool, run=run, node=self._name)
-        keeps = experiment.devices_remember
+        keeps = experiment.devices_remember or experiment.keeps_secret(self._name)
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         layout = ModelLayout.from_json(found.announcement.layout)
@@ -180,7 +180,8 @@ class DeviceAgent:
                 f"this host builds another model than the cloud ({prepared.layout.digest}, {part.layout.digest})",
                 "Use one release of fedstrata, and of the model's package, everywhere.",
             )
-        work = LocalWork(experiment, self._name, prepared, states=part.states)
+        secret = partial(part.states.secret, self._host.world.noise)
+        work = LocalWork(experiment, self._name, prepared, states=part.states, secret=secret)
         run, model = up.identity.run, experiment.model.name
         activity.info("%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples)
         return work
@@ -188,21 +189,23 @@ class DeviceAgent:
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, local: LocalWork) -> None:
         up.set_state(NodeState.READY, samples=local.prepared.samples)
         machine, keeps, self._scores = experiment.machine(self._name), local.prepared.keeps, experiment.score.names
+        off = keeps or experiment.keeps_secret(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since = await model.whole(), up.now()
             begin = partial(local.order, task, row, partial(report, Phase.TRAINING))
-            order = await offload(begin) if keeps else begin()
+            order = await offload(begin) if off else begin()
             if isinstance(order, WorkResult):
                 return order
-            result = local.result(task, await self._train(order, report))
+            end = partial(local.result, task, await self._train(order, report))
+            result = await offload(end) if local.protects else end()
             if not task.epochs:
                 return result
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
             if keeps:
-                end, idle_s = partial(local.keep, task), experiment.transfer.idle_s
-                await until_written(lambda: offload(end), patience_s=idle_s, warn=log.warning)
+                keep, idle_s = partial(local.keep, task), experiment.transfer.idle_s
+                await until_written(lambda: offload(keep), patience_s=idle_s, warn=log.warning)
             return result
 
         await up.serve(local.layouts, work)

@@ -17,7 +17,6 @@ from typing import Any, Final, Protocol, TypeAlias
 from common.accounting.child_report import TrainingPath
 from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
-from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout, Row
 from common.model.scores import ScoredModels, ScoreSums
 
@@ -109,7 +108,7 @@ class Order:
     what training makes of it, too.
     `progress(steps_done, steps_total)` is called in the thread of the training, every half second and at the end.
     `cancelled`: set, it ends the training between two steps. `folder`: the state of a trainer that
-    keeps one, which the training changes.
+    keeps one, which the training changes. `noise`: the key of DP-SGD's noise, empty if it comes from the seed.
     """
 
     row: Row
@@ -121,6 +120,7 @@ class Order:
     scores: bool = False
     scores_trained: bool = False
     folder: Path | None = None
+    noise: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +257,13 @@ class VmappedMode(StrEnum):
     ALWAYS = "always"
 
 
-def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
+def vmapped_mode(experiment: Experiment, accelerator: str) -> VmappedMode:
     """Return when an experiment's devices are trained vmapped here. Raises InvalidExperiment.
 
     This host's environment variable decides, then the experiment, then the kind of accelerator.
     """
-    without = training.deterministic or training.own_augmentation is not None
+    training = experiment.training
+    without = training.deterministic or training.own_augmentation is not None or experiment.tiers[-1].privacy.on_samples
     if without or not training.trainer.learns_module:
         return VmappedMode.NEVER
     default = VmappedMode.NEVER if accelerator == "cpu" else VmappedMode.AUTO
@@ -273,9 +274,9 @@ def vmapped_mode(training: TrainingSettings, accelerator: str) -> VmappedMode:
         raise InvalidExperiment(VARIABLE, given, "no such choice", f"Use {', '.join(VmappedMode)}.") from None
 
 
-def most_together(training: TrainingSettings, accelerator: str) -> int:
+def most_together(experiment: Experiment, accelerator: str) -> int:
     """Return how many trainings of an experiment may be vmapped together. Raises InvalidExperiment."""
-    return 1 if vmapped_mode(training, accelerator) is VmappedMode.NEVER else VMAPPED_DEVICES_MOST
+    return 1 if vmapped_mode(experiment, accelerator) is VmappedMode.NEVER else VMAPPED_DEVICES_MOST
 
 
 async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:

@@ -117,8 +117,9 @@ class InstitutionAgent:
         export_parent(self._metrics, down, self._labels, tier=tier.name)
         refiner = self._refiner(experiment, announcement.partition)
         rounds = LocalRounds(
-            self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics, refiner=refiner
-        )
+            self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics, refiner=refiner,
+            world=host.world,
+        )  # fmt: skip
 
         presence = _OwnPresence(self._name, up, down, kind=tier.children)
         presence.look()

@@ -16,6 +16,7 @@ from common.experiment.schema import Experiment
 from common.host.files import until_written
 from common.host.offload import offload
 from common.methods import aggregator
+from common.methods.private import NoiseSource, PrivateUpdates
 from common.methods.rule import Aggregated
 from common.methods.selection import Choose, ClientSelection
 from common.metrics import Metrics, NodeLabels
@@ -27,6 +28,7 @@ from common.protocol.messages import Phase, Task
 from common.runtime.models import Arriving
 from common.runtime.refining import run_refining
 from common.runtime.round import Children, ClosedRound, Dispatch, Report, WorkResult, unreported
+from common.runtime.world import REAL, World
 from common.storage.spool import Spool
 from institution.memory import Memory
 
@@ -47,7 +49,9 @@ class LocalRounds:
         metrics: Metrics,
         choose: Choose | None = None,
         refiner: Refiner | None = None,
+        world: World = REAL,
     ) -> None:
+        secret = partial(spool.secret, world.noise)
         self._name = name
         self._experiment = experiment
         tree = experiment.tree
@@ -58,8 +62,8 @@ class LocalRounds:
         self._refiner = refiner
         self._labels = NodeLabels("institution", name, parent=tree.parent(name))
         self._tier = experiment.tier_below(name)
-        above, below = experiment.tier_above(name).transfer.down, self._tier.transfer.down
-        self._recodes = below != above and not codec_of(below).exact  # the children decode another model
+        down_above, below = experiment.tier_above(name).transfer.down, self._tier.transfer.down
+        self._recodes = below != down_above and not codec_of(below).exact  # the children decode another model
         build = partial(
             aggregator.build,
             self._tier.aggregation,
@@ -75,7 +79,12 @@ class LocalRounds:
             rounds_below=experiment.rounds_below(name),
             refiner=refiner,
             bound=self._tier.norm_bound,
+            privacy=self._tier.privacy,
+            secret=secret,
         )
+        above = experiment.tier_above(name).privacy
+        source = NoiseSource(above, seed=experiment.seed, node=name, secret=secret)
+        self._updates = PrivateUpdates(above, layout, source) if above.by_child else None
         self._memory = Memory(
             build,
             lambda rule: ClientSelection(self._tier, seed=experiment.seed, node=name, choose=rule.choose or choose),
@@ -151,8 +160,12 @@ class LocalRounds:
         )
         samples = sum(down.samples.values())  # n_m counts all children, not only the selected ones
         steps = sum(self._did[name].steps for name in down.peers if name in self._did)
+        row = rule.model
+        if self._updates is not None:  # the rule goes on from the model without noise
+            row = await offload(row.copy)
+            await offload(partial(self._updates.protect, model.row, row, number=number))
         return WorkResult(
-            rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
+            row, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
             path_steps=path_steps, children=self.reports(), plans=plans,
         )  # fmt: skip
 

@@ -355,20 +355,20 @@ def test_experiment_and_accelerator_choose(
     keys: dict[str, Any], on_a_cpu: str, on_a_gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE)
-    training = experiment(**keys).training
-    assert (vmapped_mode(training, "cpu"), vmapped_mode(training, "cuda:0")) == (on_a_cpu, on_a_gpu)
-    assert most_together(training, "cpu") == (1 if on_a_cpu == "never" else jobs.VMAPPED_DEVICES_MOST)
+    chosen = experiment(**keys)
+    assert (vmapped_mode(chosen, "cpu"), vmapped_mode(chosen, "cuda:0")) == (on_a_cpu, on_a_gpu)
+    assert most_together(chosen, "cpu") == (1 if on_a_cpu == "never" else jobs.VMAPPED_DEVICES_MOST)
 
 
 def test_the_environment_of_a_host_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = experiment(vmapped="never").training
-    assert vmapped_mode(training, "cpu") is VmappedMode.ALWAYS
+    chosen = experiment(vmapped="never")
+    assert vmapped_mode(chosen, "cpu") is VmappedMode.ALWAYS
     monkeypatch.setenv(VARIABLE, "auto")
-    assert vmapped_mode(training, "cpu") is VmappedMode.AUTO
-    assert vmapped_mode(experiment(deterministic=True).training, "cpu") is VmappedMode.NEVER
+    assert vmapped_mode(chosen, "cpu") is VmappedMode.AUTO
+    assert vmapped_mode(experiment(deterministic=True), "cpu") is VmappedMode.NEVER
     monkeypatch.setenv(VARIABLE, "sometimes")
     with pytest.raises(InvalidExperiment, match=r"^FEDSTRATA_VMAPPED = 'sometimes'.*auto, never, always"):
-        vmapped_mode(training, "cpu")
+        vmapped_mode(chosen, "cpu")
 
 
 def test_always_is_refused_for_a_model_that_cannot_be_vmapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,8 +179,8 @@ def test_it_runs_on_devices_that_allow_it() -> None:
 
 def test_devices_are_trained_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "always")
-    assert vmapped_mode(experiment().training, "cuda:0") is VmappedMode.ALWAYS
-    assert vmapped_mode(experiment("Noise").training, "cuda:0") is VmappedMode.NEVER
+    assert vmapped_mode(experiment(), "cuda:0") is VmappedMode.ALWAYS
+    assert vmapped_mode(experiment("Noise"), "cuda:0") is VmappedMode.NEVER
     with pytest.raises(InvalidExperiment, match=r"training\.vmapped = 'always'.*one after another"):
         parse({"training": {"vmapped": "always", "augmentation": f"{HERE}:Noise"}})
 

@@ -7,6 +7,7 @@ The accuracies are from an independent simulation on scikit-learn's digits. A ru
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import sqrt
 from typing import Final
 
 from common.experiment.data import Data
@@ -36,6 +37,7 @@ def warnings(experiment: Experiment) -> list[str]:
             )
         if tier.closing.rule == "all" and tier.closing.quorum is not None:
             found.append(f"{key}.closing.quorum = {tier.closing.quorum}: no effect with closing.rule = 'all'.")
+        found += _privacy(experiment, tier, depth)
     found += [
         *_epochs(experiment),
         *_schedule(experiment.training.schedule, global_rounds=experiment.rounds),
@@ -51,6 +53,46 @@ def warnings(experiment: Experiment) -> list[str]:
             " digits) and changes the ranking of the rules."
         )
     return found
+
+
+def _privacy(experiment: Experiment, tier: Tier, depth: int) -> Iterator[str]:
+    """Yield what a tier's privacy does to its models, what it costs, and what it does not protect."""
+    privacy, key = tier.privacy, f"{experiment.key(tier)}.privacy"
+    if not privacy.acts or privacy.clip_norm is None:
+        return
+    fewest = min(participants(size, tier.participation) for size in set(experiment.sizes()[depth]))
+    yield f"{key}.noise_by = {privacy.noise_by!r}: {_sensitivity(tier, fewest, experiment.training.batch_size)}."
+    if privacy.multiplier:
+        releases = experiment.rounds * experiment.rounds_of(depth) * privacy.releases(experiment.training.epochs)
+        claimed = "with Poisson sampling" if privacy.sampling_rate else "without amplification by sampling"
+        yield (
+            f"{key}.noise_multiplier = {privacy.multiplier:g}: epsilon of one {privacy.unit} that takes part in all"
+            f" {experiment.rounds} global rounds is {privacy.epsilon(releases):.4g}, {claimed}."
+        )
+        if not privacy.affords(releases):
+            yield f"{key}.max_epsilon = {privacy.max_epsilon}: the run may end before its last global round."
+    if privacy.noise == "seeded" and privacy.multiplier:
+        yield f"{key}.noise = 'seeded': who knows the experiment can remove the noise. Nobody is protected."
+    sent = "losses, scores and" if experiment.evaluation.on_devices else "losses and"
+    yield f"{key}.unit = {privacy.unit!r}: training {sent} numbers of samples are sent without noise, and epsilon does not cover them."
+    if tier.selection.compares_losses:
+        yield f"{key}.unit = {privacy.unit!r}: the selector {tier.selection.name} reads losses without noise."
+
+
+def _sensitivity(tier: Tier, uploads: int, batch: int) -> str:
+    """Return where the noise is, and how much of it reaches the next model, with so many uploads in a round."""
+    privacy, name = tier.privacy, tier.aggregation.name
+    std = privacy.multiplier * (privacy.clip_norm or 0.0)
+    if privacy.on_samples:
+        of = f"{batch} samples" if privacy.sampling_rate is None else "the expected number of samples"
+        return f"each step of a device has noise of standard deviation {std:g}, divided by {of}"
+    if privacy.by_parent and tier.aggregation.of_mean is not None:
+        mean = std / uploads
+        return f"{name} takes a mean, which alone has noise: {mean:.4g} in each column with {uploads} equal uploads"
+    if tier.aggregation.several:
+        return f"{name} makes models of single uploads: each of them has noise of {std:.4g} in each column"
+    mean = std / sqrt(uploads)
+    return f"each upload has noise of {std:.4g} in each column; a mean of {uploads} uploads {mean:.4g}"
 
 
 def _use(experiment: Experiment, key: str, tier: Tier, depth: int) -> RuleUse:

@@ -89,6 +89,11 @@ class RuleSettings(SettingsTable):
         """The vectors behind the models that come up, float32."""
         return ()
 
+    @property
+    def of_mean(self) -> Weights | None:
+        """The weights of the mean on which alone the next model depends, None if it depends on single uploads."""
+        return None
+
     def shapes(self, model: ModelLayout) -> Mapping[str, Sequence[int]]:
         """Return the shapes of those vectors that are not as long as the model has parameters."""
         return {}

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from common.errors import InvalidExperiment
+from common.experiment import privacy
 from common.experiment.data import NUMBERS, Data, Model, check_data
 from common.experiment.devices import (
     Availability,
@@ -165,6 +166,7 @@ class Experiment(ExperimentSettings):
             for table, children in tier.aggregation.named_children.items():
                 self._check_children(f"{key}.aggregation.{table}", tier, children)
         self._check_objective()
+        self._check_privacy()
         rule = self.tiers[0].aggregation
         buffering = next((tier for tier in self.tiers if tier.aggregation.buffers), None)
         if buffering is not None and self.evaluation.on_devices:
@@ -256,6 +258,14 @@ class Experiment(ExperimentSettings):
         """
         below = self.tiers[self.tree.depth(parent) :]
         return self.devices_remember or any(tier.remembers for tier in below)
+
+    def keeps_secret(self, node: str) -> bool:
+        """Return whether a node draws noise from a secret of its own. Raises KeyError."""
+        depth = self.tree.depth(node)
+        above = self.tiers[depth - 1].privacy if depth else None
+        if depth < len(self.tiers) and self.tiers[depth].privacy.by_parent and self.tiers[depth].privacy.secret:
+            return True
+        return above is not None and above.secret and (above.by_child or above.on_samples)
 
     @property
     def devices_remember(self) -> bool:
@@ -411,6 +421,24 @@ class Experiment(ExperimentSettings):
         if objective.rule not in (None, rule.name):
             problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
             raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
+
+    def _check_privacy(self) -> None:
+        """Check what is protected, and that nothing else depends on it."""
+        unit, last = "", self.tiers[-1]
+        for place, tier in reversed(list(enumerate(self.tiers))):
+            key, settings, rule = f"{self.key(tier)}.privacy", tier.privacy, tier.aggregation
+            privacy.check_privacy(
+                key, settings, children=tier.children, devices=tier is last,
+                rounds=self.rounds_of(place), epochs=self.training.epochs,
+            )  # fmt: skip
+            if settings.on_samples:
+                privacy.check_training(key, settings, self.training)
+            if settings.by_parent and tier.norm_bound.action != "off":
+                at, problem = f"{self.key(tier)}.norm_bound.action", "it publishes the lengths of updates without noise"
+                raise InvalidExperiment(at, tier.norm_bound.action, problem, "Omit it: clip_norm bounds them.")
+            unit = settings.unit if settings.acts else unit
+            if unit:
+                privacy.check_rule(f"{self.key(tier)}.aggregation", rule, unit=unit)
 
     def _check_personal(self) -> None:
         """Check that nothing needs the arrays that devices keep for themselves."""

@@ -29,6 +29,7 @@ class StopReason(StrEnum):
 
     TARGET = "target"
     PATIENCE = "patience"
+    PRIVACY = "privacy budget"
 
 
 def check_stop(stop: Stop, score: Score) -> None:

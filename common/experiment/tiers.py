@@ -18,6 +18,7 @@ from pydantic import Field
 from common.errors import InvalidExperiment
 from common.experiment.links import Codecs, LinkSettings
 from common.experiment.methods import Aggregation, NormBound, Selection, fedavg, fraction
+from common.experiment.privacy import PrivacySettings
 from common.experiment.tables import NAME_FORM, Count, Name, Positive, SettingsTable, form, proposal
 from common.experiment.topology import CLOUD, RESERVED, Tree
 
@@ -25,7 +26,7 @@ DEVICE: Final = "device"
 TIER_NAME: Final = r"[a-z][a-z0-9-]{0,15}"
 TIERS_MOST: Final = 16
 NODES_MOST: Final = 1_000_000  # each has its name in memory
-TAKEN: Final = ("epochs", "omega", "spread")  # rounds.csv has columns of nodes that begin with these
+TAKEN: Final = ("epochs", "omega", "spread", "epsilon")  # rounds.csv has columns of nodes that begin with these
 
 
 class Closing(SettingsTable):
@@ -53,6 +54,7 @@ class RoundSettings(SettingsTable):
     selection: Selection = Field(default_factory=fraction)
     aggregation: Aggregation = Field(default_factory=fedavg)
     norm_bound: NormBound = NormBound()
+    privacy: PrivacySettings = PrivacySettings()
     closing: Closing = Closing()
 
 
@@ -114,7 +116,7 @@ class Tier(RoundSettings, TierNodes):
     @property
     def remembers(self) -> bool:
         """Whether its parents below the cloud have state that persists between their tasks."""
-        return self.aggregation.remembers or self.selection.remembers
+        return self.aggregation.remembers or self.selection.remembers or self.privacy.remembers
 
 
 def shares(number: int, parents: int) -> list[int]:

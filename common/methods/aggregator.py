@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Final
 
 from common.experiment.methods import CombiningSettings, NormBound, RuleSettings
+from common.experiment.privacy import NO_PRIVACY, PrivacySettings
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
-from common.methods.mixing import Floats, cut, over
+from common.methods.clipping import lengths, shorten
+from common.methods.mixing import Floats
 from common.methods.optimisers import stepped
+from common.methods.private import NoiseSource, PrivateRule, no_secret
 from common.methods.rule import (
     NO_TRAINING,
     Aggregated,
@@ -31,7 +34,6 @@ from common.methods.rule import (
     WrappedRule,
     link_layouts,
 )
-from common.methods.statistics import Doubles
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.model.refinement import Refiner
 
@@ -54,13 +56,24 @@ def build(
     rounds_below: int = 1,
     refiner: Refiner | None = None,
     bound: NormBound = NO_BOUND,
+    privacy: PrivacySettings = NO_PRIVACY,
+    secret: Callable[[], bytes] = no_secret,
+    hides_uploads: bool = True,
 ) -> Rule:
-    """Return a node's rule, behind the bound of its children's steps; for the other arguments see `RuleContext`."""
+    """Return a node's rule, behind the bound of its children's steps, or their privacy.
+
+    `secret`: the node's own, for noise. `hides_uploads`: nothing reads the uploads but the rule, so that a mean may
+    have noise alone. For the other arguments see `RuleContext`.
+    """
     rate = learning_rate or (lambda _: training.learning_rate)
     context = RuleContext(layout, node, seed, measures, rows, folder, children, training, rate, rounds_below, refiner)
     rule = settings.build(context)
     if isinstance(settings, CombiningSettings) and settings.step is not None:
         rule = stepped(rule, settings.step, context)
+    if privacy.by_parent:
+        source = NoiseSource(privacy, seed=seed, node=node, secret=secret)
+        mean = settings.of_mean if hides_uploads else None
+        return PrivateRule(rule, privacy, layout=layout, source=source, mean=mean)
     if bound.action == "off":
         return rule
     return NormBoundedRule(rule, bound, link_layouts(settings, layout))
@@ -84,8 +97,8 @@ class NormBoundedRule(WrappedRule):
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Bound the uploads in their rows, then aggregate them. Facts: all lengths, and whose was too long."""
         found = [(vectors, self._lengths(vectors, uploads)) for vectors in self._vectors(uploads)]
-        medians = [float(np.median(list(lengths.values()))) for _, lengths in found]
-        facts: dict[str, object] = {f"{vectors.name}_lengths": lengths for vectors, lengths in found}
+        medians = [float(np.median(list(each.values()))) for _, each in found]
+        facts: dict[str, object] = {f"{vectors.name}_lengths": each for vectors, each in found}
         reasons: dict[str, str] = {}
         if self._settings.action == "clip":
             facts["clipped"] = self._clipped(found, medians, uploads)
@@ -108,38 +121,28 @@ class NormBoundedRule(WrappedRule):
 
     def _lengths(self, vectors: _Vectors, uploads: Uploads) -> dict[str, float]:
         """Return the lengths of the uploads that came, by child."""
-        pairs = [(k, vectors.origin(uploads.children[k])) for k in uploads.answered]
-
-        def block(columns: slice) -> Doubles:
-            squares = []
-            for k, origin in pairs:
-                step = vectors.floats_K[k, columns].astype(np.float64)
-                if origin is not None:
-                    step -= origin[columns]
-                squares.append(step @ step)
-            return np.array(squares)
-
-        squares = over(list(cut(0, vectors.floats_K.shape[1])), block, release=uploads.release)
-        lengths_K = np.sqrt(np.sum(squares, axis=0))
-        return {uploads.children[k]: float(length) for (k, _), length in zip(pairs, lengths_K, strict=True)}
+        names = [uploads.children[k] for k in uploads.answered]
+        pairs = [(vectors.floats_K[k], vectors.origin(name)) for k, name in zip(uploads.answered, names, strict=True)]
+        return dict(zip(names, lengths(pairs, release=uploads.release), strict=True))
 
     def _clipped(self, found: Sequence[Measured], medians: Sequence[float], uploads: Uploads) -> list[str]:
         """Shorten what is beyond its bound; return the children."""
         clipped = set()
-        for (vectors, lengths), median in zip(found, medians, strict=True):
+        for (vectors, found_lengths), median in zip(found, medians, strict=True):
             most = self._settings.factor * median
             for k in uploads.answered:
                 name = uploads.children[k]
-                if lengths[name] > most:
+                if found_lengths[name] > most:
                     clipped.add(name)
-                    _shorten(vectors.floats_K[k], vectors.origin(name), most / lengths[name], uploads.release)
+                    share = most / found_lengths[name]
+                    shorten(vectors.floats_K[k], vectors.origin(name), share, release=uploads.release)
         return [name for name in uploads.children if name in clipped]
 
     def _left_out(self, found: Sequence[Measured], medians: Sequence[float]) -> dict[str, str]:
         """Return the reasons of the children to be left out: of those beyond a bound the farthest, at most half."""
         beyond = []
-        for (vectors, lengths), median in zip(found, medians, strict=True):
-            for name, length in lengths.items():
+        for (vectors, found_lengths), median in zip(found, medians, strict=True):
+            for name, length in found_lengths.items():
                 if length > self._settings.factor * median:
                     beyond.append((length / median if median else inf, name, vectors.name))
         worst: dict[str, str] = {}
@@ -159,16 +162,6 @@ class _Vectors:
 
 
 Measured = tuple[_Vectors, Mapping[str, float]]  # with the lengths of the uploads that came, by child
-
-
-def _shorten(own: Floats, origin: Floats | None, share: float, release: Callable[[], None]) -> None:
-    """Replace a vector v by z + share (v - z)."""
-
-    def block(columns: slice) -> None:
-        start = np.float64(0) if origin is None else origin[columns].astype(np.float64)
-        own[columns] = start + share * (own[columns] - start)
-
-    over(list(cut(0, len(own))), block, release=release)
 
 
 def _reason(vector: str, times: float) -> str:

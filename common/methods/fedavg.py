@@ -16,5 +16,10 @@ class FedAvg(RuleSettings):
     name: Literal["fedavg"] = "fedavg"  # the rule
     weights: Weights = "data"  # each upload's weight: its share of the samples, or 1/K
 
+    @property
+    def of_mean(self) -> Weights | None:
+        """The weights of the mean."""
+        return self.weights
+
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, MeanRule(), weights=self.weights)

@@ -41,6 +41,11 @@ class StepSettings(RuleSettings):
         """Whether the moments persist: always."""
         return True
 
+    @property
+    def of_mean(self) -> Weights | None:
+        """The weights of the mean from which the server steps."""
+        return self.weights
+
     def step(self) -> ServerStep:
         """Return a node's step."""
         raise NotImplementedError

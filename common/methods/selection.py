@@ -19,6 +19,7 @@ from common.lazy import np
 from common.randomness import Purpose, generator
 
 KEY: Final = "selection.name"
+TAKING_PART: Final = "taking_part"  # of a plan: the children selected
 NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 
@@ -205,8 +206,9 @@ class ClientSelection:
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone determine it."""
-        is_recorded = self._selector is None or self._tier.selection.remembers or self._tier.aggregation.buffers
-        return {"taking_part": list(selected)} if is_recorded else {}
+        tier = self._tier
+        remembers = self._selector is None or tier.selection.remembers or tier.aggregation.buffers
+        return {TAKING_PART: list(selected)} if remembers or tier.privacy.accounted else {}
 
     def save(self) -> dict[str, Any]:
         """Return the state, in a form that JSON can hold."""

@@ -96,7 +96,7 @@ class World(Protocol):
         """Return this machine's wall-clock time in Unix seconds."""
 
     def noise(self, nbytes: int) -> bytes:
-        """Return incompressible bytes."""
+        """Return random bytes: incompressible, and a secret of this process."""
 
 
 class RealWorld:

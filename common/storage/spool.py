@@ -23,7 +23,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +33,11 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import StorageFailed
-from common.host.files import private, private_folder
+from common.host.files import private, private_folder, write_private, writing
 
 KEPT_S: Final = 7 * 86_400.0
 SHARE: Final = 0.1  # of the disk
+SECRET_BYTES: Final = 32
 FROZEN: Final = "frozen"  # a folder that is no run's
 FROZEN_KEPT: Final = 2  # of each node
 FROZEN_KEPT_S: Final = 30 * 86_400.0
@@ -99,6 +100,7 @@ class Spool:
         self._folder = folder
         self._lock = lock
         self._temporary: Path | None = None
+        self._secret = b""
 
     @classmethod
     def open(cls, root: Path | None, *, run: str, node: str) -> Spool:
@@ -154,6 +156,24 @@ class Spool:
     def folder(self, name: str) -> Path | None:
         """Return the folder for persistent data, None if there is none."""
         return None if self._folder is None else self._folder / name
+
+    def secret(self, draw: Callable[[int], bytes]) -> bytes:
+        """Return the node's secret of the run, drawn once and kept in a file of mode 0600; in memory without a folder.
+
+        `draw` returns random bytes. Raises StorageFailed.
+        """
+        if self._secret:
+            return self._secret
+        if self._folder is None:
+            self._secret = draw(SECRET_BYTES)
+            return self._secret
+        path = self._folder / "secret"
+        with writing(path):
+            if not path.exists():
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_private(path, draw(SECRET_BYTES))
+            self._secret = path.read_bytes()
+        return self._secret
 
     def states(self) -> Path:
         """Return the folder for the states between a node's tasks; a temporary one, lost with the process, if none."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
-from common.methods.selection import Choose, Situation
+from common.methods.selection import TAKING_PART, Choose, Situation
 from deploy.results.run import Run
 
 
@@ -47,7 +47,7 @@ class Decisions:
             if event.name in ("plan", "scoring") and "node_round" in event.facts:
                 without, unreported = (frozenset(event.facts.get(name, ())) for name in ("without", "unreported"))
                 used = frozenset(event.facts["used"]) if "used" in event.facts else None
-                found = RoundDecisions(event.facts.get("taking_part"), without, unreported, used)
+                found = RoundDecisions(event.facts.get(TAKING_PART), without, unreported, used)
                 self._rounds[event.facts["node"], event.facts["node_round"]] = found
 
     def of_round(self, node: str, global_round: int, local_round: int) -> RoundDecisions:

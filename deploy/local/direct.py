@@ -36,6 +36,7 @@ from common.protocol.limits import limits_below
 from common.protocol.messages import Phase, Task
 from common.runtime.models import Arriving
 from common.runtime.round import Observe, Report, Work, WorkResult
+from common.runtime.world import REAL
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.decisions import Decisions
@@ -89,15 +90,14 @@ async def _run(
         check_alike(experiment.data, name, partition=facts.partition, clouds=partition)
     work: dict[str, Work] = {}
     for name, facts in prepared.items():
-        states = _spool(folder, name) if facts.keeps else Spool(None)
-        work[name] = training.work(devices[name], LocalWork(experiment, name, facts, states=states))
+        work[name] = training.work(devices[name], _local(folder, name, facts))
     samples = {name: facts.samples for name, facts in prepared.items()}
 
     def accounting(parent: str) -> dict[str, Any]:
         return {
             "below": lambda child: below[child].ledger.tiers() if child in below else (),
             "limits": limits_below(experiment, parent),
-            "at_once": most_together(experiment.training, where) if parent in tree.layers[-2] else 1,
+            "at_once": most_together(experiment, where) if parent in tree.layers[-2] else 1,
             "recorded": decisions and partial(decisions.of_round, parent),
         }
 
@@ -159,10 +159,21 @@ async def _run(
         with suppress(StorageFailed):  # it would hide the first error
             folder.finish(down.ledger)
         raise
-    keeping = [name for name, facts in prepared.items() if facts.keeps]
+    keeping = [name for name, facts in prepared.items() if _keeps(experiment, name, facts)]
     for name in (*tree.aggregators, *keeping, CLOUD):
         _spool(folder, name).close()
     return model
+
+
+def _local(folder: RunFolder, device: str, facts: Prepared) -> LocalWork:
+    """Return the work of a device."""
+    experiment = folder.experiment
+    states = _spool(folder, device) if _keeps(experiment, device, facts) else Spool(None)
+    return LocalWork(experiment, device, facts, states=states, secret=partial(states.secret, REAL.noise))
+
+
+def _keeps(experiment: Experiment, device: str, facts: Prepared) -> bool:
+    return facts.keeps or experiment.keeps_secret(device)
 
 
 def _spool(folder: RunFolder, node: str) -> Spool:

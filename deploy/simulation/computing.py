@@ -193,7 +193,7 @@ class RealComputing:
     def _call(self, training: Coroutine[Any, Any, LocalResult]) -> Computation[LocalResult]:
         """Begin a training, unless it may be vmapped with others: they begin when the result of one is awaited."""
         computation = Computation(self._loop, training, self._live, self._called)
-        if not self._pool.trains_together(self._experiment.training):
+        if not self._pool.trains_together(self._experiment):
             computation.begin()
         return computation
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 DRAWS_PER_S: Final = 2.0
 NODES_PER_S: Final = 1000  # drawn, at most, so that a large lab's view takes some 1 % of a core
 CONNECT_S: Final = 5 * HEARTBEAT_S
+EPSILON: Final = "epsilon_"  # of facts about privacy, before the name of a tier
 
 
 @contextmanager
@@ -240,6 +241,12 @@ def summary(facts: Mapping[str, Any], *, label: str) -> str:
         (f"test {label}", "-" if score is None else f"{score:.4f}"),
         *((("test loss", "not a finite number: training has diverged"),) if lost else ()),
         ("global rounds", str(facts["global_round"])),
+        *(
+            (f"{name.removeprefix(EPSILON).upper()} epsilon", "infinite" if value is None else f"{value:.4g}")
+            for name, value in facts.items()
+            if name.startswith(EPSILON)
+        ),
+        *((("ended by", str(facts["stopped"])),) if facts.get("stopped") else ()),
         ("simulated time" if facts.get("simulated") else "training time", f"{facts['elapsed_s']:.1f} s"),
         *(
             (f"{tier.upper()} up / down", f"{size(facts[f'{tier}_up_bytes'])} / {size(facts[f'{tier}_down_bytes'])}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from common.accounting.child_report import TrainingPath
 from common.errors import AcceleratorLost
-from common.experiment.training import TrainingSettings
+from common.experiment.schema import Experiment
 from common.host.offload import offload
 from common.host.subprocess_channel import ReplaceableProcess, SubprocessChannel, error_in
 from common.model.layout import ModelLayout
@@ -31,8 +31,8 @@ class Executor(Protocol):
     path: TrainingPath
     accelerator: str
 
-    def most(self, training: TrainingSettings) -> int:
-        """Return how many jobs of an experiment may be trained together. Raises InvalidExperiment."""
+    def most(self, experiment: Experiment) -> int:
+        """Return how many of its jobs may be trained together. Raises InvalidExperiment."""
 
     async def start(self) -> None:
         """Start; PyTorch is imported when it is needed. Raises RunFailed."""
@@ -63,9 +63,9 @@ class Thread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._trainers = Trainers()
 
-    def most(self, training: TrainingSettings) -> int:
-        """Return how many jobs of an experiment may be trained together. Raises InvalidExperiment."""
-        return most_together(training, self.accelerator)
+    def most(self, experiment: Experiment) -> int:
+        """Return how many of its jobs may be trained together. Raises InvalidExperiment."""
+        return most_together(experiment, self.accelerator)
 
     async def start(self) -> None:
         """Do nothing: the thread starts with its first work."""
@@ -138,9 +138,9 @@ class Worker:
         self._known: set[str] = set()  # digests of the experiments that were sent to the process
         self._jobs = 0
 
-    def most(self, training: TrainingSettings) -> int:
-        """Return how many jobs of an experiment may be trained together. Raises InvalidExperiment."""
-        return most_together(training, self.accelerator)
+    def most(self, experiment: Experiment) -> int:
+        """Return how many of its jobs may be trained together. Raises InvalidExperiment."""
+        return most_together(experiment, self.accelerator)
 
     @property
     def pid(self) -> int | None:
@@ -204,7 +204,7 @@ class Worker:
             facts = {"epochs": order.epochs, "round": order.local_round}
             facts |= {"scores": order.scores, "scores_trained": order.scores_trained}
             folder = None if order.folder is None else str(order.folder)
-            wanted.append({"job": number, "device": device, **facts, "folder": folder})
+            wanted.append({"job": number, "device": device, **facts, "folder": folder, "noise": order.noise.hex()})
         channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
         for number, job in begun.items():
             job.on_cancel = partial(channel.send, cancel=number)

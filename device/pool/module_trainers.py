@@ -36,7 +36,7 @@ class ModuleTrainers:
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Load a device's data and model, and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
-        mode = vmapped_mode(device.experiment.training, accelerator)
+        mode = vmapped_mode(device.experiment, accelerator)
         if mode is not VmappedMode.NEVER:
             self._vmapped_trainer(accelerator).prepare(device, sure=mode is VmappedMode.ALWAYS)
         kept_bytes = trainer.vectors.kept_bytes
@@ -58,7 +58,7 @@ class ModuleTrainers:
             (device, replace(order, row=trainer.start(order.row, local_round=order.local_round)))
             for (device, order), trainer in zip(work, trainers, strict=True)
         ]
-        mode = vmapped_mode(work[0][0].experiment.training, accelerator)
+        mode = vmapped_mode(work[0][0].experiment, accelerator)
         together = [number for number, trainer in enumerate(trainers) if number in left and not trainer.joins]
 
         def finish(number: int, how: Ending) -> None:
@@ -97,6 +97,7 @@ class ModuleTrainers:
                     local_round=order.local_round,
                     progress=order.progress,
                     cancelled=order.cancelled,
+                    noise=order.noise,
                 )
             except (FedstrataError, Cancelled) as error:
                 finish(number, error)

@@ -19,7 +19,6 @@ from typing import Any, Final, Self
 
 from common.errors import AcceleratorLost
 from common.experiment.schema import Experiment
-from common.experiment.training import TrainingSettings
 from common.host.accelerators import choose, may_have_gpu
 from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather
 from device.pool.executors import Executor, Thread, Worker
@@ -101,9 +100,9 @@ class Pool:
         counts = Counter(executor.accelerator for executor in self._executors) if self._places else Counter[str]()
         return ", ".join(f"{count} x {accelerator}" for accelerator, count in sorted(counts.items()))
 
-    def trains_together(self, training: TrainingSettings) -> bool:
+    def trains_together(self, experiment: Experiment) -> bool:
         """Whether devices of an experiment may be trained vmapped here, once the accelerators are known."""
-        return any(executor.most(training) > 1 for executor in self._executors)
+        return any(executor.most(experiment) > 1 for executor in self._executors)
 
     def member(self, node: str) -> Member:
         """Add one of this process's devices."""
@@ -217,7 +216,7 @@ class Pool:
         if not isinstance(request, Job):
             return 1
         device = request.device
-        if (most := executor.most(device.experiment.training)) == 1:
+        if (most := executor.most(device.experiment)) == 1:
             return 1
         return min(most, self._share(executor))
 

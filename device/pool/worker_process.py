@@ -4,7 +4,7 @@
     {"accelerators"}                       -> {"accelerators"} of this machine
     {"experiment": TEXT, "digest"}            a new experiment
     {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes", "tests", "folder"}
-    {"train": [{"job", "device", "epochs", "round", "scores", "scores_trained", "folder"}, ...],
+    {"train": [{"job", "device", "epochs", "round", "scores", "scores_trained", "folder", "noise"}, ...],
      "row_bytes", "out_bytes"}
                                            -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
     {"cancel": JOB}
@@ -74,7 +74,8 @@ class WorkerServer:
             report, cancelled = partial(self._report, wanted["job"]), self._cancelled[wanted["job"]]
             folder, facts = wanted["folder"] and Path(wanted["folder"]), (wanted["epochs"], wanted["round"])
             scores = wanted["scores"], wanted["scores_trained"]
-            work.append((device, Order(row, out, *facts, report, cancelled, *scores, folder)))
+            noise = bytes.fromhex(wanted["noise"])
+            work.append((device, Order(row, out, *facts, report, cancelled, *scores, folder, noise)))
 
         def done(place: int, how: Ending) -> None:
             number = orders[place]["job"]

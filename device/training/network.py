@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from device.training.objectives.table import objective_of
 from device.training.recording import NotRecordable, Program, program_of
 from device.training.sgd import FeaturesAt, Forward, LocalSteps, features_of, forward_of, keep_linear_fp32
 from device.training.vectors import TaskVectors
+
+if TYPE_CHECKING:
+    from device.training.private import GradientNoise, PrivateSteps
 
 RECORDED_PARAMETERS: Final = 2_000_000  # of the largest model whose steps are recorded: in larger ones kernels take all
 TRIAL_NOISE: Final = 0.1  # of the vectors behind a model: as large as gradients
@@ -113,6 +116,17 @@ class Network:
             personal=tensors.personal,
         )
 
+    def private_steps(
+        self, experiment: Experiment, parts: ModelParts, *, rate: float, private: GradientNoise
+    ) -> PrivateSteps:
+        """Return the steps of a training by DP-SGD from the module's present weights, at this learning rate."""
+        from device.training.private import PrivateSteps  # imports torch.func
+
+        if self.kept is None:
+            self.module.train()
+        weights = models.weights_of(self.module, parts.whole)
+        return PrivateSteps(self.module, weights, experiment, learning_rate=rate, private=private)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NetworkSource:
@@ -151,7 +165,7 @@ def source_of(
     module = models.of(experiment, inputs=inputs, frozen=frozen)
     parts = models.parts_of(module, experiment.model)
     if not is_own(experiment.model.name):
-        if accelerator.type == "cpu":
+        if accelerator.type == "cpu" and not experiment.tiers[-1].privacy.on_samples:
             _order(module, torch.channels_last)
             if training.precision != "bf16":
                 as_products(module)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, MethodType
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class LocalSteps:
         self._passes = _Passes(forward, features, buffers)
         given = (each for some in vectors.values() for each in some)
         moments = (each for some in self._moments.values() for each in some)
-        self.state = [*weights, *buffers, *fixed, *self._received, *given, *moments]
+        self.state: Sequence[Tensor] = [*weights, *buffers, *fixed, *self._received, *given, *moments]
 
     def take(self, tensors: Sequence[Tensor]) -> Tensor:
         """Take the step of a batch: inputs [b, ...], labels [b], and [b, draws] random numbers, if the objective reads
@@ -144,8 +144,18 @@ class LocalSteps:
         return loss
 
 
+class Steps(Protocol):
+    """The steps of one training. `state`: the tensors that they read and change."""
+
+    learning_rate: float
+    state: Sequence[Tensor]
+
+    def take(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Take the step of a batch; return the reported loss [], detached."""
+
+
 def run_sgd(
-    steps: LocalSteps,
+    steps: Steps,
     blocks: Iterable[tuple[int, Tensor, Tensor]],
     *,
     last_epoch: int,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -23,11 +23,14 @@ from torch import Tensor
 
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import own, schema
+from common.experiment.accountant import steps_in_epoch
 from common.experiment.own import is_own
+from common.experiment.privacy import PrivacySettings
 from common.host.accelerators import out_of_memory
 from common.learning import models
 from common.learning.computing import (
     calls_own_code,
+    first_line,
     own_code,
     resolve_accelerator,
     seeded,
@@ -38,6 +41,7 @@ from common.learning.evaluation import BATCH, CPU_BATCH, evaluate
 from common.learning.inputs import Inputs
 from common.learning.models import KEY, random_samples, random_targets
 from common.learning.nets import reseed
+from common.methods.private import noise_of
 from common.model.layout import ModelLayout, Row
 from common.model.parts import given_arrays
 from common.model.scores import CLASSES_MOST, R2, TARGETS_MOST, ScoreSums
@@ -46,8 +50,11 @@ from device.jobs import Cancelled, Examined, LocalResult, Progress
 from device.training.batches import LocalDataset, blocks, dropout_seed, load_local_dataset, uniform_numbers
 from device.training.network import Network, NetworkSource, record, source_of, vector_tensors
 from device.training.objectives.table import objective_of
-from device.training.sgd import run_sgd
+from device.training.sgd import NO_PROGRAMS, run_sgd
 from device.training.vectors import TaskVectors, finish, vectors_of
+
+if TYPE_CHECKING:
+    from device.training.private import GradientNoise
 
 PROGRESS_S = 0.5
 TRIED_SAMPLES: Final = 8
@@ -125,7 +132,9 @@ class Trainer:
         for size in sizes - source.tried if self._own else ():
             self._tried(made, size)
             source.tried.add(size)
-        if accelerator.type == "cpu" and experiment.training.recorded:
+        if self._privacy.on_samples:
+            self._try_private(made)
+        elif accelerator.type == "cpu" and experiment.training.recorded:
             record(source, vectors.inner, own=bool(self._own), draws=made.draws, sizes=sizes)
 
     @property
@@ -170,20 +179,28 @@ class Trainer:
 
     @calls_own_code
     def train(
-        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
+        self,
+        row: Row,
+        out: Row,
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        cancelled: threading.Event,
+        noise: bytes = b"",
     ) -> LocalResult:
         """Train the model in `row` for `epochs` and write it into `out`; both have `vectors` behind the model.
 
         `row` is read-only. `local_round` counts local rounds over the whole run: global round * local rounds + i.
         `progress(steps_done, steps_total)` is called from this thread every half second and at the end. Raises
         Cancelled, RunFailed if the accelerator's memory does not suffice, and InvalidExperiment if training should be
-        deterministic and cannot be. The trainer can be used again after any of these.
+        deterministic and cannot be. `noise`: as in `Order`. The trainer can be used again after any of these.
         """
         made, experiment = self._prepared, self._experiment
         exhausted = False
         set_up(self._accelerator, experiment.training)
         network = made.source.network()
-        total = epochs * len(made.local.sizes(experiment.training.batch_size))
+        total = epochs * self._steps_in_epoch(made.local)
         start, cpu_start = time.monotonic(), time.thread_time()
         reported = start
 
@@ -197,11 +214,13 @@ class Trainer:
             if cancelled.is_set():
                 raise Cancelled
 
-        some = blocks(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round)
+        private = self._gradient_noise(made.local, noise, local_round)
+        some = self._batches(made.local, private, epochs=epochs, local_round=local_round)
         try:
             losses, steps = self._trained(
-                made, network, some, row=row, out=out, last_epoch=epochs - 1, local_round=local_round, watch=watch
-            )
+                made, network, some, row=row, out=out, last_epoch=epochs - 1, local_round=local_round, watch=watch,
+                private=private,
+            )  # fmt: skip
             progress(steps, total)
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -314,6 +333,7 @@ class Trainer:
         last_epoch: int,
         local_round: int,
         watch: Callable[[int], None],
+        private: GradientNoise | None = None,
     ) -> tuple[float, int]:
         """Train on some batches, from `row` into `out`; return the sum of the last epoch's losses, and the steps."""
         experiment, module, parts, vectors = self._experiment, network.module, made.source.parts, made.vectors
@@ -329,15 +349,18 @@ class Trainer:
                 name: vector_tensors(vectors.inner, module, name, vector)
                 for name, vector in vectors.inner.read(inner).items()
             }
+            rate = experiment.learning_rate_in(local_round)
             losses, steps = run_sgd(
-                network.steps(experiment, parts, rate=experiment.learning_rate_in(local_round), vectors=given),
+                network.steps(experiment, parts, rate=rate, vectors=given)
+                if private is None
+                else network.private_steps(experiment, parts, rate=rate, private=private),
                 some,
                 last_epoch=last_epoch,
                 watch=watch,
                 uniform=uniform_numbers(
                     experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
                 ),
-                programs=made.source.programs,
+                programs=made.source.programs if private is None else NO_PROGRAMS,
             )
             self._move(network, "cpu")
             models.check_constant(module, parts)
@@ -347,6 +370,48 @@ class Trainer:
                 vectors.end(trained, out)
             finish(experiment, vectors, made.local, row, out, steps=steps, local_round=local_round)
         return float(losses), steps
+
+    @property
+    def _privacy(self) -> PrivacySettings:
+        return self._experiment.tiers[-1].privacy
+
+    def _steps_in_epoch(self, local: LocalDataset) -> int:
+        if (rate := self._privacy.sampling_rate) is not None:
+            return steps_in_epoch(rate)
+        return len(local.sizes(self._experiment.training.batch_size))
+
+    def _gradient_noise(self, local: LocalDataset, key: bytes, local_round: int) -> GradientNoise | None:
+        """Return the noise of DP-SGD, None without."""
+        privacy, experiment = self._privacy, self._experiment
+        if not privacy.on_samples or privacy.clip_norm is None:
+            return None
+        from device.training.private import GradientNoise  # imports torch.func
+
+        noise = noise_of(key, seed=experiment.seed, node=self._node, number=local_round)
+        expected = None if privacy.sampling_rate is None else privacy.sampling_rate * len(local.samples)
+        return GradientNoise(privacy.clip_norm, privacy.multiplier, noise, expected)
+
+    def _batches(self, local: LocalDataset, private: GradientNoise | None, *, epochs: int, local_round: int) -> Batches:
+        """Return the batches of a training."""
+        rate = self._privacy.sampling_rate
+        if private is None or rate is None:
+            return blocks(local, self._experiment, node=self._node, epochs=epochs, local_round=local_round)
+        from device.training.private import poisson_batches
+
+        return poisson_batches(
+            local, self._experiment, node=self._node, epochs=epochs, local_round=local_round, rate=rate,
+            noise=private.noise,
+        )  # fmt: skip
+
+    def _try_private(self, made: _Prepared) -> None:
+        """Try DP-SGD on random samples. Raises InvalidExperiment if the model cannot."""
+        from device.training.private import check_module, refuse
+
+        check_module(made.source.network().module, self._experiment)
+        try:
+            self._tried(made, min(2, self._experiment.training.batch_size))
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            refuse(self._experiment, first_line(error))
 
     def _formed(self, made: _Prepared) -> NetworkSource:
         """Return the source in the form in which the user's own model trains as it is, and fastest.
@@ -367,7 +432,7 @@ class Trainer:
             problem = "the same training twice gives other models"
             remedy = "Draw random numbers from torch's, numpy's or Python's own generator; keep nothing in its module."
             own.refuse(KEY, self._experiment.model.name, problem, remedy)
-        if self._accelerator.type == "cpu":
+        if self._accelerator.type == "cpu" and not self._privacy.on_samples:
             fast = replace(source, memory_format=torch.channels_last)
             with suppress(InvalidExperiment):  # for instance of a view that needs another order
                 if self._near(made, once, self._tried(replace(made, source=fast), few)):
@@ -409,7 +474,7 @@ class Trainer:
                     once = [(0, given[None], labels[None])]
                     self._trained(
                         replace(made, local=local), network, once, row=row, out=out, last_epoch=0, local_round=0,
-                        watch=lambda _: None,
+                        watch=lambda _: None, private=self._gradient_noise(local, b"", 0),
                     )  # fmt: skip
                 except RuntimeError as error:
                     self._explain(error, network)

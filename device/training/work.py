@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from common.experiment.schema import Experiment
+from common.methods.private import NoiseSource, PrivateUpdates, no_secret
 from common.methods.rule import link_layouts
 from common.model.layout import Row
 from common.protocol.messages import Task
@@ -13,9 +16,20 @@ from device.memory import DeviceMemory
 
 
 class LocalWork:
-    """A device's part in one run; each result overwrites the model of the previous one. `states`: what it keeps."""
+    """A device's part in one run; each result overwrites the model of the previous one. `states`: what it keeps.
 
-    def __init__(self, experiment: Experiment, node: str, prepared: Prepared, *, states: Spool) -> None:
+    `secret`: the device's own, for noise.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        node: str,
+        prepared: Prepared,
+        *,
+        states: Spool,
+        secret: Callable[[], bytes] = no_secret,
+    ) -> None:
         self._experiment = experiment
         self._node = node
         self.prepared = prepared
@@ -28,6 +42,16 @@ class LocalWork:
             spool=states,
             keeps_folder=prepared.folder,
         )
+        privacy, model = experiment.tier_above(node).privacy, prepared.layout
+        source = NoiseSource(privacy, seed=experiment.seed, node=node, secret=secret)
+        self._updates = PrivateUpdates(privacy, model, source) if privacy.by_child else None
+        self._steps = source if privacy.on_samples else None
+        self._received: Row | None = None
+
+    @property
+    def protects(self) -> bool:
+        """Whether results are clipped and get noise, which takes time."""
+        return self._updates is not None
 
     def order(self, task: Task, row: Row, progress: Progress) -> Order | WorkResult:
         """Return the order of a task for the model in `row`, uint8 [row_bytes]: train it, or only score it.
@@ -39,21 +63,28 @@ class LocalWork:
         scores = experiment.scores(self._node, **place, last=not trains)
         if not trains and not scores:
             return WorkResult(row, self.prepared.samples, None, 0, 0, 0.0, 0.0)
+        if self._updates is not None:
+            self._received = row
+        number = memory.number(task)
+        noise = b"" if self._steps is None or not trains else self._steps.key(number, [row])
         return Order(
             memory.begin(task, row),
             memory.out,
             task.epochs,
-            memory.number(task),
+            number,
             progress,
             scores=scores,
             scores_trained=trains and experiment.scores_trained(self._node, **place),
             folder=memory.folder,
+            noise=noise,
         )
 
     def result(self, task: Task, result: LocalResult) -> WorkResult:
         """Return the result of a task's order: the trained model and its extras, uint8, and the costs."""
         costs = (task.epochs, result.steps, result.train_s, result.wait_s)
         plans = {self._node: [{NUMBERS: result.numbers}]} if result.numbers else {}
+        if self._updates is not None and self._received is not None and task.epochs:
+            self._updates.protect(self._received, self._memory.result, number=self._memory.number(task))
         return WorkResult(
             self._memory.result,
             result.samples,

@@ -1,0 +1,175 @@
+"""Privacy of children: clipping and noise of their updates, at the child or at the parent.
+
+    update      d_k = v_k - z_k over trainable columns, z_k: the model that child k received
+    clipping    d_k min(1, C / ||d_k||)
+    child       v_k = z_k + clipped d_k + N(0, (z C)^2)
+    parent      the same for each upload before the rule; the rule then computes with noisy uploads alone
+    mean        sum of p_k v_k + N(0, (z C max p_k)^2), where the next model depends on the mean alone
+
+The noise of a mean is that of one upload, of the largest weight. C is fixed, or follows the quantile g of the lengths
+(Andrew et al. 2021, Algorithm 1), with m uploads and b_k = 1 where ||d_k|| <= C:
+
+    s = max(m / 20, z)    share = 1/2 + (sum of (b_k - 1/2) + N(0, s^2)) / m    C = C exp(-rate (share - g))
+    z of the updates = (z^-2 - (2 s)^-2)^(-1/2), so that updates and count together cost what z costs
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import exp, sqrt
+from pathlib import Path
+from typing import Any, Final
+
+from common.errors import InvalidExperiment
+from common.experiment.methods import Weights
+from common.experiment.privacy import PrivacySettings
+from common.lazy import np
+from common.methods.clipping import lengths, shorten
+from common.methods.mixing import Floats, cut
+from common.methods.rule import Aggregated, Dispatched, Rule, Uploads, WrappedRule
+from common.model.layout import ModelLayout, Row
+from common.randomness import Noise, SecretNoise, SeededNoise, secret_key
+
+BOUND: Final = "privacy_clip_norm"  # among the facts of a rule's state
+COUNT_SHARE: Final = 20  # uploads for each unit of the count's noise
+
+
+def no_secret() -> bytes:
+    """Raise: nothing draws noise."""
+    raise RuntimeError("this node has no secret")
+
+
+def check_covered(key: str, settings: PrivacySettings, layout: ModelLayout) -> None:
+    """Check that updates are all that children send of a model. Raises InvalidExperiment."""
+    if (settings.by_child or settings.by_parent) and (layout.columns > layout.parameters or layout.counters):
+        problem = "the model has buffers, such as batch statistics, which are not clipped and have no noise"
+        remedy = "Use a model without, or name them in model.personal."
+        raise InvalidExperiment(f"{key}.unit", settings.unit, problem, remedy)
+
+
+class NoiseSource:
+    """A node's noise: of the experiment's seed, or of a secret of the node's."""
+
+    def __init__(
+        self, settings: PrivacySettings, *, seed: int, node: str, secret: Callable[[], bytes] = no_secret
+    ) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._node = node
+        self._secret = secret
+
+    def key(self, number: int, content: Iterable[Floats | Row]) -> bytes:
+        """Return the secret key of a task's noise, for this content; empty if noise comes from the seed."""
+        if not self._settings.secret:
+            return b""
+        digest = hashlib.blake2b(digest_size=32)
+        for each in content:
+            digest.update(np.ascontiguousarray(each).data)
+        return secret_key(self._secret(), self._node, number, digest.digest())
+
+    def of(self, number: int, content: Iterable[Floats]) -> Noise:
+        """Return the noise of a task, counted over the run."""
+        return noise_of(self.key(number, content), seed=self._seed, node=self._node, number=number)
+
+
+def noise_of(key: bytes, *, seed: int, node: str, number: int) -> Noise:
+    """Return the noise of a task's key, of the seed if that is empty."""
+    return SecretNoise(key) if key else SeededNoise(seed, node, number)
+
+
+class PrivateUpdates:
+    """A child's own clipping and noise."""
+
+    def __init__(self, settings: PrivacySettings, layout: ModelLayout, source: NoiseSource) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._source = source
+
+    def protect(self, received: Row, result: Row, *, number: int) -> None:
+        """Clip the update of task `number` in its row, uint8 [row_bytes], and add noise to it."""
+        settings, size = self._settings, self._layout.parameters
+        own, origin = self._layout.floats(result)[:size], self._layout.floats(received)[:size]
+        assert settings.clip_norm is not None
+        noise = self._source.of(number, (own, origin))
+        (length,) = lengths([(own, origin)])
+        if length > settings.clip_norm:
+            shorten(own, origin, settings.clip_norm / length)
+        add_noise(own, noise, settings.multiplier * settings.clip_norm)
+
+
+class PrivateRule(WrappedRule):
+    """A rule whose parent clips the uploads and adds noise. `mean`: the weights of the mean that alone gets noise."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        settings: PrivacySettings,
+        *,
+        layout: ModelLayout,
+        source: NoiseSource,
+        mean: Weights | None = None,
+    ) -> None:
+        super().__init__(rule)
+        assert settings.clip_norm is not None
+        self._settings = settings
+        self._layout = layout
+        self._source = source
+        self._mean = mean
+        self._bound = settings.clip_norm
+        self._received: Mapping[str, Row] = {}
+
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the rule's models."""
+        found = self._rule.dispatch(r, children)
+        self._received = {child: row for row, those in found for child in those}
+        return found
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Clip the uploads in their rows and add noise, then aggregate them. Facts: the bound, and the noise."""
+        size, floats, bound, z = self._layout.parameters, self._layout.floats, self._bound, self._settings.multiplier
+        answered = uploads.answered
+        own = [floats(uploads.rows_K[k])[:size] for k in answered]
+        origins = [floats(self._received[uploads.children[k]])[:size] for k in answered]
+        noise = self._source.of(r, (each for pair in zip(own, origins, strict=True) for each in pair))
+        found = lengths(list(zip(own, origins, strict=True)), release=uploads.release)
+        for vector, origin, length in zip(own, origins, found, strict=True):
+            if length > bound:
+                shorten(vector, origin, bound / length, release=uploads.release)
+        counted = max(len(own) / COUNT_SHARE, z) if z and self._settings.quantile is not None else 0.0
+        std = bound * (z / sqrt(1 - (z / (2 * counted)) ** 2) if counted else z)
+        for place in range(len(own)) if self._mean is None else [self._heaviest(self._mean, uploads)]:
+            add_noise(own[place], noise, std, release=uploads.release)
+        if self._settings.quantile is not None:
+            above = sum((length <= bound) - 0.5 for length in found) + counted * float(noise.normals(1)[0])
+            share = 0.5 + above / len(found)
+            self._bound = bound * exp(-self._settings.quantile_rate * (share - self._settings.quantile))
+        done = self._rule.aggregate(r, uploads)
+        facts = {**done.facts, "clip_norm": bound, "noise": std}
+        if self._mean is not None:  # of uploads without noise
+            return replace(done, facts=facts, distances={})
+        return replace(done, facts=facts)
+
+    @staticmethod
+    def _heaviest(weights: Weights, uploads: Uploads) -> int:
+        return int(np.argmax(uploads.statistics.weights_K(weights)))
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the rule's state, and the bound that follows a quantile."""
+        found = self._rule.save(folder)
+        return found if self._settings.quantile is None else {**found, BOUND: self._bound}
+
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Restore both."""
+        self._rule.restore(folder, facts)
+        self._bound = float(facts.get(BOUND, self._bound))
+
+
+def add_noise(own: Floats, noise: Noise, std: float, *, release: Callable[[], None] = lambda: None) -> None:
+    """Add noise of a standard deviation to a vector, float32 [D]: summed in float64, rounded once."""
+    if std == 0:
+        return
+    for columns in cut(0, len(own)):
+        own[columns] = own[columns] + std * noise.normals(columns.stop - columns.start)
+    release()
