@@ -43,6 +43,7 @@ class Purpose(IntEnum):
     SCORING = 22
     SHARPNESS = 23
     PRIVACY = 25
+    PRIVACY_OF_CHILDREN = 26
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:
@@ -74,8 +75,8 @@ class Noise(Protocol):
 class SeededNoise:
     """Noise that anybody can compute who knows the experiment."""
 
-    def __init__(self, seed: int, node: str, round_number: int) -> None:
-        self._source = generator(seed, Purpose.PRIVACY, node, round_number)
+    def __init__(self, seed: int, purpose: Purpose, node: str, round_number: int) -> None:
+        self._source = generator(seed, purpose, node, round_number)
 
     def normals(self, count: int) -> Doubles:
         """Return standard normal numbers."""
@@ -110,10 +111,10 @@ class SecretNoise:
         return found
 
 
-def secret_key(secret: bytes, node: str, round_number: int, content: bytes) -> bytes:
-    """Return the key of one task's noise: of a node's secret, a round, and what the noise is for, 32 bytes.
+def secret_key(secret: bytes, purpose: Purpose, node: str, round_number: int, content: bytes) -> bytes:
+    """Return the key of one task's noise: of a node's secret, a round, and what the noise is added to, 32 bytes.
 
     Other data in the same round has other noise: the difference of two results with the same noise would have none.
     """
-    place = f"{int(Purpose.PRIVACY)} {round_number} {node} ".encode()
+    place = f"{int(purpose)} {round_number} {node} ".encode()
     return hashlib.blake2b(place + content, key=secret, digest_size=32).digest()

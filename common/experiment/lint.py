@@ -74,7 +74,10 @@ def _privacy(experiment: Experiment, tier: Tier, depth: int) -> Iterator[str]:
     if privacy.noise == "seeded" and privacy.multiplier:
         yield f"{key}.noise = 'seeded': who knows the experiment can remove the noise. Nobody is protected."
     sent = "losses, scores and" if experiment.evaluation.on_devices else "losses and"
-    yield f"{key}.unit = {privacy.unit!r}: training {sent} numbers of samples are sent without noise, and epsilon does not cover them."
+    yield (
+        f"{key}.unit = {privacy.unit!r}: training {sent} numbers of samples are sent without noise, and epsilon does"
+        " not cover them."
+    )
     if tier.selection.compares_losses:
         yield f"{key}.unit = {privacy.unit!r}: the selector {tier.selection.name} reads losses without noise."
 

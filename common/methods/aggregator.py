@@ -36,6 +36,7 @@ from common.methods.rule import (
 )
 from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.model.refinement import Refiner
+from common.randomness import Purpose
 
 STEP = "step"
 NO_BOUND: Final = NormBound()
@@ -71,7 +72,7 @@ def build(
     if isinstance(settings, CombiningSettings) and settings.step is not None:
         rule = stepped(rule, settings.step, context)
     if privacy.by_parent:
-        source = NoiseSource(privacy, seed=seed, node=node, secret=secret)
+        source = NoiseSource(privacy, seed=seed, node=node, secret=secret, purpose=Purpose.PRIVACY_OF_CHILDREN)
         mean = settings.of_mean if hides_uploads else None
         return PrivateRule(rule, privacy, layout=layout, source=source, mean=mean)
     if bound.action == "off":

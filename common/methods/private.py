@@ -30,7 +30,7 @@ from common.methods.clipping import lengths, shorten
 from common.methods.mixing import Floats, cut
 from common.methods.rule import Aggregated, Dispatched, Rule, Uploads, WrappedRule
 from common.model.layout import ModelLayout, Row
-from common.randomness import Noise, SecretNoise, SeededNoise, secret_key
+from common.randomness import Noise, Purpose, SecretNoise, SeededNoise, secret_key
 
 BOUND: Final = "privacy_clip_norm"  # among the facts of a rule's state
 COUNT_SHARE: Final = 20  # uploads for each unit of the count's noise
@@ -50,12 +50,19 @@ def check_covered(key: str, settings: PrivacySettings, layout: ModelLayout) -> N
 
 
 class NoiseSource:
-    """A node's noise: of the experiment's seed, or of a secret of the node's."""
+    """A node's noise, for its own updates or its children's: of the experiment's seed, or of a secret of the node's."""
 
     def __init__(
-        self, settings: PrivacySettings, *, seed: int, node: str, secret: Callable[[], bytes] = no_secret
+        self,
+        settings: PrivacySettings,
+        *,
+        seed: int,
+        node: str,
+        secret: Callable[[], bytes] = no_secret,
+        purpose: Purpose = Purpose.PRIVACY,
     ) -> None:
         self._settings = settings
+        self._purpose = purpose
         self._seed = seed
         self._node = node
         self._secret = secret
@@ -67,16 +74,17 @@ class NoiseSource:
         digest = hashlib.blake2b(digest_size=32)
         for each in content:
             digest.update(np.ascontiguousarray(each).data)
-        return secret_key(self._secret(), self._node, number, digest.digest())
+        return secret_key(self._secret(), self._purpose, self._node, number, digest.digest())
 
     def of(self, number: int, content: Iterable[Floats]) -> Noise:
         """Return the noise of a task, counted over the run."""
-        return noise_of(self.key(number, content), seed=self._seed, node=self._node, number=number)
+        key = self.key(number, content)
+        return noise_of(key, seed=self._seed, node=self._node, number=number, purpose=self._purpose)
 
 
-def noise_of(key: bytes, *, seed: int, node: str, number: int) -> Noise:
+def noise_of(key: bytes, *, seed: int, node: str, number: int, purpose: Purpose = Purpose.PRIVACY) -> Noise:
     """Return the noise of a task's key, of the seed if that is empty."""
-    return SecretNoise(key) if key else SeededNoise(seed, node, number)
+    return SecretNoise(key) if key else SeededNoise(seed, purpose, node, number)
 
 
 class PrivateUpdates:

@@ -24,6 +24,12 @@ def replayed(run: Run, runs: Path, *, accelerator: str, observe: Observe) -> Pat
     if run.state is not State.FINISHED:
         raise InvalidExperiment("RUN", str(run.path), f"it is {run.state}, not finished", "Resume it first.")
     experiment = load(run.path / HELD)
+    for tier in experiment.tiers:
+        if tier.privacy.secret:
+            key, problem = f"{experiment.key(tier)}.privacy.noise", "the noise of this run is not recorded"
+            raise InvalidExperiment(
+                key, "system", problem, 'Use "seeded" in runs to be replayed, which are not private.'
+            )
     decisions = Decisions(run, experiment)
     folder = RunFolder.create(runs, experiment, direct=True)
     with folder.removed_unless_begun():

@@ -326,12 +326,25 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     for table in dict.fromkeys(key.partition(".")[0] for key in leaves if ".aggregation." in key):
         yield table, _named(leaves, chosen, table)
     yield "devices", _named(leaves, {*chosen, *(f"training.{key}" for key in STEPS)}, "training")
+    yield from (("privacy", line) for line in privacy_of(run))
     yield "topology", nodes_of(run)
     yield "links", _links(run, leaves)
     yield "hardware", _hardware(run)
     packages = run.manifest.get("packages", {})
     versions = {**(packages if isinstance(packages, Mapping) else {}), "Python": run.manifest.get("python")}
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+def privacy_of(run: Run) -> Iterator[str]:
+    """Yield what each tier protects, and what it has cost after the last global round."""
+    last = run.rounds[-1].epsilon if run.rounds else {}
+    for tier in run.experiment.tiers:
+        if (privacy := tier.privacy).accounted:
+            epsilon = last.get(tier.name)
+            cost = "infinite" if epsilon is None else f"{epsilon:.4g}"
+            claimed = "Poisson sampling" if privacy.sampling_rate else "no amplification by sampling"
+            seeded = "; noise from the seed, which protects nobody" if privacy.noise == "seeded" else ""
+            yield f"{tier.name}: each {privacy.unit}, epsilon {cost} at delta {privacy.delta:g}, {claimed}{seeded}"
 
 
 def _named(leaves: Mapping[str, Any], chosen: Collection[str], table: str) -> str:

@@ -92,7 +92,9 @@ class PrivateSteps:
         if std:
             numbers = std * self._private.noise.normals(sum(each.numel() for each in sums.values()))
             noise = torch.from_numpy(numbers.astype(np.float32)).to(next(iter(sums.values())).device)
-            for each, part in zip(sums.values(), torch.split(noise, [each.numel() for each in sums.values()]), strict=True):
+            for each, part in zip(
+                sums.values(), torch.split(noise, [each.numel() for each in sums.values()]), strict=True
+            ):
                 each.add_(part.view(each.shape))
         for name, weight in self._weights.items():
             weight.grad = sums[name].div_(divisor)
@@ -113,7 +115,7 @@ def add_clipped(gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor], *, 
 def check_module(module: nn.Module, experiment: Experiment) -> None:
     """Check that no layer mixes the samples of a batch. Raises InvalidExperiment."""
     for name, layer in module.named_modules():
-        if isinstance(layer, _NormBase) and (layer.training or layer.track_running_stats):
+        if isinstance(layer, _NormBase):
             refuse(experiment, f"its {name} mixes the samples of a batch")
 
 

@@ -120,6 +120,8 @@ class Trainer:
             source = source_of(experiment, local.inputs, accelerator=accelerator, frozen=frozen)
         vectors = vectors_of(experiment, self._node, source.parts)
         made = _Prepared(source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
+        if self._privacy.on_samples:
+            self._check_private(source)
         if known is None and source.shared is None:
             source = self._formed(made)
         self._check_scored(local.inputs)
@@ -403,11 +405,15 @@ class Trainer:
             noise=private.noise,
         )  # fmt: skip
 
+    def _check_private(self, source: NetworkSource) -> None:
+        from device.training.private import check_module  # imports torch.func
+
+        check_module(source.network().module, self._experiment)
+
     def _try_private(self, made: _Prepared) -> None:
         """Try DP-SGD on random samples. Raises InvalidExperiment if the model cannot."""
-        from device.training.private import check_module, refuse
+        from device.training.private import refuse
 
-        check_module(made.source.network().module, self._experiment)
         try:
             self._tried(made, min(2, self._experiment.training.batch_size))
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -467,7 +473,8 @@ class Trainer:
         row, network = self._first(made), made.source.network()
         out = np.zeros(made.vectors.links.up.row_bytes + made.vectors.kept_bytes, np.uint8)
         local = LocalDataset(inputs, given, labels, torch.arange(samples), lambda images: images, "")
-        problem = f"fails in training on {samples} samples with {{}}"
+        by = " by DP-SGD" if self._privacy.on_samples else ""
+        problem = f"fails in training{by} on {samples} samples with {{}}"
         try:
             with own.guarded(own_code(self._experiment), problem=problem, everything=True):
                 try:

@@ -46,6 +46,8 @@ PERSONAL: Final = 0.4  # of the labs in which devices alone score
 PERSONALISED: Final = 0.4  # of the labs in which devices score
 BUSY: Final = 0.1  # share of the others whose nodes and brokers are busy with each byte,
 SEVERAL: Final = 0.12  # and that have several runs, if these are short
+PRIVATE: Final = 0.4  # share of the labs with privacy, if their rules allow it,
+PRIVATE_TIER: Final = 0.6  # and of their tiers
 ROUNDS_MOST: Final = 8
 AWAY: Final = 0.5  # share of the devices that are ever absent, in labs with absences
 TOGETHER: Final = 0.2  # share of these labs all of whose devices leave at the same time
@@ -97,8 +99,8 @@ class DrawnLab:
 
     @property
     def timed(self) -> bool:
-        """Whether the aggregated models depend on time."""
-        return any(tier.timed for tier in self.experiment.tiers)
+        """Whether the aggregated models depend on time, or on secrets that a killed process may draw again."""
+        return any(tier.timed or tier.privacy.secret for tier in self.experiment.tiers)
 
     @property
     def slow(self) -> bool:
@@ -134,6 +136,7 @@ def draw_lab(seed: int) -> DrawnLab:
         try:
             tree = _with_methods(rng, _with_layers(rng, _tree(rng, durations), durations))
             experiment = _with_scores(random.Random(f"{seed} evaluation"), parse(tree))
+            experiment = _with_privacy(random.Random(f"{seed} privacy"), experiment)
         except InvalidExperiment:
             continue
         drawn = _with_trainer(random.Random(f"{seed} trainer"), _around(seed, rng, experiment, durations))
@@ -157,6 +160,33 @@ def _with_scores(rng: random.Random, experiment: Experiment) -> Experiment:
     if evaluation["at"] == "devices" and not whole and rng.random() < PERSONAL:
         tree["model"] = tree["model"] | {"personal": ["b.*"]}
     return parse(tree)
+
+
+def _with_privacy(rng: random.Random, experiment: Experiment) -> Experiment:
+    """Return a lab some of whose tiers have privacy, if its rules allow it and chance will."""
+    if rng.random() >= PRIVATE:
+        return experiment
+    tree = experiment.model_dump(mode="json")
+    for tier in tree["tiers"]:
+        if rng.random() < PRIVATE_TIER:
+            last = tier is tree["tiers"][-1]
+            unit = rng.choice(["device", "device", "sample"]) if last else "institution"
+            privacy = {
+                "unit": unit,
+                "clip_norm": rng.choice([0.1, 1.0, 100.0]),
+                "noise_multiplier": rng.choice([0.0, 0.5]),
+            }
+            privacy |= {"delta": 1e-5, "noise": rng.choice(["seeded", "seeded", "seeded", "system"])}
+            if unit != "sample":
+                privacy["noise_by"] = rng.choice(["child", "parent"])
+                quantile = privacy["noise_by"] == "parent" and rng.random() < 0.5
+                privacy |= {"quantile": rng.choice([0.5, 0.9])} if quantile else {}
+                tier["norm_bound"] = {} if privacy["noise_by"] == "parent" else tier["norm_bound"]
+            tier["privacy"] = privacy
+    try:
+        return parse(tree)
+    except InvalidExperiment:  # of a rule that reads what has no noise
+        return experiment
 
 
 def _with_trainer(rng: random.Random, drawn: DrawnLab) -> DrawnLab:

@@ -1,0 +1,280 @@
+"""DP-SGD against plain loops over single samples, and what of it a lab's devices refuse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.learning import models
+from common.learning.nets import Dropout
+from common.model.layout import Row
+from common.randomness import Noise, Purpose, SecretNoise, SeededNoise
+from device.jobs import Ending, HostedDevice, LocalResult, Order
+from device.pool.module_trainers import ModuleTrainers
+from device.training.batches import blocks
+from device.training.private import add_clipped
+from device.training.trainer import Trainer
+
+SAMPLE: Final[dict[str, Any]] = {
+    "unit": "sample", "clip_norm": 0.5, "noise_multiplier": 0.8, "delta": 1e-5, "noise": "seeded"
+}  # fmt: skip
+TRAINING: Final[dict[str, Any]] = {"batch_size": 16, "learning_rate": 0.1, "momentum": 0.9, "epochs": 2}
+NODE: Final = "device-1"
+
+
+def experiment(privacy: Mapping[str, Any] = {}, **tables: Any) -> Experiment:
+    tree: dict[str, Any] = {
+        "topology": {"institutions": 0, "devices": 8},
+        "data": {"dataset": "digits"},
+        "model": {"name": "mlp_digits"},
+        "training": TRAINING,
+        "cloud": {"privacy": {**SAMPLE, **privacy}},
+    }
+    return parse(tree | tables)
+
+
+def prepared(made: Experiment) -> Trainer:
+    trainer = Trainer(made, node=NODE, accelerator="cpu")
+    trainer.prepare()
+    return trainer
+
+
+def first(trainer: Trainer, made: Experiment) -> Row:
+    row = np.zeros(trainer.layout.row_bytes, np.uint8)
+    module = models.of(made, inputs=trainer._prepared.local.inputs)
+    models.write_row(module, trainer.layout, row)
+    return row
+
+
+def trained(
+    trainer: Trainer, row: Row, *, epochs: int = 2, local_round: int = 3, noise: bytes = b""
+) -> tuple[Row, LocalResult]:
+    out = np.zeros_like(row)
+    result = trainer.train(
+        row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None,
+        cancelled=threading.Event(), noise=noise,
+    )  # fmt: skip
+    return out, result
+
+
+def plain_gradient(module: nn.Module, inputs: Tensor, labels: Tensor, *, clip_norm: float) -> list[Tensor]:
+    """Return the sum of the clipped gradients of single samples, one backward pass for each."""
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
+    for sample, label in zip(inputs, labels, strict=True):
+        module.zero_grad()
+        functional.cross_entropy(module(sample[None]), label[None]).backward()
+        gradients = [weight.grad.double() for weight in weights if weight.grad is not None]
+        norm = float(torch.cat([each.flatten() for each in gradients]).norm())
+        for whole, each in zip(sums, gradients, strict=True):
+            whole.add_(each, alpha=min(1.0, clip_norm / norm))
+    return sums
+
+
+def plain_loop(
+    trainer: Trainer,
+    made: Experiment,
+    row: Row,
+    batches: Any,
+    noise: Noise,
+    *,
+    divisor: float | None = None,
+    mu: float = 0.0,
+) -> npt.NDArray[np.float64]:
+    """Return the weights that DP-SGD by plain loops gives, float64 [D], with momentum as torch.optim.SGD's."""
+    module = models.of(made, inputs=trainer._prepared.local.inputs)
+    models.read_row(module, trainer.layout, row)
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    received = [weight.detach().clone() for weight in weights]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    for _, inputs, labels in batches:
+        for some, theirs in zip(inputs, labels, strict=True):
+            sums = plain_gradient(module, some, theirs, clip_norm=0.5)
+            drawn = torch.from_numpy(0.8 * 0.5 * noise.normals(sum(each.numel() for each in sums)))
+            for weight, each, part, start in zip(
+                weights, sums, drawn.split([each.numel() for each in sums]), received, strict=True
+            ):
+                gradient = (each + part.view(each.shape)) / (divisor or len(theirs))
+                weight.grad = gradient.float() + mu * (weight.detach() - start)
+            optimizer.step()
+    return np.concatenate([weight.detach().double().numpy().ravel() for weight in weights])
+
+
+def weights_in(trainer: Trainer, row: Row) -> npt.NDArray[np.float64]:
+    """Return a row's weights in the order of the module's parameters."""
+    made = models.of(trainer._experiment, inputs=trainer._prepared.local.inputs)
+    views = trainer.layout.views(row)
+    return np.concatenate([views[name].astype(np.float64).ravel() for name, _ in made.named_parameters()])
+
+
+@pytest.mark.parametrize("name", ["mlp_digits", "cnn_digits"])
+@pytest.mark.parametrize("objective", ["cross_entropy", "fedprox"])
+def test_a_local_round_is_that_of_a_plain_loop_over_single_samples(name: str, objective: str) -> None:
+    training = {**TRAINING, "objective": {"name": objective} | ({"mu": 0.3} if objective == "fedprox" else {})}
+    made = experiment(model={"name": name}, training=training)
+    trainer = prepared(made)
+    row = first(trainer, made)
+    out, result = trained(trainer, row)
+    batches = list(blocks(trainer._prepared.local, made, node=NODE, epochs=2, local_round=3))
+    noise = SeededNoise(made.seed, Purpose.PRIVACY, NODE, 3)
+    expected = plain_loop(trainer, made, row, batches, noise, mu=0.3 if objective == "fedprox" else 0.0)
+    moved = np.linalg.norm(expected - weights_in(trainer, row))
+    assert np.linalg.norm(weights_in(trainer, out) - expected) < 1e-5 * moved
+    assert result.steps == 2 * len(trainer._prepared.local.sizes(16)) and result.loss is not None
+
+
+def test_poisson_batches_are_those_of_a_plain_loop() -> None:
+    made = experiment({"sampling_rate": 0.1})
+    trainer = prepared(made)
+    row, local = first(trainer, made), trainer._prepared.local
+    key = bytes(range(32))
+    out, result = trained(trainer, row, noise=key)
+    noise, sizes = SecretNoise(key), []
+    count = len(local.samples)
+
+    def batches() -> Any:
+        for _ in range(20):
+            chosen = local.samples[np.flatnonzero(noise.uniforms(count) < 0.1)]
+            sizes.append(len(chosen))
+            yield 0, local.normalise(local.images[chosen])[None], local.labels[chosen][None]
+
+    expected = plain_loop(trainer, made, row, batches(), noise, divisor=0.1 * count)
+    moved = np.linalg.norm(expected - weights_in(trainer, row))
+    assert np.linalg.norm(weights_in(trainer, out) - expected) < 1e-5 * moved
+    assert result.steps == 20 and len(set(sizes)) > 5
+
+
+def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
+    made = experiment({"sampling_rate": 0.002}, training={**TRAINING, "momentum": 0.0})
+    trainer = prepared(made)
+    row = first(trainer, made)
+    out, result = trained(trainer, row, epochs=1)
+    assert result.steps == 500 and np.isfinite(weights_in(trainer, out)).all()
+
+
+def test_samples_beyond_the_memory_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = experiment()
+    trainer = prepared(made)
+    row = first(trainer, made)
+    whole, _ = trained(trainer, row)
+    monkeypatch.setattr("device.training.private.NUMBERS_MOST", 5 * trainer.layout.parameters)
+    parts, _ = trained(trainer, row)
+    np.testing.assert_allclose(weights_in(trainer, parts), weights_in(trainer, whole), atol=1e-5)
+
+
+def test_gradients_are_clipped_over_all_weights_of_a_sample() -> None:
+    gradients = {"a": torch.tensor([[3.0], [0.3], [0.0]]), "b": torch.tensor([[[4.0]], [[0.4]], [[0.0]]])}
+    sums = {"a": torch.zeros(1), "b": torch.zeros(1, 1)}
+    add_clipped(gradients, sums, clip_norm=1.0)
+    torch.testing.assert_close(sums["a"], torch.tensor([0.6 + 0.3]))
+    torch.testing.assert_close(sums["b"], torch.tensor([[0.8 + 0.4]]))
+
+
+def test_no_sample_moves_a_step_by_more_than_the_bound() -> None:
+    """With one sample more, of any size, the sum differs by the bound at most."""
+    gradients = {"a": torch.randn(9, 50), "b": torch.randn(9, 4, 4)}
+    gradients["a"][8] *= 1e6
+    sums = [{name: torch.zeros(each.shape[1:]) for name, each in gradients.items()} for _ in range(2)]
+    add_clipped(gradients, sums[0], clip_norm=0.7)
+    add_clipped({name: each[:8] for name, each in gradients.items()}, sums[1], clip_norm=0.7)
+    apart = torch.cat([(sums[0][name] - sums[1][name]).flatten() for name in gradients])
+    assert float(apart.norm()) == pytest.approx(0.7, rel=1e-5)
+
+
+def test_the_same_key_gives_the_same_bits_and_another_others() -> None:
+    made = experiment({"noise": "system"})
+    trainer = prepared(made)
+    row = first(trainer, made)
+    once, again, other = (trained(trainer, row, noise=key)[0] for key in (b"a" * 32, b"a" * 32, b"b" * 32))
+    assert np.array_equal(once, again) and not np.array_equal(once, other)
+
+
+def test_devices_that_could_be_vmapped_train_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSTRATA_VMAPPED", "always")
+    made, trainers, found = experiment(), ModuleTrainers(), dict[int, Ending]()
+    devices = [HostedDevice(made, made.digest, node) for node in ("device-0", NODE)]
+    for device in devices:
+        trainers.prepare(device, "cpu")
+    trainer = prepared(made)
+    row, outs = first(trainer, made), [np.zeros(trainer.layout.row_bytes, np.uint8) for _ in devices]
+    orders = [Order(row, out, 2, 3, lambda done, of: None) for out in outs]
+    trainers.train(list(zip(devices, orders, strict=True)), "cpu", lambda number, how: found.update({number: how}))
+    assert all(isinstance(how, LocalResult) and how.path == "in-process" for how in found.values())
+    assert np.array_equal(outs[1], trained(trainer, row)[0])
+
+
+class Normalised(nn.Sequential):
+    """A model with batch norm."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, 10))
+
+
+class Recurrent(nn.Module):
+    """A model whose recurrent layer vmap does not batch."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.cells, self.head = nn.GRU(8, 12, batch_first=True), nn.Linear(12, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Read the rows of an image one after another."""
+        outputs, _ = self.cells(images.flatten(1, 2))
+        found: Tensor = self.head(outputs[:, -1])
+        return found
+
+
+class Dropping(nn.Sequential):
+    """A model that drops most of its features."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(nn.Flatten(), Dropout(0.9), nn.Linear(64, 10))
+
+
+def test_a_model_that_mixes_samples_is_refused() -> None:
+    with pytest.raises(InvalidExperiment, match=r"cloud\.privacy\.unit = 'sample': .*its 2 mixes the samples"):
+        prepared(experiment(model={"name": f"{__name__}:Normalised"}))
+
+
+def test_a_model_without_gradients_of_single_samples_is_refused() -> None:
+    with pytest.raises(InvalidExperiment, match="Recurrent': fails in training by DP-SGD on"):
+        prepared(experiment(model={"name": f"{__name__}:Recurrent"}))
+
+
+def test_each_sample_has_its_own_dropout_mask() -> None:
+    made = experiment({"noise_multiplier": 0.0, "clip_norm": 100.0}, model={"name": f"{__name__}:Dropping"})
+    trainer = prepared(made)
+    row = first(trainer, made)
+    once, again = (trained(trainer, row)[0] for _ in range(2))
+    assert np.array_equal(once, again) and not np.array_equal(once, trained(trainer, row, local_round=4)[0])
+
+
+def test_neither_clipping_nor_noise_takes_the_recorded_steps(tmp_path: Path) -> None:
+    made = experiment({"clip_norm": None, "noise_multiplier": 0.0})
+    plain = parse({key: value for key, value in made.model_dump(mode="json").items() if key != "tiers"} | {
+        "tiers": [{**made.tiers[0].model_dump(mode="json"), "privacy": {}}]
+    })  # fmt: skip
+    one, other = prepared(made), prepared(plain)
+    row = first(one, made)
+    assert np.array_equal(trained(one, row)[0], trained(other, row)[0])
+
+
+def test_wide_clipping_without_noise_is_sgd() -> None:
+    made = experiment({"clip_norm": 1e6, "noise_multiplier": 0.0})
+    plain = experiment({"clip_norm": None, "noise_multiplier": 0.0})
+    one, other = prepared(made), prepared(plain)
+    row = first(one, made)
+    found, expected = (weights_in(each, trained(each, row)[0]) for each in (one, other))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
