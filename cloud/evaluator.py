@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cloud import checkpoint
 from common.experiment.schema import Experiment
+from common.experiment.training import ACCURACY, Score
 from common.host.offload import offload
 from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
 from common.model import tensors
@@ -132,3 +133,11 @@ class Evaluator:
 
     async def _begin(self, channel: SubprocessChannel) -> None:
         self._begun = await channel.request(experiment=self._experiment.to_json(), folder=str(self._folder))
+
+
+def evaluated(score: Score, result: EvaluationResult | None) -> dict[str, float | None]:
+    """Return the facts about a model, with its further scores: `accuracy` is None unless that is the first score."""
+    if result is None:
+        return {"accuracy": None, "score": None, "loss": None}
+    first = {"accuracy": result.score if score.name == ACCURACY else None, "score": result.score, "loss": result.loss}
+    return first | dict(zip(score.columns.values(), result.more, strict=False))

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
-from cloud.evaluator import Beginning, EvaluationResult
+from cloud.evaluator import Beginning, EvaluationResult, evaluated
 from cloud.privacy import PrivacyLedger
 from cloud.records import PERSONALISED, GlobalRoundRecord, device_columns, tier_bytes
 from cloud.results import RunFolder
@@ -25,11 +25,10 @@ from common.errors import InvalidExperiment, RunFailed
 from common.experiment import lint
 from common.experiment.stopping import Course, StopReason, check_evaluated
 from common.experiment.topology import CLOUD
-from common.experiment.training import ACCURACY, Score
+from common.experiment.training import ACCURACY
 from common.host.files import replacing, until_written
 from common.host.offload import offload
 from common.methods import aggregator
-from common.methods.private import check_covered
 from common.methods.rule import Aggregated
 from common.methods.selection import Choose, ClientSelection
 from common.methods.statistics import tensor_distances
@@ -94,9 +93,6 @@ class GlobalRounds:
         self._layout = layout = beginning.layout
         self._row = beginning.row
         tier = experiment.tier_below(CLOUD)
-        for each in experiment.tiers:
-            check_covered(f"{experiment.key(each)}.privacy", each.privacy, layout)
-        self._compares = experiment.cloud.epoch_control.name != "fixed"  # the epoch control reads the uploads
         self._rule = rule = aggregator.build(
             tier.aggregation,
             layout=layout,
@@ -113,11 +109,11 @@ class GlobalRounds:
             bound=tier.norm_bound,
             privacy=tier.privacy,
             secret=partial(spool.secret, world.noise),
-            hides_uploads=not self._compares,
+            hides_uploads=experiment.cloud.epoch_control.name == "fixed",  # else it reads them
         )
-        self._privacy = PrivacyLedger(experiment)
         rule.begin(self._row)
         self._down = down
+        self._privacy = PrivacyLedger(experiment, layout)
         self._selection = ClientSelection(tier, seed=experiment.seed, node=CLOUD, choose=rule.choose or choose)
         tree = experiment.tree
         below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
@@ -132,6 +128,7 @@ class GlobalRounds:
         self._state = RunState(folder.run, experiment.digest, 0, 0.0, start_epochs)
         self._pending: _Pending | None = None
         self._course = Course(experiment.stop, experiment.score)
+        self._ended: StopReason | None = None
         self._mark = 0.0
         self._links_at = -inf  # when links.csv is written next
         self._bytes: Mapping[str, int] = self._tier_bytes()  # up to the last global round
@@ -167,6 +164,7 @@ class GlobalRounds:
         for row in rows:
             if row.score is not None and row.loss is not None:
                 self._course.take(row.global_round, score=row.score, loss=row.loss)
+        self._ended = self._course.ended
 
     def introduce(self, *, metrics_address: str = "") -> None:
         """Record the run's facts, and report them and the warnings about its experiment and data."""
@@ -199,16 +197,16 @@ class GlobalRounds:
         return self._state.elapsed_s
 
     @property
-    def _ended(self) -> StopReason | None:
+    def _stopped(self) -> StopReason | None:
         """Why the run ends before its last global round, None while it goes on."""
-        if self._state.global_round and self._privacy.spent(self._state.epochs):
+        if 0 < self._state.global_round < self._experiment.rounds and self._privacy.spent(self._state.epochs):
             return StopReason.PRIVACY
-        return self._course.ended
+        return self._ended
 
     @property
     def complete(self) -> bool:
         """Whether no global round remains."""
-        return self._state.global_round >= self._experiment.rounds or self._ended is not None
+        return self._state.global_round >= self._experiment.rounds or self._stopped is not None
 
     @property
     def needs_children(self) -> bool:
@@ -235,10 +233,10 @@ class GlobalRounds:
             {
                 "global_round": self._state.global_round,
                 "elapsed_s": self._state.elapsed_s,
-                **({"stopped": self._ended.value} if self._ended else {}),
+                **({"stopped": reason.value} if (reason := self._stopped) else {}),
                 **{f"epsilon_{tier}": epsilon for tier, epsilon in self._privacy.epsilons.items()},
                 **({"best_round": self._course.best} if experiment.stop.best else {}),
-                **_evaluated(experiment.score, self._last),
+                **evaluated(experiment.score, self._last),
                 "model": str(path),
                 "model_bytes": self._layout.row_bytes,
                 **self._tier_bytes(),
@@ -270,8 +268,7 @@ class GlobalRounds:
         )  # fmt: skip
         closed_round = await self._down.round(dispatch)
         outcome = await run_refining(partial(self._rule.aggregate, r, closed_round.uploads), self._refiner)
-        facts, refused = closed_round.facts, closed_round.refused
-        self._selection.observe(r, selected, facts, unused=outcome.left_out, refused=refused)
+        self._selection.observe(r, selected, closed_round.facts, unused=outcome.left_out, refused=closed_round.refused)
         decided = self._selection.facts(selected) | closed_round.decided(r, unreported=unreported(self._down))
         outcome = replace(outcome, facts={**outcome.facts, **decided})
         for name, reason in outcome.left_out.items():
@@ -291,7 +288,7 @@ class GlobalRounds:
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
-        self._count_releases(selected, closed_round.results, state.epochs)
+        self._privacy.count(selected, closed_round.results, self._aggregators, state.epochs)
         record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
             by_cloud = self._experiment.evaluation.on_cloud
@@ -331,7 +328,7 @@ class GlobalRounds:
         """Write the tables, and what is due after a global round. Raises StorageFailed."""
         state, folder = self._state, self._folder
         folder.catch_up()
-        last = state.global_round == self._experiment.rounds or self._ended is StopReason.PRIVACY
+        last = state.global_round == self._experiment.rounds or self._stopped is StopReason.PRIVACY
         due = last or state.global_round % self._experiment.cloud.checkpoint_every == 0
         if (begun := self._down.now()) >= self._links_at:
             await offload(folder.write_of_links(self._down.ledger))
@@ -353,9 +350,7 @@ class GlobalRounds:
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
         """Return the distances of the children's models to the new mean, as the epoch control measures them."""
         found: Mapping[str, float] = outcome.distances
-        if not self._compares and self._experiment.tier_below(CLOUD).privacy.by_parent:
-            return {name: found[name] for name in self._down.peers if name in found}
-        if self._experiment.cloud.epoch_control.variant == "plato":
+        if self._experiment.cloud.epoch_control.variant == "plato" and not self._privacy.hides_uploads:
             distances_K = tensor_distances(list(closed_round.models.values()), self._rule.model, layout=self._layout)
             found = dict(zip(closed_round.models, distances_K.tolist(), strict=True))
         lost = closed_round.models.keys() - found.keys() - outcome.left_out.keys()
@@ -371,15 +366,6 @@ class GlobalRounds:
         chance = generator(self._experiment.seed, Purpose.EPOCHS, CLOUD, state.global_round)
         c, samples = self._experiment.training.epochs, self._down.samples
         return tempo.decide(control, omegas, c=c, ran=state.epochs, samples=samples, draw=chance)
-
-    def _count_releases(
-        self, selected: Sequence[str], results: Mapping[str, Result], epochs: Mapping[str, int]
-    ) -> None:
-        """Count what a global round has released of each unit."""
-        plans: dict[str, Sequence[Mapping[str, Any]]] = {}
-        for name, result in results.items():
-            plans |= {node: made for node, made in plans_of(result).items() if node in self._aggregators[name]}
-        self._privacy.take(selected, plans, epochs)
 
     def _record(
         self,
@@ -429,9 +415,7 @@ class GlobalRounds:
         metrics.closed(LABELS, rounds=self._state.global_round)
         metrics.trained(LABELS, outcome.loss)
         metrics.steps.labels(*LABELS).inc(steps)
-        for tier, epsilon in record.epsilon.items():
-            unit = self._privacy.settings[tier].unit
-            metrics.privacy_epsilon.labels(*LABELS, tier, unit).set(math.inf if epsilon is None else epsilon)
+        self._privacy.export(metrics, LABELS)
         for phase, seconds in phases.items():
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
         for name in names:
@@ -473,7 +457,7 @@ class GlobalRounds:
 
     def _evaluates(self, global_round: int) -> bool:
         due = global_round == self._experiment.rounds or global_round % self._experiment.evaluation.every == 0
-        due = due or (global_round == self._state.global_round and self._ended is StopReason.PRIVACY)
+        due = due or (global_round == self._state.global_round and self._stopped is StopReason.PRIVACY)
         return due and (self._beginning.evaluates or self._experiment.evaluation.on_devices)
 
     def _evaluate(self, record: GlobalRoundRecord, mixed: Row | None, *, by_cloud: bool) -> None:
@@ -515,6 +499,7 @@ class GlobalRounds:
                 first, *further = total.by(score.names)
                 found = EvaluationResult(record.global_round, first, total.mean_loss, further)
                 await self._improved(found, pending.row)
+        self._ended = self._course.ended
         facts: dict[str, Any] = {}
         if found is not None:
             self._last = found
@@ -523,16 +508,16 @@ class GlobalRounds:
             for name, value in zip(score.names, (found.score, *found.more), strict=True):
                 self._metrics.score.labels(*LABELS, name).set(value)
             self._metrics.test_loss.labels(*LABELS).set(found.loss)
-            facts |= _evaluated(score, found)
+            facts |= evaluated(score, found)
         for other in mixed:
-            facts |= {f"mixed_{key}": value for key, value in _evaluated(score, replace(other, more=())).items()}
+            facts |= {f"mixed_{key}": value for key, value in evaluated(score, replace(other, more=())).items()}
         scores = {key: facts.get(key, value) for key, value in record.other_scores.items()}
         of_row = {key: value for key, value in facts.items() if key in ROW_FACTS}
         record = replace(record, **of_row, other_scores=scores)
         self._folder.complete_round(record)
         if record.score is not None:
             shown = (
-                _evaluated(score, None) | {"score": record.score, "loss": record.loss} | facts | dict(record.by_devices)
+                evaluated(score, None) | {"score": record.score, "loss": record.loss} | facts | dict(record.by_devices)
             )
             self._observe("evaluated", {"global_round": record.global_round, **shown})
         if found is None:
@@ -613,11 +598,3 @@ class GlobalRounds:
                 file.write(best.read_bytes())
 
         await self._written(lambda: offload(copy))
-
-
-def _evaluated(score: Score, result: EvaluationResult | None) -> dict[str, float | None]:
-    """Return the facts about a model, with its further scores: `accuracy` is None unless that is the first score."""
-    if result is None:
-        return {"accuracy": None, "score": None, "loss": None}
-    first = {"accuracy": result.score if score.name == ACCURACY else None, "score": result.score, "loss": result.loss}
-    return first | dict(zip(score.columns.values(), result.more, strict=False))

@@ -11,7 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from common.experiment.schema import Experiment
+from common.methods.private import check_covered
 from common.methods.selection import TAKING_PART
+from common.metrics import Metrics, NodeLabels
+from common.model.layout import ModelLayout
+from common.protocol.limits import plans_of
+from common.protocol.messages import Result
 
 Plans = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -19,7 +24,10 @@ Plans = Mapping[str, Sequence[Mapping[str, Any]]]
 class PrivacyLedger:
     """The releases of a run's units by tier and child; a device's of its samples."""
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, layout: ModelLayout) -> None:
+        """Check that the model has nothing that would be sent without noise. Raises InvalidExperiment."""
+        for tier in experiment.tiers:
+            check_covered(f"{experiment.key(tier)}.privacy", tier.privacy, layout)
         self._experiment = experiment
         self.settings = {tier.name: tier.privacy for tier in experiment.tiers if tier.privacy.accounted}
         self._counts = {name: Counter[str]() for name in self.settings}
@@ -41,6 +49,26 @@ class PrivacyLedger:
                     releases = tier.privacy.releases(epochs[top])
                     self._counts[tier.name].update({child: tasks * releases for child, tasks in times.items()})
 
+    def count(
+        self,
+        selected: Sequence[str],
+        results: Mapping[str, Result],
+        aggregators: Mapping[str, Collection[str]],
+        epochs: Mapping[str, int],
+    ) -> None:
+        """Count a global round by its results; `aggregators`: the nodes whose plans each child reports."""
+        plans: dict[str, Sequence[Mapping[str, Any]]] = {}
+        for name, result in results.items() if self._counts else ():
+            plans |= {node: made for node, made in plans_of(result).items() if node in aggregators[name]}
+        self.take(selected, plans, epochs)
+
+    @property
+    def hides_uploads(self) -> bool:
+        """Whether the cloud adds noise to the mean alone, so that its uploads have none."""
+        experiment, tier = self._experiment, self._experiment.tiers[0]
+        fixed = experiment.cloud.epoch_control.name == "fixed"
+        return tier.privacy.by_parent and fixed and tier.aggregation.of_mean is not None
+
     @property
     def epsilons(self) -> dict[str, float]:
         """Epsilon of the worst unit by tier; infinite without noise."""
@@ -55,6 +83,11 @@ class PrivacyLedger:
                 if not tier.privacy.affords(self._worst(tier.name) + once):
                     return tier.name
         return ""
+
+    def export(self, metrics: Metrics, labels: NodeLabels) -> None:
+        """Export epsilon of each tier."""
+        for tier, epsilon in self.epsilons.items():
+            metrics.privacy_epsilon.labels(*labels, tier, self.settings[tier].unit).set(epsilon)
 
     def save(self) -> dict[str, dict[str, int]]:
         """Return the counts, in a form that JSON can hold."""

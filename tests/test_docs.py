@@ -169,7 +169,7 @@ def test_each_column_of_a_runs_tables_is_described() -> None:
     page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     kinds, groups = (
         (GlobalRoundRecord, LinkRecord, DeviceRecord),
-        ("phases", "bytes_", "epochs", "omega", "spread", "other_scores", "by_devices", "more"),
+        ("phases", "bytes_", "epochs", "omega", "spread", "epsilon", "other_scores", "by_devices", "more"),
     )
     fields_ = {field.name for kind in kinds for field in dataclasses.fields(kind)} - set(groups)
     columns = {field.removesuffix("_") for field in fields_} | {f"{phase}_s" for phase in GLOBAL_PHASES}

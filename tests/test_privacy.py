@@ -287,7 +287,7 @@ def test_the_bound_follows_the_noisy_count_of_a_plain_twin() -> None:
         bound *= exp(-0.2 * (share - 0.5))
 
 
-def test_the_count_and_the_updates_cost_together_what_the_multiplier_says() -> None:
+def test_the_count_and_the_updates_cost_together_what_the_multiplier_costs() -> None:
     """Two Gaussian mechanisms: the sum of 1 / z^2 is that of one, with sensitivity 1/2 of the count."""
     for multiplier in (0.1, 1.0, 3.0):
         privacy = settings(noise_multiplier=multiplier, **QUANTILE)
@@ -344,7 +344,7 @@ def test_a_unit_is_counted_in_the_rounds_in_which_it_is_selected() -> None:
         "cloud": {"privacy": {**DEVICE, "unit": "institution"}},
         "institution": {"rounds": 2, "privacy": DEVICE},
     }
-    ledger = PrivacyLedger(experiment_of(lab))
+    ledger = PrivacyLedger(experiment_of(lab), LAYOUT)
     once, twice = {"taking_part": ["device-0"]}, {"taking_part": ["device-0", "device-1"]}
     ledger.take(["institution-0"], {"institution-0": [once, twice]}, {"institution-0": 1})
     assert ledger.save() == {"wan": {"institution-0": 1}, "lan": {"device-0": 2, "device-1": 1}}
@@ -355,7 +355,7 @@ def test_a_unit_is_counted_in_the_rounds_in_which_it_is_selected() -> None:
     counts = ledger.save()
     assert counts["wan"] == {"institution-0": 2, "institution-1": 1}
     assert counts["lan"] == {"device-0": 4, "device-1": 2, "device-2": 2, "device-3": 2}  # no report: each round
-    again = PrivacyLedger(experiment_of(lab))
+    again = PrivacyLedger(experiment_of(lab), LAYOUT)
     again.restore(counts)
     assert again.epsilons == ledger.epsilons
 
@@ -363,7 +363,7 @@ def test_a_unit_is_counted_in_the_rounds_in_which_it_is_selected() -> None:
 @pytest.mark.parametrize("chosen", [["device-9"], "device-0", [["device-0"]], None, 7, {"device-0": 1}])
 def test_a_selection_that_is_none_counts_no_unknown_device(chosen: object) -> None:
     lab = {"topology": {"institutions": 1, "devices": 2}, "institution": {"privacy": DEVICE}}
-    ledger = PrivacyLedger(experiment_of(lab))
+    ledger = PrivacyLedger(experiment_of(lab), LAYOUT)
     ledger.take(["institution-0"], {"institution-0": [{"taking_part": chosen}]}, {"institution-0": 1})
     assert ledger.save()["lan"].keys() <= {"device-0", "device-1"}
 
@@ -386,7 +386,7 @@ def test_tasks_of_a_tier_multiply_the_rounds_of_the_next() -> None:
         {"name": "metro", "children": "institution", "number": 1, "rounds": 3},
         {"name": "lan", "number": 2, "rounds": 2, "privacy": DEVICE},
     ]
-    ledger = PrivacyLedger(experiment_of({"tiers": tiers}))
+    ledger = PrivacyLedger(experiment_of({"tiers": tiers}), LAYOUT)
     plans = {"region-0": [{}, {}, {}], "institution-0": [{"taking_part": ["device-0"]}] * 6}
     ledger.take(["region-0"], plans, {"region-0": 1})
     assert ledger.save() == {"lan": {"device-0": 6}}

@@ -140,6 +140,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
         }
 
     trace = {"seconds": [0], "up_mbit": [1], "down_mbit": [1], "repeat_s": 9}
+    private = {"clip_norm": 1, "noise_multiplier": 1, "delta": 0.1, "max_epsilon": 99}
     given_ = {
         "stop": {"target": 0.5, "patience": 3},
         "model": {"initial": "runs/it"},
@@ -148,13 +149,20 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
         "availability": {"trace": {"changes": {"device-0": [0, 1]}, "repeat_s": 9}},
         "links": {tier: {"profile": "lte", "trace": trace} for tier in ("wan", "lan")},
         "hardware": {"default": {"profile": "raspberry-pi-5", "step_s": 0.1}},
-        "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},
-        "institution": {"closing": {"quorum": 1, "deadline_s": 1}},
+        "cloud": {
+            "closing": {"quorum": 1, "deadline_s": 1},
+            "privacy": {**private, "unit": "institution", "noise_by": "parent", "quantile": 0.5},
+        },
+        "institution": {
+            "closing": {"quorum": 1, "deadline_s": 1},
+            "privacy": {**private, "unit": "sample", "sampling_rate": 0.1},
+        },
         "topology": {"members": {"institution-0": ["device-0"]}},
     }
     experiment = parse(given_)
     text = to_toml(experiment)
     without_effect = {"score.better"}  # of accuracy
+    without_effect |= {"cloud.privacy.sampling_rate", "institution.privacy.quantile"}
     assert keys(tomllib.loads(text)) == keys(ShortForm.model_validate(given_).model_dump(mode="json")) - without_effect
     assert load_text(tmp_path, text) == experiment
 
@@ -220,6 +228,10 @@ CHANGES: list[dict[str, Any]] = [
     {"hardware": {"default": {"slowdown": 2}}}, {"hardware": {"default": {"overhead_s": 1}}},
     {"hardware": {"spread": 0.5}}, {"hardware": {"of": {"device-0": "raspberry-pi-5"}}},
     {"hardware": {"profiles": {"mine": {}}}},
+    *(
+        {"institution": {"privacy": {"unit": "device", "noise_multiplier": 1, "clip_norm": 1, "delta": 0.1, **more}}}
+        for more in ({}, {"noise": "seeded"}, {"noise_by": "parent"}, {"delta": 0.2}, {"max_epsilon": 9.0})
+    ),
 ]  # fmt: skip
 
 

@@ -68,6 +68,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "training.augmentation": "Flips and crops of images, or [one's own](extend.md#an-augmentation).",
     "training.trainer": "One of the trainers below, selected by `name`. [Your own method](extend.md#a-trainer) explains"
     " how to write one.",
+    "cloud.privacy": "[Privacy](privacy.md) explains units, noise and the accountant.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
     "cloud.epoch_control": "The [page of Tempo](algorithms/tempo.md) has the equations.",
     "profiles.NAME": "[Links](links.md) lists the profiles that ship.",

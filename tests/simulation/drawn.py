@@ -190,8 +190,8 @@ def _with_privacy(rng: random.Random, experiment: Experiment) -> Experiment:
 
 
 def _with_trainer(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
-    """Return a lab with a trainer of a user's own, if it can have one and chance will."""
-    if rng.random() >= TRAINERS:
+    """Return a lab with a trainer of a user's own, if it can have one and chance will: its model has a buffer."""
+    if rng.random() >= TRAINERS or any(tier.privacy.acts for tier in drawn.experiment.tiers):
         return drawn
     tree = drawn.experiment.model_dump(mode="json")
     silent = rng.random() < SILENT and not drawn.experiment.compares_losses
