@@ -327,6 +327,8 @@ def test_a_secret_is_drawn_once_and_is_its_users_alone(tmp_path: Path) -> None:
     first = spool.secret(draw)
     assert first == spool.secret(draw) == Spool(tmp_path / "device-0").secret(draw) and len(first) == 32
     assert stat.S_IMODE((tmp_path / "device-0" / "secret").stat().st_mode) == 0o600
+    (tmp_path / "device-0" / "secret").write_bytes(b"")  # as after a power loss
+    assert len(Spool(tmp_path / "device-0").secret(draw)) == 32
     memory = Spool(None)
     assert memory.secret(draw) == memory.secret(draw) != first
 

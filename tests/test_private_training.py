@@ -157,11 +157,17 @@ def test_poisson_batches_are_those_of_a_plain_loop() -> None:
 
 
 def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
-    made = experiment({"sampling_rate": 0.002}, training={**TRAINING, "momentum": 0.0})
+    made = experiment({"sampling_rate": 0.006}, training={**TRAINING, "momentum": 0.0})
     trainer = prepared(made)
     row = first(trainer, made)
     out, result = trained(trainer, row, epochs=1)
-    assert result.steps == 500 and np.isfinite(weights_in(trainer, out)).all()
+    assert result.steps == 167 and np.isfinite(weights_in(trainer, out)).all()
+
+
+def test_batches_of_less_than_one_sample_are_refused() -> None:
+    """Their steps would be more than a parent expects of so many samples."""
+    with pytest.raises(InvalidExperiment, match=r"cloud\.privacy\.sampling_rate = 0\.004: device-1 has 18\d samples"):
+        prepared(experiment({"sampling_rate": 0.004}))
 
 
 def test_samples_beyond_the_memory_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from common.errors import InvalidExperiment
 from common.experiment import privacy
+from common.experiment.accountant import steps_in_epoch
 from common.experiment.data import NUMBERS, Data, Model, check_data
 from common.experiment.devices import (
     Availability,
@@ -258,6 +259,13 @@ class Experiment(ExperimentSettings):
         """
         below = self.tiers[self.tree.depth(parent) :]
         return self.devices_remember or any(tier.remembers for tier in below)
+
+    def steps_in_epoch(self, samples: int) -> int:
+        """Return the steps of a device with so many samples in an epoch."""
+        table = self.tiers[-1].privacy
+        if table.on_samples and table.sampling_rate is not None:
+            return steps_in_epoch(table.sampling_rate)
+        return -(-samples // self.training.batch_size)
 
     def keeps_secret(self, node: str) -> bool:
         """Return whether a node draws noise from a secret of its own. Raises KeyError."""

@@ -169,10 +169,12 @@ class Spool:
             return self._secret
         path = self._folder / "secret"
         with writing(path):
-            if not path.exists():
+            found = path.read_bytes() if path.exists() else b""
+            if len(found) != SECRET_BYTES:  # there is none, or a power loss has left none
+                found = draw(SECRET_BYTES)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_private(path, draw(SECRET_BYTES))
-            self._secret = path.read_bytes()
+                write_private(path, found)
+            self._secret = found
         return self._secret
 
     def states(self) -> Path:

@@ -93,7 +93,7 @@ async def _measure(
                 return done
             result = training.result()
             # A trainer of the user's own may count others than batches, by which a plan goes, and none without epochs.
-            steps = result.steps if own else epochs * -(-result.samples // experiment.training.batch_size)
+            steps = result.steps if own else epochs * experiment.steps_in_epoch(result.samples)
             return MeasuredTraining(steps, result.train_s + result.wait_s, result.train_s, result.cpu_s)
 
         async def train_many(at_once: int, *, most: float, until: float, epochs: int) -> list[MeasuredTraining]:

@@ -95,7 +95,7 @@ class PlannedWorkload:
 
     def steps(self, samples: int, epochs: float) -> float:
         """Return the SGD steps of one training, of a mean one if the epochs are a mean."""
-        return epochs * -(-samples // self.experiment.training.batch_size)
+        return epochs * self.experiment.steps_in_epoch(samples)
 
 
 def workload(experiment: Experiment) -> PlannedWorkload:

@@ -108,7 +108,7 @@ class MachineSeconds:
 
     def training(self, node: str, *, samples: int, epochs: int) -> float:
         """Return the seconds of a training of a device with so many samples."""
-        own, steps = self.experiment.machine(node).step_s, epochs * -(-samples // self.experiment.training.batch_size)
+        own, steps = self.experiment.machine(node).step_s, epochs * self.experiment.steps_in_epoch(samples)
         return self.training_s + steps * self.step_s if own is None else steps * own
 
     def scoring(self, node: str, *, samples: int) -> float:

@@ -121,7 +121,7 @@ class Trainer:
         vectors = vectors_of(experiment, self._node, source.parts)
         made = _Prepared(source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
         if self._privacy.on_samples:
-            self._check_private(source)
+            self._check_private(source, samples=len(local.samples))
         if known is None and source.shared is None:
             source = self._formed(made)
         self._check_scored(local.inputs)
@@ -405,9 +405,14 @@ class Trainer:
             noise=private.noise,
         )  # fmt: skip
 
-    def _check_private(self, source: NetworkSource) -> None:
+    def _check_private(self, source: NetworkSource, *, samples: int) -> None:
+        """Check that a batch may expect a sample, and that no layer mixes samples. Raises InvalidExperiment."""
         from device.training.private import check_module  # imports torch.func
 
+        if (rate := self._privacy.sampling_rate) is not None and rate * samples < 1:
+            key = f"{self._experiment.key(self._experiment.tiers[-1])}.privacy.sampling_rate"
+            problem = f"{self._node} has {samples} samples, so a batch would have less than one"
+            raise InvalidExperiment(key, rate, problem, f"Use at least {1 / samples:.2g}.")
         check_module(source.network().module, self._experiment)
 
     def _try_private(self, made: _Prepared) -> None:
