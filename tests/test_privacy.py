@@ -329,6 +329,8 @@ def test_a_secret_is_drawn_once_and_is_its_users_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "device-0" / "secret").stat().st_mode) == 0o600
     (tmp_path / "device-0" / "secret").write_bytes(b"")  # as after a power loss
     assert len(Spool(tmp_path / "device-0").secret(draw)) == 32
+    (tmp_path / "file").write_bytes(b"")
+    assert len(Spool(tmp_path / "file" / "device-0").secret(draw)) == 32  # there can be no folder
     memory = Spool(None)
     assert memory.secret(draw) == memory.secret(draw) != first
 

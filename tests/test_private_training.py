@@ -24,7 +24,7 @@ from common.randomness import Noise, Purpose, SecretNoise, SeededNoise
 from device.jobs import Ending, HostedDevice, LocalResult, Order
 from device.pool.module_trainers import ModuleTrainers
 from device.training.batches import blocks
-from device.training.private import add_clipped
+from device.training.private import GradientNoise, PrivateSteps, add_clipped
 from device.training.trainer import Trainer
 
 SAMPLE: Final[dict[str, Any]] = {
@@ -257,6 +257,36 @@ def test_a_model_that_mixes_samples_is_refused() -> None:
 def test_a_model_without_gradients_of_single_samples_is_refused() -> None:
     with pytest.raises(InvalidExperiment, match="Recurrent': fails in training by DP-SGD on"):
         prepared(experiment(model={"name": f"{__name__}:Recurrent"}))
+
+
+class Reading(nn.Module):
+    """A model of texts, as fedstrata's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.cells = nn.Embedding(20, 8), nn.LSTM(8, 12, num_layers=2, batch_first=True)
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, texts: Tensor) -> Tensor:
+        """Read texts, int64 [B, L]."""
+        outputs, _ = self.cells(self.words(texts))
+        found: Tensor = self.head(outputs[:, -1])
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_step_of_an_lstm_is_that_of_a_plain_loop() -> None:
+    torch.manual_seed(1)
+    module, made = Reading(), experiment(training={**TRAINING, "momentum": 0.0})
+    texts, labels = torch.randint(0, 20, (6, 7)), torch.randint(0, 10, (6,))
+    expected = [each / 6 for each in plain_gradient(module, texts, labels, clip_norm=0.5)]
+    module.zero_grad()
+    before = [weight.detach().clone() for weight in module.parameters()]
+    private = GradientNoise(0.5, 0.0, SecretNoise(bytes(32)))
+    steps = PrivateSteps(module, dict(module.named_parameters()), made, learning_rate=1.0, private=private)
+    steps.take([texts, labels])
+    for weight, start, gradient in zip(module.parameters(), before, expected, strict=True):
+        torch.testing.assert_close((start - weight.detach()).double(), gradient, atol=1e-6, rtol=1e-4)
 
 
 def test_each_sample_has_its_own_dropout_mask() -> None:

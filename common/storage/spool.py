@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import StorageFailed
-from common.host.files import private, private_folder, write_private, writing
+from common.host.files import private, private_folder, write_private
 
 KEPT_S: Final = 7 * 86_400.0
 SHARE: Final = 0.1  # of the disk
@@ -160,21 +160,23 @@ class Spool:
     def secret(self, draw: Callable[[int], bytes]) -> bytes:
         """Return the node's secret of the run, drawn once and kept in a file of mode 0600; in memory without a folder.
 
-        `draw` returns random bytes. Raises StorageFailed.
+        `draw` returns random bytes. Falls back to memory, with a warning, if the file cannot be used.
         """
         if self._secret:
             return self._secret
+        self._secret = draw(SECRET_BYTES)
         if self._folder is None:
-            self._secret = draw(SECRET_BYTES)
             return self._secret
         path = self._folder / "secret"
-        with writing(path):
+        try:
             found = path.read_bytes() if path.exists() else b""
-            if len(found) != SECRET_BYTES:  # there is none, or a power loss has left none
-                found = draw(SECRET_BYTES)
+            if len(found) == SECRET_BYTES:  # else there is none, or a power loss has left none
+                self._secret = found
+            else:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_private(path, found)
-            self._secret = found
+                write_private(path, self._secret)
+        except OSError as error:
+            log.warning("no room for a secret at %s (%s): kept in memory", path, error.strerror)
         return self._secret
 
     def states(self) -> Path:
