@@ -39,9 +39,9 @@ from deploy.local.replay import replayed
 from deploy.results.page import compose
 from deploy.results.run import Run
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome
+from deploy.simulation.outcome import LabOutcome, model_digest
 from deploy.simulation.world import SimulatedWorld
-from tests.helpers.commands import run_lab, tensors
+from tests.helpers.commands import null_model, run_lab, tensors
 from tests.helpers.rules import LEAST
 from tests.test_aggregators import Report
 
@@ -375,9 +375,8 @@ def test_a_selection_that_is_none_counts_no_unknown_device(chosen: object) -> No
 @pytest.mark.parametrize(("keys", "releases"), [({}, 3), ({"sampling_rate": 0.1}, 30)], ids=["shuffled", "poisson"])
 def test_samples_are_released_in_each_epoch_or_step(keys: dict[str, Any], releases: int) -> None:
     privacy = {**DEVICE, "unit": "sample", **keys}
-    ledger = PrivacyLedger(
-        experiment_of({"topology": {"institutions": 0, "devices": 2}, "cloud": {"privacy": privacy}})
-    )
+    lab = {"topology": {"institutions": 0, "devices": 2}, "cloud": {"privacy": privacy}}
+    ledger = PrivacyLedger(experiment_of(lab), LAYOUT)
     ledger.take(["device-1"], {}, {"device-0": 2, "device-1": 3})
     assert ledger.save() == {"wan": {"device-1": releases}}
     expected = accountant.epsilon(1.5, releases=releases, delta=1e-5, sampling_rate=keys.get("sampling_rate", 1.0))
@@ -597,6 +596,14 @@ def test_neither_noise_nor_clipping_gives_the_bits_of_no_privacy(tmp_path: Path)
         assert tensors(run_direct(new(tmp_path, tables))) == tensors(plain)
 
 
+def test_a_lab_of_processes_has_the_noise_of_a_lab_in_virtual_time(tmp_path: Path) -> None:
+    file = tmp_path / "noisy.toml"
+    file.write_text(to_toml(parse(LAB)))
+    run_lab(file, tmp_path / "runs", null=True)
+    assert model_digest(tmp_path / "runs") == null_model(parse(LAB))
+
+
+@pytest.mark.slow
 def test_a_lab_of_processes_has_the_model_of_one_process_and_one_in_virtual_time(tmp_path: Path) -> None:
     direct = run_direct(new(tmp_path, NOISY))
     sample = {**DEVICE, "unit": "sample", "noise": "seeded"}
