@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     TESTS = 21
     SCORING = 22
     SHARPNESS = 23
+    CODEC = 24
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

@@ -32,7 +32,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, activity, join
 from common.runtime.exports import export_child
 from common.runtime.lifecycle import live, through_absences, while_online
-from common.runtime.models import Arriving
+from common.runtime.models import Arriving, work_on
 from common.runtime.roll import Resources
 from common.runtime.round import Report, WorkResult
 from common.runtime.world import Host
@@ -187,7 +187,7 @@ class DeviceAgent:
 
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, local: LocalWork) -> None:
         up.set_state(NodeState.READY, samples=local.prepared.samples)
-        machine, keeps, self._scores = experiment.machine(self._name), local.prepared.keeps, experiment.score.names
+        machine, keeps, self._scores = experiment.machine(self._name), local.keeps, experiment.score.names
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since = await model.whole(), up.now()
@@ -200,6 +200,7 @@ class DeviceAgent:
                 return result
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
+            result = await work_on(partial(local.encoded, task, result, row), nbytes=row.nbytes)
             if keeps:
                 end, idle_s = partial(local.keep, task), experiment.transfer.idle_s
                 await until_written(lambda: offload(end), patience_s=idle_s, warn=log.warning)

@@ -89,7 +89,7 @@ async def _run(
         check_alike(experiment.data, name, partition=facts.partition, clouds=partition)
     work: dict[str, Work] = {}
     for name, facts in prepared.items():
-        states = _spool(folder, name) if facts.keeps else Spool(None)
+        states = _spool(folder, name) if experiment.devices_remember else Spool(None)
         work[name] = training.work(devices[name], LocalWork(experiment, name, facts, states=states))
     samples = {name: facts.samples for name, facts in prepared.items()}
 
@@ -159,7 +159,7 @@ async def _run(
         with suppress(StorageFailed):  # it would hide the first error
             folder.finish(down.ledger)
         raise
-    keeping = [name for name, facts in prepared.items() if facts.keeps]
+    keeping = tree.devices if experiment.devices_remember else ()
     for name in (*tree.aggregators, *keeping, CLOUD):
         _spool(folder, name).close()
     return model
@@ -271,11 +271,12 @@ class _Training:
             if isinstance(order, WorkResult):
                 return _Called(lambda: order)
             self._called.append((device, order))
-            return _Called(partial(end, task))
+            return _Called(partial(end, task, model.row))
 
-        def end(task: Task) -> WorkResult:
+        def end(task: Task, received: Row) -> WorkResult:
             result = local.result(task, self._trained(device.node))
             if task.epochs:
+                result = local.encoded(task, result, received)
                 local.keep(task)
             return result
 

@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import Any, Final
 
 from common.errors import InvalidExperiment
+from common.experiment.codecs import DOWN, UP
 from common.experiment.devices import Availability
-from common.experiment.links import DOWN, UP
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import participants
