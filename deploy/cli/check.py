@@ -16,9 +16,7 @@ from deploy.console.tabular import Column, Table
 def check(
     name: Annotated[
         str,
-        typer.Argument(
-            help="A rule, a selector, a trainer, a codec or an objective of your own: package.module:Class."
-        ),
+        typer.Argument(help="A rule, selector, trainer, codec or objective of your own: package.module:Class."),
     ],
     keywords: Annotated[
         list[str] | None,
@@ -31,8 +29,9 @@ def check(
 
     A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. A selector:
     some rounds, the same twice, killed and resumed. A trainer: three rounds, the same twice, killed and resumed, its
-    samples and steps. A codec: sizes, the same twice, a contraction or unbiased, any bytes. An objective: gradients, weights, loss, the same twice, and vmapped as in-process. Exit codes:
-    0 right, 1 something is wrong, 4 it fails, or cannot be imported or built.
+    samples and steps. A codec: sizes, the same twice, unbiased or a contraction, whatever bytes arrive. An objective:
+    gradients, weights, loss, the same twice, and vmapped as in-process. Exit codes: 0 right, 1 something is wrong, 4 it
+    fails, or cannot be imported or built.
     """
     from common.errors import InvalidExperiment
     from common.experiment.reading import override
