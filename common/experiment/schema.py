@@ -31,6 +31,7 @@ from common.experiment.devices import (
 from common.experiment.evaluation import EvaluationSettings, check_evaluation
 from common.experiment.links import Links, LinkSettings, Profile, check_trace, with_profiles
 from common.experiment.methods import RuleSettings
+from common.experiment.own import is_own
 from common.experiment.stopping import Stop, check_stop
 from common.experiment.tables import (
     Count,
@@ -330,10 +331,14 @@ class Experiment(ExperimentSettings):
         return next((f"{key} = {each.name!r}" for key, each in found.items() if each.compares_losses), "")
 
     def code_at(self, node: str) -> dict[str, str]:
-        """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`."""
+        """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`.
+
+        Of codecs it returns the user's own alone.
+        """
         depth = self.tree.depth(node)
         near = self.tiers[max(0, depth - 1) : depth + 1]  # a codec runs at both ends of its links
-        codecs = {f"{self.key(tier, 'transfer')}.up.name": tier.transfer.up.name for tier in near}
+        up = {f"{self.key(tier, 'transfer')}.up.name": tier.transfer.up.name for tier in near}
+        codecs = {key: name for key, name in up.items() if is_own(name)}
         if depth < len(self.tiers):
             tier = self.tier_below(node)
             key = self.key(tier)

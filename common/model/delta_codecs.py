@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.errors import InvalidExperiment, RefusedModel, WireError, described
 from common.experiment import own
 from common.experiment.codecs import CodecSettings
 from common.experiment.own import OwnName, OwnSettings
@@ -92,12 +92,18 @@ class GuardedCodec(DeltaCodec):
         return found
 
     def decode(self, data: bytes, columns: int) -> npt.NDArray[np.float32]:
-        """Return its change. Raises RefusedModel for whatever it raises."""
+        """Return its change. Raises WireError if it raises ValueError, RefusedModel for whatever else it raises."""
         try:
             with own.guarded({KEY: self._name}, everything=True):
-                return self._codec.decode(data, columns)
-        except (InvalidExperiment, WireError, MemoryError) as error:
+                return self._decode(data, columns)
+        except (InvalidExperiment, MemoryError) as error:
             raise RefusedModel(str(error)) from None
+
+    def _decode(self, data: bytes, columns: int) -> npt.NDArray[np.float32]:
+        try:
+            return self._codec.decode(data, columns)
+        except ValueError as error:
+            raise WireError(described(error)) from None
 
 
 class LossyDelta:

@@ -71,9 +71,8 @@ def _bias(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
     allowed = SIGMAS * found.std(axis=0).max() / np.sqrt(MEANS) + 1e-4 * np.abs(delta_D).max()
     if (apart <= allowed).all():
         return ""
-    return (
-        f"the mean of {MEANS} decoded changes is {apart.max() / np.abs(delta_D).max():.2g} of the largest away from it"
-    )
+    share = apart.max() / np.abs(delta_D).max()
+    return f"the mean of {MEANS} decoded changes differs from the change by {share:.2g} of its largest column"
 
 
 def _fails(codec: DeltaCodec, columns: int) -> str:
@@ -107,6 +106,5 @@ def _hides(codec: DeltaCodec, value: float) -> str:
             found = codec.decode(codec.encode(delta_D, _chance()), delta_D.size)
     except (WireError, ValueError, RefusedModel, InvalidExperiment):
         return ""
-    return (
-        f"a change with {value} is decoded to numbers, so the parent would use it" if np.isfinite(found).all() else ""
-    )
+    hides = np.isfinite(found).all()
+    return f"a change with {value} is decoded to finite numbers, so the parent would use it" if hides else ""
