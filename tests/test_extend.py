@@ -111,7 +111,7 @@ class Assigning(ColumnRule):
         return block.state["mean"]
 
 class Biased(DeltaCodec):
-    """Sends nothing, and says that its mean is the change."""
+    """Sends one column, and claims that its mean is the change."""
     unbiased = True
     def nbytes(self, columns):
         return 4

@@ -224,7 +224,7 @@ def test_a_killed_node_continues_with_what_it_left_out(node: str, share: float) 
     assert played(scenario=kill).digest == undisturbed.digest
 
 
-# What an experiment says of it
+# Settings and their warnings
 
 
 def test_senders_with_feedback_and_all_above_them_have_state() -> None:

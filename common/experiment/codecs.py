@@ -80,7 +80,7 @@ class FormSettings(CodecSettings):
 
     @property
     def delta(self) -> bool:
-        """Whether its name says so."""
+        """Whether its name begins with `delta`."""
         return self.name.startswith(DELTA)
 
     @property

@@ -350,7 +350,7 @@ def _closing(rng: random.Random, children: int, seconds: float) -> dict[str, Any
 def _codecs(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.5:
         return {}
-    up = dict(rng.choice(CHANGES)) if rng.random() < 0.5 else {"name": rng.choice(UP)}
+    up: dict[str, Any] = dict(rng.choice(CHANGES)) if rng.random() < 0.5 else {"name": rng.choice(UP)}
     if rng.random() < FEEDBACK and "fp32" not in up["name"]:
         up["feedback"] = True
     return {"up": up, "down": rng.choice(DOWN)}
