@@ -58,8 +58,8 @@ from deploy.results.series import series_of
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
 from deploy.simulation.lab import SimulatedLab
-from deploy.sweeps.measuring import sign_of, value_of
-from deploy.sweeps.merging import merged
+from deploy.sweeps.grid import merged
+from deploy.sweeps.results import sign_of, value_of
 from deploy.sweeps.schema import Measure
 from tests.helpers.examples import PROFILE, examples
 

@@ -29,7 +29,7 @@ from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process
 from deploy.results.run import Run
-from deploy.sweeps.merging import merged
+from deploy.sweeps.grid import merged
 from deploy.watching.showing import show
 from tests.helpers import commands
 

@@ -17,7 +17,7 @@ from common.protocol.messages import Announcement
 from common.runtime.discovery import Found, Moved
 from common.runtime.lifecycle import Away
 from deploy.links.kernel import CommandRefused
-from deploy.sweeps.slots import CellFailed
+from deploy.sweeps.running import CellFailed
 
 ROOT: Final = Path(__file__).parents[1]
 CLASS: Final = re.compile(r"^class (\w+)\(([^)]*)\):", re.MULTILINE)

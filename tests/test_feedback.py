@@ -23,7 +23,7 @@ from common.runtime.uploads import UploadEncoder
 from common.storage.spool import Spool
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
-from deploy.sweeps.merging import merged
+from deploy.sweeps.grid import merged
 from device.jobs import LocalResult, Order, Prepared
 from device.training.work import LocalWork
 from tests.helpers.commands import tensors

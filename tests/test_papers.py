@@ -20,8 +20,7 @@ from deploy.console.shipped import shipped_sweeps
 from deploy.local.direct import run_in_process
 from deploy.results.kept import brief
 from deploy.results.run import Run, State, folders
-from deploy.sweeps.figures import figures_of
-from deploy.sweeps.grid import Grid, SweepCell, load
+from deploy.sweeps.grid import Grid, SweepCell, figures_of, load
 from docs.tools import reproduction
 from tests.helpers.commands import EXPERIMENTS, invoke, table
 

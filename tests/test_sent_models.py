@@ -30,7 +30,7 @@ from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
-from deploy.sweeps.merging import merged
+from deploy.sweeps.grid import merged
 from tests.helpers.codecs import codecs_of
 from tests.helpers.commands import tensors
 from tests.helpers.real_workload import RealWorkload

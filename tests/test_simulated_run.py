@@ -32,7 +32,7 @@ from deploy.simulation import computing
 from deploy.simulation.broker import Routed
 from deploy.simulation.outcome import TraceDigest, model_digest
 from deploy.simulation.run import VirtualRun, check_simulated
-from deploy.sweeps.merging import merged
+from deploy.sweeps.grid import merged
 from device.pool.executors import Thread
 from device.pool.pool import Pool
 from device.pool.trainers import Trainers

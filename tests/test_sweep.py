@@ -16,12 +16,8 @@ import pytest
 from common.experiment.tables import write
 from deploy.results.run import Run, State, folders
 from deploy.sweeps.folder import MissingRun, SweepFolder
-from deploy.sweeps.grid import load
-from deploy.sweeps.jobs import fitting
-from deploy.sweeps.merging import merged
-from deploy.sweeps.progress import SweepProgress
-from deploy.sweeps.running import run_jobs
-from deploy.sweeps.slots import CellFailed, Watch
+from deploy.sweeps.grid import load, merged
+from deploy.sweeps.running import CellFailed, SweepProgress, Watch, fitting, run_jobs
 from tests.helpers.commands import command, fedstrata, invoke, tensors
 
 TREE: Final[Mapping[str, Any]] = {
@@ -215,7 +211,7 @@ def test_an_error_of_the_broker_or_the_disk_ends_the_sweep(tmp_path: Path) -> No
 
 def test_the_time_left_is_that_of_runs_of_the_same_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("deploy.sweeps.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("deploy.sweeps.running.time.monotonic", lambda: now)
     grid = load(sweep_file(tmp_path))
     jobs = [MissingRun(label, grid.experiments[digest], None) for digest, label in grid.labels().items()]
     by_label = {job.label: job for job in jobs}
@@ -288,13 +284,15 @@ def test_a_kept_run_is_found_by_its_experiment_as_it_is_read_today(tmp_path: Pat
     assert lost.exit_code == 4 and "experiment.toml" in lost.stderr and "lost" in lost.stderr
 
 
-def test_cells_that_the_command_changed_are_not_compared_with_the_paper_in_silence(tmp_path: Path) -> None:
-    paper = {"cite": "They", "figures": {"FedAvg": 90.0, "FedCross": 91.0}}
+def test_cells_that_the_command_changed_are_compared_with_the_papers_order_alone(tmp_path: Path) -> None:
+    paper = {"cite": "They", "figures": [["FedAvg", "FedCross"], [90.0, 91.0]]}
     file = sweep_file(tmp_path, {"seeds": 1, "paper": paper})
     words = ["sweep", file, "--direct", "--jobs", "1", "--runs", tmp_path, "--set", "rounds=1"]
-    line = "changed by --set: rounds=1: these are not the paper's settings"
+    line = "changed by --set: rounds=1"
     found = {form: invoke(*words, "--format", form).stdout for form in ("table", "markdown", "latex", "json", "csv")}
     assert line in found["table"] and line in found["markdown"] and f"% {line}" in found["latex"]
+    order = "what --set has changed is another experiment: only its order is compared with paper, not its figures"
+    assert order in found["table"] and "90" not in found["table"] and "the order of paper in one" in found["table"]
     assert "Two rules (changed by --set)" in found["table"] and json.loads(found["json"])["changed"] == ["rounds=1"]
     assert {row.rpartition(",")[2] for row in found["csv"].splitlines()} == {"changed", "rounds=1"}
     assert "changed" not in invoke(*words[:-2], "--table").stdout

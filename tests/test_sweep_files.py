@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
-from deploy.sweeps.figures import PaperFigure
-from deploy.sweeps.grid import Grid, expand, load
-from deploy.sweeps.merging import merged
+from deploy.sweeps.grid import Grid, PaperFigure, expand, load, merged
 
 FILE = Path("two-by-two.toml")
 TREE: dict[str, Any] = {
@@ -42,6 +40,10 @@ trees = st.recursive(
 
 def grid(*changes: dict[str, Any], **options: Any) -> Grid:
     return expand(merged(TREE, *changes), FILE, **options)
+
+
+def figures(rows: list[list[Any]]) -> dict[str, Any]:
+    return {"paper": {"figures": rows}}
 
 
 @given(trees, trees, trees)
@@ -138,7 +140,10 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
 
 
 def test_a_small_form_has_the_figures_of_the_large_one() -> None:
-    changes = {"paper": {"figures": {"IID": {"FedAvg": 3}}}, "small": {"only": {"split": ["IID"]}, "seeds": 1}}
+    changes = {
+        "paper": {"figures": [["split", "FedAvg"], ["IID", 3]]},
+        "small": {"only": {"split": ["IID"]}, "seeds": 1},
+    }
     small_grid, large = (grid(changes, small=each) for each in (True, False))
     assert small_grid.figures == large.figures != {}
 
@@ -163,10 +168,11 @@ def test_a_curve_is_a_measure_every_so_many_rounds() -> None:
 
 
 def test_the_papers_figures_find_their_cells() -> None:
-    figures = {
-        "Dirichlet 0.1": {"FedAvg": [46.1, 2.3], "FedCross 0.9, dynamic": {"from": 50, "to": 52}},
-        "FedAvg, IID": 60.5,
-    }
+    figures = [
+        ["split", "FedAvg", "FedCross 0.9, dynamic"],
+        ["Dirichlet 0.1", [46.1, 2.3], {"from": 50, "to": 52}],
+        ["IID", 60.5],
+    ]
     found = grid({"paper": {"figures": figures}}).figures
     assert found == {
         (("Dirichlet 0.1", "FedAvg"), "accuracy"): PaperFigure(46.1, 46.1, 2.3),
@@ -174,10 +180,14 @@ def test_the_papers_figures_find_their_cells() -> None:
         (("IID", "FedAvg"), "accuracy"): PaperFigure(60.5, 60.5),
     }
     measures = [{"label": "final"}, {"name": "bytes", "until": "end"}]
-    both = grid(
-        {"measure": measures, "paper": {"figures": {"final": {"IID": {"FedAvg": 60}}, "bytes, IID, FedAvg": 3}}}
-    )
-    assert [label for _, label in both.figures] == ["final", "bytes"]
+    for table in (
+        [["measure", "split", "FedAvg"], ["final", "IID", 60], ["bytes", "IID", 3]],
+        [["split", "method", "final", "bytes"], ["IID", "FedAvg", 60, 3], ["Dirichlet 0.1", "FedAvg", "", ""]],
+    ):
+        both = grid({"measure": measures, "paper": {"figures": table}}).figures
+        assert both == {
+            (("IID", "FedAvg"), "final"): PaperFigure(60, 60), (("IID", "FedAvg"), "bytes"): PaperFigure(3, 3)
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -186,7 +196,7 @@ def test_the_papers_figures_find_their_cells() -> None:
         ({"titel": "t"}, "titel = 't': unknown key. Did you mean 'title'?"),
         ({"axes": {"split": {"x": {"rounds": 0}}}}, "cell x, FedAvg: rounds = 0: too small. Write 1 or more."),
         ({"axes": {"split": {"x": {"roundz": 3}}}}, "cell x, FedAvg: roundz = 3: unknown key. Did you mean 'rounds'?"),
-        ({"axes": {"target": {"80 %": {}}}}, "axes = 'target': a key of [[where]]. Give the axis another name."),
+        ({"axes": {"target": {"80 %": {}}}}, "axes = 'target': a key of the file's own. Give the axis another name."),
         ({"axes": {"none": {}}}, "axes = 'none': it has no values. Add some."),
         ({"columns": ["methods"]}, "columns = 'methods': no axis has this name. Did you mean 'method'?"),
         ({"rows": ["method"]}, "rows = 'method': this axis has two places. Name it once."),
@@ -208,10 +218,17 @@ def test_the_papers_figures_find_their_cells() -> None:
         ({"measure": [{}, {}]}, "measure.label = 'accuracy': two measures have it. Give one another label."),
         ({"small": {"only": {"split": ["x"]}}}, "small.only.split = 'x': the axis has no such value."),
         ({"paper": {"baseline": "Fed"}}, "paper.baseline.method = 'Fed': the axis has no such value."),
-        ({"paper": {"figures": {"IDD": {}}}}, "paper.figures = 'IDD': no values of axes. Did you mean 'IID'?"),
-        ({"paper": {"figures": {"IID": 3}}}, "paper.figures.IID = '3': it names no value of the axis 'method'."),
-        ({"paper": {"figures": {"IID": {"FedAvg": "x"}}}}, "paper.figures.IID.FedAvg = 'x': no figure. Write"),
-        ({"paper": {"figures": {"IID": {"FedAvg": 3}, "FedAvg, IID": 3}}}, "this cell has a figure already."),
+        ({"axes": {"measure": {"x": {}}}}, "axes = 'measure': a key of the file's own. Give the axis another name."),
+        (figures([["split", "FedAgv"]]), "paper.figures = 'FedAgv': no axis, and no value of one. Did you mean"),
+        (figures([["IID"], [3]]), "paper.figures.1.IID = 3: it has no value of 'method'. Add a column 'method'."),
+        (figures([["split", "FedAvg"], ["IDD", 3]]), "paper.figures.1 = 'IDD': no value of 'split'. Did you mean"),
+        (figures([["split", "FedAvg"], ["IID", "x"]]), "paper.figures.1.FedAvg = 'x': no figure. Write a number"),
+        (figures([["split", "FedAvg"], ["IID", [3, -1]]]), "paper.figures.1.FedAvg = [3, -1]: no figure."),
+        (figures([["split", "FedAvg"], ["IID", 3], ["IID", 3]]), "paper.figures.2.FedAvg = 3: this cell has a figure"),
+        (figures([["split", "FedAvg"], ["IID", 3, 4]]), "paper.figures.1 = 4: no column. Give each figure a head."),
+        (figures([["split", []], ["IID", 3]]), "paper.figures = '[]': no axis, and no value of one."),
+        (figures([["split", "FedAvg"], [["IID"], 3]]), "paper.figures.1 = ['IID']: no value of 'split'."),
+        (figures([[], ["IID"]]), "paper.figures.1 = 'IID': no column."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:

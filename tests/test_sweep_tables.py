@@ -16,13 +16,10 @@ from deploy.console.tabular import Column, Table
 from deploy.results.figures import Figure, Line, inks
 from deploy.results.run import Run
 from deploy.sweeps.grid import Grid, expand
-from deploy.sweeps.measuring import value_of
-from deploy.sweeps.output import notes, to_json
-from deploy.sweeps.page import page_of
-from deploy.sweeps.results import SweepResults
+from deploy.sweeps.output import agreement, conditions, long_table, missing, notes, order, page_of, to_json
+from deploy.sweeps.output import tables_of as tables_with_cells
+from deploy.sweeps.results import SweepResults, value_of
 from deploy.sweeps.schema import Measure
-from deploy.sweeps.tables import long_table, tables_of
-from deploy.sweeps.verdicts import Verdicts, conditions
 from tests.helpers.records import BYTES, PHASES_S, a_global_round
 
 MakeRun = Callable[..., Path]
@@ -56,6 +53,10 @@ def results(
                 tree = experiment.model_dump(mode="json", exclude_none=True)
                 runs[experiment.digest] = Run(make_run(tmp_path, tree, accuracies=accuracies))
     return SweepResults(grid, runs)
+
+
+def tables_of(found: SweepResults) -> list[Table]:
+    return [table for table, _ in tables_with_cells(found)]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_differences_are_paired_by_seed_and_costs_are_of_those_that_reached(tmp_
             assert row[4] is None and row[5] is None
 
 
-FIGURES = {"a": {"FedAvg": [60.0, 1.0], "Other": 70}, "b": {"FedAvg": 50, "Other": {"from": 60, "to": 61}}}
+FIGURES = [["split", "FedAvg", "Other"], ["a", [60.0, 1.0], 70], ["b", 50, {"from": 60, "to": 61}]]
 
 
 def test_ours_stands_beside_the_papers(tmp_path: Path, make_run: MakeRun) -> None:
@@ -155,8 +156,8 @@ def test_ours_stands_beside_the_papers(tmp_path: Path, make_run: MakeRun) -> Non
 
 
 def test_what_contradicts_the_paper_is_named(tmp_path: Path, make_run: MakeRun) -> None:
-    verdicts = Verdicts(results(tmp_path, make_run, paper={"figures": FIGURES}))
-    first, *wrong = verdicts.order()
+    found = results(tmp_path, make_run, paper={"figures": FIGURES})
+    first, *wrong = order(found)
     assert first.startswith("the order of paper in 2 comparisons") and first.endswith(
         "2 contradictions (2 within a deviation)"
     )
@@ -166,14 +167,14 @@ def test_what_contradicts_the_paper_is_named(tmp_path: Path, make_run: MakeRun) 
         "contradicts the order: b: Other is not above FedAvg, as paper has it; "
         "here 40.00 ± 14.14 % and FedAvg 65.00 ± 35.36 %, within a deviation",
     ]
-    assert verdicts.agreement() == ["4 of 4 figures (paper) are within two deviations of ours"]
-    agreeing = Verdicts(results(tmp_path, make_run, paper={"figures": {"a": FIGURES["a"]}}))
-    assert [line.rpartition(" ")[2] for line in agreeing.order()] == ["holds"]
+    assert list(agreement(found)) == ["4 of 4 figures (paper) are within two deviations of ours"]
+    agreeing = results(tmp_path, make_run, paper={"figures": FIGURES[:2]})
+    assert [line.rpartition(" ")[2] for line in order(agreeing)] == ["holds"]
 
 
 def test_a_contradiction_beyond_the_deviations_has_no_remark(tmp_path: Path, make_run: MakeRun) -> None:
-    verdicts = Verdicts(results(tmp_path, make_run, paper={"figures": {"a": {"FedAvg": 70, "Other": 60}}}))
-    first, *wrong = verdicts.order()
+    figures = [["split", "FedAvg", "Other"], ["a", 70, 60]]
+    first, *wrong = order(results(tmp_path, make_run, paper={"figures": figures}))
     assert first.endswith("does not hold, 2 contradictions")
     assert wrong == [
         "contradicts the order: a: the best is Other, paper: FedAvg; "
@@ -186,20 +187,17 @@ def test_a_contradiction_beyond_the_deviations_has_no_remark(tmp_path: Path, mak
 def test_a_small_form_is_compared_with_the_papers_order_alone(tmp_path: Path, make_run: MakeRun) -> None:
     found = results(tmp_path, make_run, paper={"figures": FIGURES})
     small = SweepResults(replace(found.grid, small=True), found.runs)
-    verdicts = Verdicts(small)
-    assert verdicts.agreement() == [] and verdicts.order() == Verdicts(found).order()
+    assert not list(agreement(small)) and list(order(small)) == list(order(found)) != []
     assert [len(table.rows) for table in tables_of(small)] == [2], "without the paper's lines"
     assert any(line.endswith("only its order is compared with paper, not its figures") for line in notes(small))
     assert "paper" not in to_json(small)["cells"][0]["measures"]["accuracy"]
 
 
 def test_a_cost_is_better_if_it_is_smaller(tmp_path: Path, make_run: MakeRun) -> None:
-    figures = {"a": {"FedAvg": 2, "Other": 1}}
-    verdicts = Verdicts(
-        results(tmp_path, make_run, measure={"name": "rounds", "target": 0.5}, paper={"figures": figures})
-    )
-    assert [ranking.best for ranking in verdicts.rankings] == [("Other", "Other")]
-    assert verdicts.to_json() == [
+    figures = [["split", "FedAvg", "Other"], ["a", 2, 1]]
+    found = results(tmp_path, make_run, measure={"name": "rounds", "target": 0.5}, paper={"figures": figures})
+    assert [ranking.best for ranking in found.rankings] == [("Other", "Other")]
+    assert to_json(found)["rankings"] == [
         {
             "where": "a",
             "measure": "global rounds to 50 %",
@@ -213,17 +211,16 @@ def test_a_cost_is_better_if_it_is_smaller(tmp_path: Path, make_run: MakeRun) ->
 
 def test_figures_that_no_table_shows_have_lines(tmp_path: Path, make_run: MakeRun) -> None:
     measures = [{"last": 1}, {"label": "lag", "round": 1, "against": "FedAvg", "shown": False}]
-    figures = {"lag": {"a": {"Other": {"from": -5, "to": -4}}, "b": {"Other": -80}}}
+    figures = [["split", "method", "lag"], ["a", "Other", {"from": -5, "to": -4}], ["b", "Other", -80]]
     paper = {"figures": figures, "label": "seen elsewhere"}
     found = results(tmp_path, make_run, measure=measures, paper=paper)
-    assert Verdicts(found).agreement() == [
+    assert list(agreement(found)) == [
         "1 of 2 figures (seen elsewhere) are within two deviations of ours",
         "a, Other, lag: -5.00 ± 7.07 points; seen elsewhere -5 to -4: within two deviations",
         "b, Other, lag: -5.00 ± 7.07 points; seen elsewhere -80: not within two deviations",
     ]
     alone = results(tmp_path / "one", make_run, measure=measures, paper=paper, seeds=1)
-    assert all(line.endswith("no verdict of one seed") for line in Verdicts(alone).agreement())
-    assert len(Verdicts(alone).agreement()) == 2
+    assert [line.endswith("no verdict of one seed") for line in agreement(alone)] == [True, True]
     assert "lag" not in tables_of(found)[0].aligned()
 
 
@@ -234,7 +231,7 @@ def test_a_partial_table_has_what_is_there(tmp_path: Path, make_run: MakeRun) ->
     assert [[getattr(cell, "mean", cell) for cell in row] for row in table.rows] == [
         ["a", pytest.approx(62.5), pytest.approx(70.0)], ["b", pytest.approx(65.0), None]
     ]  # fmt: skip
-    assert Verdicts(found).missing() == ["partial: 5 of 8 runs are finished; 2 of 4 cells lack some"]
+    assert list(missing(found)) == ["partial: 5 of 8 runs are finished; 2 of 4 cells lack some"]
 
 
 def test_a_table_for_each_value_and_a_curve(tmp_path: Path, make_run: MakeRun) -> None:
@@ -305,7 +302,7 @@ def test_the_best_of_several_values_is_compared_with_its_figure(tmp_path: Path, 
         "paper": {
             "best": {"Fixed": ["Slow", "Fast"]},
             "baseline": "Fixed",
-            "figures": {"accuracy": {"Fixed": 75.0, "New": 80.0}, "global rounds to 50 %": {"Fixed": 2, "New": 3}},
+            "figures": [["measure", "Fixed", "New"], ["accuracy", 75.0, 80.0], ["global rounds to 50 %", 2, 3]],
         },
     }
     accuracies = {0.1: (0.4, 0.6, 0.7), 0.5: (0.5, 0.6, 0.6), 0.2: (0.1, 0.4, 0.65)}
@@ -321,7 +318,7 @@ def test_the_best_of_several_values_is_compared_with_its_figure(tmp_path: Path, 
                         for name in ("accuracy", "rounds"))  # fmt: skip
     assert accuracy == {1: 70.0, 2: 70.0}, "of Slow"
     assert rounds == {1: 1.0, 2: 1.0}, "of Fast"
-    lines = list(Verdicts(found).contradictions())
+    _, *lines = order(found)
     assert [line.rpartition("; ")[0] for line in lines] == [
         "contradicts the order: accuracy: the best is Fixed, paper: New",
         "contradicts the order: accuracy: New is not above Fixed, as paper has it",

@@ -126,7 +126,7 @@ def plan(
 def _sweep(grid: Grid, predictor: Predictor, *, direct: bool, jobs: int | None) -> dict[str, Any]:
     """Return the plan of a sweep's runs."""
     from deploy.sweeps import planning
-    from deploy.sweeps.jobs import JOBS_STAGE, default_jobs
+    from deploy.sweeps.running import JOBS_STAGE, default_jobs
 
     groups, count = planning.groups_of(grid), jobs or 1
     fits = direct and jobs is None

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from deploy.results.run import Run
     from deploy.sweeps.folder import MissingRun, SweepFolder
     from deploy.sweeps.grid import Grid
-    from deploy.sweeps.progress import SweepProgress
-    from deploy.sweeps.slots import Slot
+    from deploy.sweeps.running import Slot, SweepProgress
 
 CONNECT_S: Final = 30.0
 SPEEDS: Final = "speeds.json"  # in a sweep's folder: those of the machines of its simulated runs
@@ -174,9 +173,7 @@ def _run(
     accelerator: str | None,
 ) -> Mapping[str, str]:
     """Run what a sweep lacks, without a network or by a command; return the reasons of failures by label."""
-    from deploy.sweeps.jobs import JOBS_STAGE, accelerators_of, default_jobs
-    from deploy.sweeps.progress import SweepProgress
-    from deploy.sweeps.slots import CommandSlot, DirectSlot
+    from deploy.sweeps.running import JOBS_STAGE, CommandSlot, DirectSlot, SweepProgress, accelerators_of, default_jobs
 
     finished = folder.finished(grid)
     missing = folder.missing(grid, finished, direct=command is None, simulated=simulate)
@@ -316,13 +313,11 @@ def _state(experiment: Experiment, finished: Mapping[str, Run], lacking: Collect
 
 
 def _print(grid: Grid, finished: Mapping[str, Run], output: str, html: Path | None) -> None:
-    from deploy.sweeps.output import written
+    from deploy.sweeps.output import page_of, written
     from deploy.sweeps.results import SweepResults
 
     results = SweepResults(grid, finished)
     if html is not None:
-        from deploy.sweeps.page import page_of
-
         with writing(html):
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(page_of(results).html(grid.title), encoding="utf-8")

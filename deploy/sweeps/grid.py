@@ -1,4 +1,4 @@
-"""The cells of a sweep: an experiment for each combination of the axes' values, and for each seed."""
+"""The cells of a sweep: an experiment for each combination of the axes' values and each seed; and a paper's figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from pydantic import ValidationError
 
@@ -19,11 +19,38 @@ from common.experiment.schema import Experiment
 from common.experiment.tables import proposal, with_tables
 from common.experiment.training import ACCURACY
 from deploy.console.shipped import shipped
-from deploy.sweeps.figures import Figures, figures_of
-from deploy.sweeps.merging import merged
-from deploy.sweeps.schema import Measure, SweepFile, Where
+from deploy.sweeps.schema import MEASURE, Measure, SweepFile, Where
 
 OWN_KEYS: Final = ("axes", "title")  # keys of a sweep that no experiment has
+FIGURES: Final = "paper.figures"
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFigure:
+    """A figure of a paper, or a range. `deviation`: None if it states none."""
+
+    low: float
+    high: float
+    deviation: float | None = None
+
+    @property
+    def mean(self) -> float:
+        """The figure, or the middle of its range."""
+        return (self.low + self.high) / 2
+
+    @property
+    def text(self) -> str:
+        """The figure as the paper has it."""
+        if self.low != self.high:
+            return f"{self.low:g} to {self.high:g}"
+        return f"{self.mean:g}" if self.deviation is None else f"{self.mean:g} ± {self.deviation:g}"
+
+    def apart(self, value: float) -> float:
+        """Return a value minus the figure, 0 within its range."""
+        return max(value - self.high, 0.0) + min(value - self.low, 0.0)
+
+
+Figures: TypeAlias = Mapping[tuple[tuple[str, ...], str], PaperFigure]  # by the axes' values in order, and measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +81,7 @@ class Grid:
     axes: Mapping[str, Sequence[str]]
     cells: Sequence[SweepCell]
     measures: Sequence[Measure]
-    figures: Figures  # the paper's; in the small form, which is another experiment, for their order alone
+    figures: Figures  # the paper's; unless the grid `is_whole`, for their order alone
     changes: Sequence[str] = ()  # `key=value` of every cell, on top of the file
 
     @property
@@ -62,6 +89,11 @@ class Grid:
         """The file's title, with what makes the cells others than the file's."""
         others = [*(["small form"] if self.small else []), *(["changed by --set"] if self.changes else [])]
         return f"{self.file.title} ({', '.join(others)})" if others else self.file.title
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the cells are those of the file: neither its small form, nor changed by the command."""
+        return not self.small and not self.changes
 
     @property
     def seeds(self) -> list[int]:
@@ -97,6 +129,16 @@ class Grid:
             for seed, experiment in cell.experiments.items():
                 found.setdefault(experiment.digest, label_of([*cell.values.values(), f"seed {seed}"]))
         return found
+
+
+def merged(base: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tree updated by others, table by table; a table with a `name` key replaces the existing one."""
+    tree = dict(base)
+    for change in changes:
+        for key, value in change.items():
+            deeper = isinstance(value, Mapping) and isinstance(tree.get(key), Mapping) and "name" not in value
+            tree[key] = merged(tree[key], value) if deeper else value
+    return tree
 
 
 def label_of(values: Iterable[str]) -> str:
@@ -283,6 +325,66 @@ def axis_of(file: SweepFile, value: str) -> str:
         remedy = proposal(value, [each for values in file.axes.values() for each in values], what="There are")
         raise InvalidExperiment("measure.against", value, problem, "Rename one of them." if axes else remedy)
     return axes[0]
+
+
+def figures_of(file: SweepFile, labels: Sequence[str]) -> Figures:
+    """Return the paper's figures by cell and measure; `labels`: those of the measures. Raises InvalidExperiment.
+
+    The first row of the file's table has the heads. Below an axis, or `measure`, are its values. Any other head is a
+    value itself, of an axis that has no column, and below it are figures.
+    """
+    axes: dict[str, Sequence[str]] = {**{axis: list(values) for axis, values in file.axes.items()}, MEASURE: labels}
+    axes[file.ranked] = [*axes[file.ranked], *file.paper.best]
+    only = {axis: values[0] for axis, values in axes.items() if len(values) == 1}
+    heads, *rows = file.paper.figures or [[]]
+    columns = [(head, None) if head in axes else (_axis_with(head, heads, axes), head) for head in map(str, heads)]
+    found: dict[tuple[tuple[str, ...], str], PaperFigure] = {}
+    for number, row in enumerate(rows, 1):
+        if len(row) > len(heads):
+            raise InvalidExperiment(f"{FIGURES}.{number}", row[len(heads)], "no column", "Give each figure a head.")
+        pairs = list(zip(columns, row, strict=False))
+        keys = only | {axis: value for (axis, head), value in pairs if head is None}
+        for axis, value in keys.items():
+            if value not in axes[axis]:
+                remedy = proposal(str(value), axes[axis], what="There are")
+                raise InvalidExperiment(f"{FIGURES}.{number}", value, f"no value of {axis!r}", remedy)
+        for (axis, head), value in ((column, value) for column, value in pairs if column[1] and value != ""):
+            whole, at = {**keys, axis: head}, f"{FIGURES}.{number}.{head}"
+            if absent := [each for each in axes if each not in whole]:
+                remedy = f"Add a column {absent[0]!r}."
+                raise InvalidExperiment(at, value, f"it has no value of {absent[0]!r}", remedy)
+            place = tuple(str(whole[each]) for each in file.axes), str(whole[MEASURE])
+            if place in found:
+                raise InvalidExperiment(at, value, "this cell has a figure already", "Remove one.")
+            found[place] = _figure(at, value)
+    return found
+
+
+def _axis_with(head: str, heads: Sequence[str], axes: Mapping[str, Sequence[str]]) -> str:
+    """Return the only axis without a column that has a value."""
+    left = {axis: values for axis, values in axes.items() if axis not in heads}
+    having = [axis for axis, values in left.items() if head in values]
+    if len(having) != 1:
+        known = [*axes, *(value for values in left.values() for value in values)]
+        problem = "several axes have this value" if having else "no axis, and no value of one"
+        remedy = f"Add a column {having[0]!r}." if having else proposal(head, known, what="There are")
+        raise InvalidExperiment(FIGURES, head, problem, remedy)
+    return having[0]
+
+
+def _figure(key: str, value: Any) -> PaperFigure:
+    numbers = [value.get("from"), value.get("to")] if isinstance(value, Mapping) else value
+    numbers = numbers if isinstance(numbers, list) else [numbers]
+    if all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers):
+        match value, numbers:
+            case Mapping(), [low, high] if low <= high:
+                return PaperFigure(low, high)
+            case list(), [mean, deviation] if deviation >= 0:
+                return PaperFigure(mean, mean, deviation)
+            case int() | float() | list(), [mean]:
+                return PaperFigure(mean, mean)
+    remedy = 'Write a number, [mean, deviation], { from = ..., to = ... }, or "" for none.'
+    raise InvalidExperiment(key, value, "no figure", remedy)
 
 
 def _label(measure: Measure, *, several: bool) -> str:

@@ -1,21 +1,195 @@
-"""Results of a sweep: the values of each cell's finished runs, beside the paper's figures."""
+"""What a sweep measures in its finished runs, beside the paper's figures, and the verdicts on both as records.
+
+A measure is a function of the rows of a run's rounds.csv. `deploy.sweeps.output` has the texts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean
+from typing import Final, TypeAlias
 
+from cloud.records import GlobalRoundRecord
 from deploy.console.tabular import Spread
 from deploy.results.run import Run
-from deploy.sweeps.figures import PaperFigure
-from deploy.sweeps.grid import Grid, SweepCell, axis_of
-from deploy.sweeps.measuring import sign_of, value_of
-from deploy.sweeps.schema import Measure
+from deploy.sweeps.grid import Grid, PaperFigure, SweepCell, axis_of, label_of
+from deploy.sweeps.schema import SCALES, UNITS, Measure
+
+PERCENT: Final = 100.0
+OF_DEVICES: Final = {"devices": "mean", "samples": "score"}
+DEVIATIONS: Final = 2.0  # over the seeds, within which a figure agrees
+
+Rows: TypeAlias = Sequence[GlobalRoundRecord]
+
+
+# Measures
+
+
+def _rounds(done: Rows, measure: Measure) -> float:
+    return float(done[-1].global_round)
+
+
+def _seconds(done: Rows, measure: Measure) -> float:
+    """Return the seconds of some global rounds, or of their phases that the measure names."""
+    if not measure.phases:
+        return done[-1].elapsed_s
+    return sum(row.phases[phase] for row in done for phase in measure.phases)
+
+
+def _bytes(done: Rows, measure: Measure) -> float:
+    """Return the bytes of some global rounds, of the measure's tier and direction."""
+    return float(sum(
+        count
+        for row in done
+        for column, count in row.bytes_.items()
+        for tier, way in [column.removesuffix("_bytes").rsplit("_", 1)]
+        if measure.tier in ("", tier) and measure.direction in ("", way)
+    ))  # fmt: skip
+
+
+def _steps(done: Rows, measure: Measure) -> float:
+    return float(sum(row.sgd_steps for row in done))
+
+
+def _path_steps(done: Rows, measure: Measure) -> float:
+    return float(sum(row.path_steps for row in done))
+
+
+COSTS: Final[Mapping[str, Callable[[Rows, Measure], float]]] = {
+    "rounds": _rounds, "seconds": _seconds, "bytes": _bytes, "steps": _steps, "path_steps": _path_steps
+}  # fmt: skip
+
+
+def value_of(rows: Rows, measure: Measure, *, target: float | None, rounds: int) -> float | None:
+    """Return a measure of a run in the unit of `unit_of`; None if the run has none, as it did not reach the target.
+
+    `target`: the accuracy to reach. `rounds`: the global rounds of its experiment.
+    """
+    if measure.name == "accuracy":
+        found = _accuracy(rows, measure, rounds)
+        return None if found is None else PERCENT * found
+    last = len(rows) - 1 if measure.until == "end" else reached(rows, target)
+    if measure.name == "reached":
+        return 0.0 if last is None else 1.0
+    if last is None or last < 0:
+        return None
+    return COSTS[measure.name](rows[: last + 1], measure) / SCALES.get(unit_of(measure), 1.0)
+
+
+def reached(rows: Rows, target: float | None) -> int | None:
+    """Return the place of the first row whose accuracy reached the target, None without one."""
+    if target is None:
+        return None
+    return next((i for i, row in enumerate(rows) if row.accuracy is not None and row.accuracy >= target), None)
+
+
+def unit_of(measure: Measure) -> str:
+    """Return the unit of a measure's values."""
+    if measure.relation == "speed_up":
+        return ""
+    if measure.name == "accuracy":
+        return "%" if not measure.against else "points"
+    return measure.unit or UNITS.get(measure.name, ("",))[0]
+
+
+def sign_of(measure: Measure) -> float:
+    """Return 1 if a larger value of a measure is the better one, -1 if a smaller one is."""
+    if measure.of == "spread":
+        return -1.0
+    return 1.0 if measure.name in ("accuracy", "reached") or measure.relation == "speed_up" else -1.0
+
+
+def _accuracy(rows: Rows, measure: Measure, rounds: int) -> float | None:
+    """Return an accuracy as a fraction. That of a round is the last one evaluated until then."""
+    if measure.round is not None and measure.round > rounds:
+        return None
+    until = [row for row in rows if measure.round is None or row.global_round <= measure.round]
+    known = [found for row in until if (found := _of(row, measure)) is not None]
+    if not known:
+        return None
+    return (min if measure.of == "spread" else max)(known) if measure.best else mean(known[-(measure.last or 1) :])
+
+
+def _of(row: GlobalRoundRecord, measure: Measure) -> float | None:
+    """Return a row's accuracy over samples, or a statistic of the devices' accuracies."""
+    if measure.of == "samples" and not measure.personalised:
+        return row.accuracy
+    return row.of_devices(OF_DEVICES.get(measure.of, measure.of), personalised=measure.personalised)
+
+
+# Verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Our value of a cell beside the paper's figure. `near`: within the deviations; None: one seed has none."""
+
+    cell: SweepCell
+    measure: Measure
+    ours: Spread
+    figure: PaperFigure
+    near: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The cells that differ in the ranked axis alone, those of which both we and the paper have a value of a measure.
+
+    By value of the axis. `where`: the values of the other axes.
+    """
+
+    where: str
+    measure: Measure
+    ours: dict[str, Spread]
+    papers: dict[str, PaperFigure]
+
+    @property
+    def best(self) -> tuple[str, str]:
+        """The best value of the axis, ours and the paper's."""
+        sign = sign_of(self.measure)
+        return max(self.ours, key=lambda value: sign * self.ours[value].mean), max(
+            self.papers, key=lambda value: sign * self.papers[value].mean
+        )
+
+    def contradictions(self, baseline: str) -> Iterator[Contradiction]:
+        """Yield what contradicts the paper's order: another best, and each value on the other side of the baseline."""
+        sign = sign_of(self.measure)
+        mine, theirs = self.best
+        if sign * (self.ours[mine].mean - self.ours[theirs].mean) > 0:
+            yield Contradiction(self, mine, theirs)
+        for value in self.ours if baseline in self.ours else ():
+            ours, papers = (sign * (each[value].mean - each[baseline].mean) for each in (self.ours, self.papers))
+            if ours * papers < 0:
+                yield Contradiction(self, value, baseline, above=papers > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """In a ranking `value` is better than the paper's best, `other`; or on the other side of the baseline, `other`.
+
+    `above`: the paper has it above the baseline; None: `value` is the best.
+    """
+
+    ranking: Ranking
+    value: str
+    other: str
+    above: bool | None = None
+
+    @property
+    def inside(self) -> bool:
+        """Whether the two differ by no more than the larger one of their deviations."""
+        one, other = (self.ranking.ours[value] for value in (self.value, self.other))
+        deviations = [spread.deviation for spread in (one, other) if spread.deviation is not None]
+        return bool(deviations) and abs(one.mean - other.mean) <= max(deviations)
+
+
+# Results
 
 
 class SweepResults:
-    """The finished runs of a sweep by the digests of their experiments, and their values."""
+    """The finished runs of a sweep by the digests of their experiments, their values, and the verdicts on these."""
 
     def __init__(self, grid: Grid, runs: Mapping[str, Run]) -> None:
         self.grid = grid
@@ -49,6 +223,11 @@ class SweepResults:
         """Return the paper's figure, None if it has none."""
         return self.grid.figures.get((tuple(cell.values.values()), measure.label))
 
+    def difference(self, cell: SweepCell, measure: Measure) -> float | None:
+        """Return our mean minus the paper's figure, 0 within its range; None without one of them."""
+        ours, figure = self.spread(cell, measure), self.figure(cell, measure)
+        return None if ours is None or figure is None else figure.apart(ours.mean)
+
     @cached_property
     def ranked(self) -> Sequence[Measure]:
         """The measures of which the paper has a figure."""
@@ -57,8 +236,41 @@ class SweepResults:
 
     @property
     def compared(self) -> Sequence[Measure]:
-        """Those whose figures are compared with the paper's: none in the small form."""
-        return [] if self.grid.small else self.ranked
+        """Those whose figures are compared with the paper's: none of other experiments than the paper's."""
+        return self.ranked if self.grid.is_whole else []
+
+    @property
+    def lacking(self) -> list[SweepCell]:
+        """The cells whose runs are not all finished."""
+        return [cell for cell in self.grid.cells if len(self.runs_of(cell)) < len(cell.experiments)]
+
+    def agreements(self) -> Iterator[Agreement]:
+        """Yield our values beside the paper's figures."""
+        for measure in self.compared:
+            for cell in self.grid.rows:
+                ours, figure = self.spread(cell, measure), self.figure(cell, measure)
+                if ours is not None and figure is not None:
+                    apart, deviation = abs(figure.apart(ours.mean)), ours.deviation
+                    near = None if deviation is None else apart <= DEVIATIONS * deviation
+                    yield Agreement(cell, measure, ours, figure, near)
+
+    @cached_property
+    def rankings(self) -> list[Ranking]:
+        """All rankings with two values or more."""
+        axis, found = self.grid.file.ranked, dict[tuple[str, str], Ranking]()
+        for measure in self.ranked:
+            for cell in self.grid.rows:
+                ours, figure = self.spread(cell, measure), self.figure(cell, measure)
+                if ours is not None and figure is not None:
+                    rest = label_of(value for key, value in cell.values.items() if key != axis)
+                    ranking = found.setdefault((rest, measure.label), Ranking(rest, measure, {}, {}))
+                    ranking.ours[cell.values[axis]], ranking.papers[cell.values[axis]] = ours, figure
+        return [ranking for ranking in found.values() if len(ranking.ours) > 1]
+
+    @cached_property
+    def contradictions(self) -> list[Contradiction]:
+        """What contradicts the paper's order."""
+        return [found for ranking in self.rankings for found in ranking.contradictions(self.grid.file.baseline)]
 
     def _values(self, cell: SweepCell, measure: Measure) -> dict[int, float]:
         """Return the same before the difference."""

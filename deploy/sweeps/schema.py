@@ -16,6 +16,7 @@ from common.experiment.tables import Count, Fraction, SettingsTable, proposal
 from common.protocol.round_state import GLOBAL_PHASES
 
 EACH_CELL: Final = ("experiment", "skip", "target")  # keys of [[where]] that are no axes
+MEASURE: Final = "measure"  # the column of a paper's figures that has the measures' labels
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Keys = dict[str, Any]  # keys of an experiment, a part of its tree
 SCALES: Final[Mapping[str, float]] = {"s": 1.0, "min": 60.0, "h": 3600.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -137,9 +138,10 @@ class Paper(SettingsTable):
     table: str = ""  # which table or figure of it
     label: str = "paper"  # how its figures are called in the table
     notes: list[str] = Field(default_factory=list)  # where text and public code differ, what is not stated
-    # The figures, in the table's units, in nested tables whose keys are values of axes, one or several with commas:
-    # a number, [mean, deviation], or { from = ..., to = ... }.
-    figures: dict[str, Any] = Field(default_factory=dict)
+    # The figures, in the measures' units, as rows of a table. The first row has the heads: an axis, or `measure`, whose
+    # values are below it; or a value of another axis, whose figures are below it. A figure is a number,
+    # [mean, deviation], { from = ..., to = ... }, or "" for none.
+    figures: list[list[Any]] = Field(default_factory=list)
     # Names for the best of several values of the ranked axis, if the paper has a figure of the best alone:
     # FedAdp = ["FedAdp 4", "FedAdp 6"]. They stand in the tables, in `figures`, `baseline` and a measure's `against`.
     best: dict[str, list[str]] = Field(default_factory=dict)
@@ -199,8 +201,8 @@ class SweepFile(SettingsTable):
         if not self.axes:
             raise InvalidExperiment("axes", {}, "a sweep needs one", "Add [axes.method].")
         for axis, values in self.axes.items():
-            if axis in EACH_CELL or not values:
-                problem = "a key of [[where]]" if values else "it has no values"
+            if axis in (*EACH_CELL, MEASURE) or not values:
+                problem = "a key of the file's own" if values else "it has no values"
                 raise InvalidExperiment("axes", axis, problem, "Give the axis another name." if values else "Add some.")
         self._check_places()
         for key, wheres in (("where", self.where), ("small.where", self.small.where)):

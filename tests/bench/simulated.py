@@ -18,7 +18,7 @@ from common.experiment.reading import parse, to_toml
 from common.host.processes import python
 from deploy.results.run import Run
 from deploy.simulation.outcome import model_digest
-from deploy.sweeps.merging import merged
+from deploy.sweeps.grid import merged
 
 BASE: Final[dict[str, Any]] = {
     "name": "beside",
