@@ -42,6 +42,7 @@ class Purpose(IntEnum):
     TESTS = 21
     SCORING = 22
     SHARPNESS = 23
+    CODEC = 24
     PRIVACY = 25
     PRIVACY_OF_CHILDREN = 26
 

@@ -32,7 +32,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, activity, join
 from common.runtime.exports import export_child
 from common.runtime.lifecycle import live, through_absences, while_online
-from common.runtime.models import Arriving
+from common.runtime.models import Arriving, work_on
 from common.runtime.roll import Resources
 from common.runtime.round import Report, WorkResult
 from common.runtime.world import Host
@@ -188,7 +188,7 @@ class DeviceAgent:
 
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, local: LocalWork) -> None:
         up.set_state(NodeState.READY, samples=local.prepared.samples)
-        machine, keeps, self._scores = experiment.machine(self._name), local.prepared.keeps, experiment.score.names
+        machine, keeps, self._scores = experiment.machine(self._name), local.keeps, experiment.score.names
         off = keeps or experiment.keeps_secret(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
@@ -197,12 +197,12 @@ class DeviceAgent:
             order = await offload(begin) if off else begin()
             if isinstance(order, WorkResult):
                 return order
-            end = partial(local.result, task, await self._train(order, report))
-            result = await offload(end) if local.protects else end()
+            result = local.result(task, await self._train(order, report))
             if not task.epochs:
                 return result
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
+            result = await work_on(partial(local.encoded, task, result, row), nbytes=row.nbytes)
             if keeps:
                 keep, idle_s = partial(local.keep, task), experiment.transfer.idle_s
                 await until_written(lambda: offload(keep), patience_s=idle_s, warn=log.warning)

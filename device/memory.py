@@ -1,4 +1,6 @@
-"""A device's rows, and its state: the vectors, or the folder of its trainer, that it keeps from task to task.
+"""A device's rows, and its state: what it keeps from task to task.
+
+That is the vectors of its objective, the folder of its trainer, and what its codec has left out of its results.
 
 A task names the one whose state it follows: the parent may repeat a task after a restart, or not use a result. So the
 states of all devices and that of their parent belong together, whoever was killed.
@@ -27,9 +29,9 @@ OWN: Final = "own"  # the trainer's folder, within a state
 class DeviceMemory:
     """One device's rows in one run: `out` is written by its training, `result` is the part for its parent.
 
-    `kept_bytes`: of the vectors that persist, behind the others in a row. `keeps_folder`: `folder`, which a training
-    changes, persists. `rounds`: local rounds in each global round; `rounds_back`: global rounds that the cloud may
-    return.
+    `kept_bytes`: of the vectors that persist, behind the others in a row. `left_out`, float32 [left_out_columns], which
+    encoding changes, persists, and so does `folder`, which a training changes, with `keeps_folder`. `rounds`: local
+    rounds in each global round; `rounds_back`: global rounds that the cloud may return.
     """
 
     def __init__(
@@ -41,12 +43,17 @@ class DeviceMemory:
         rounds_back: int,
         spool: Spool,
         keeps_folder: bool = False,
+        left_out_columns: int = 0,
     ) -> None:
-        self.out: Row = np.zeros(layouts.up.row_bytes + kept_bytes, np.uint8)
+        written = layouts.up.row_bytes + kept_bytes
+        whole = np.zeros(written + 4 * left_out_columns, np.uint8)
+        self.out: Row = whole[:written]
         self.result: Row = self.out[: layouts.up.row_bytes]
-        self._kept = self.out[layouts.up.row_bytes :]
+        self.left_out = whole[written:].view(np.float32)
+        self._kept = whole[layouts.up.row_bytes :]
+        self._kept_bytes = kept_bytes
         self._row: Row = np.zeros(layouts.down.row_bytes + kept_bytes if kept_bytes else 0, np.uint8)
-        keeps = kept_bytes > 0 or keeps_folder
+        keeps = self._kept.size > 0 or keeps_folder
         self._states = TaskStates(spool.states(), rounds_back=rounds_back) if keeps else None
         self.folder = spool.states() / OWN if keeps_folder else None
         self._rounds = rounds
@@ -57,15 +64,19 @@ class DeviceMemory:
         return task.key.global_round * self._rounds + task.key.local_round
 
     def begin(self, task: Task, received: Row) -> Row:
-        """Return the row of a task: what was received, and the vectors kept. Raises StateLost if they are lost."""
+        """Return the row of a task: what was received, and the vectors kept. Raises StateLost if the state is lost."""
         if self._states is None:
             return received
         if self.folder is not None:
             self._restore(self._states, task.follows, self.folder)
         if not self._kept.size:
             return received
+        kept = self._after(self._states, task.follows)
+        self.left_out[:] = kept[self._kept_bytes :].view(np.float32)
+        if not self._kept_bytes:
+            return received
         self._row[: received.size] = received
-        self._row[received.size :] = self._after(self._states, task.follows)
+        self._row[received.size :] = kept[: self._kept_bytes]
         return self._row
 
     def end(self, task: Task) -> None:
@@ -98,7 +109,7 @@ class DeviceMemory:
                 raise _lost(task)
 
     def _after(self, states: TaskStates, task: int) -> Row:
-        """Return the vectors after a task, counted from 1; zeros before the first one."""
+        """Return the vectors, and what was left out, after a task, counted from 1; zeros before the first one."""
         last, row = self._last
         if task == last:
             return row

@@ -1,4 +1,4 @@
-"""The state of an institution's rule and client selection between its tasks.
+"""The state of an institution between its tasks: of its rule, its client selection, and its codec towards its parent.
 
 A task names the one whose state it follows: the parent may repeat a task after a restart, or not use a result, and a
 killed institution starts its task again.
@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from common.errors import StateLost
 from common.methods.rule import Rule
 from common.methods.selection import ClientSelection
@@ -18,10 +20,11 @@ from common.storage.spool import Spool
 from common.storage.task_states import TaskStates
 
 SELECTION: Final = "selection"  # among the facts of a rule's state
+LEFT_OUT: Final = "left-out"  # file of what the codec left out
 
 
 class Memory:
-    """One institution's rule and client selection.
+    """One institution's rule and client selection, and `left_out`, float32 [left_out_columns], which encoding changes.
 
     `build` and `select` create new ones. `remembers`: their state persists between tasks, in the spool. `rounds_back`:
     the global rounds that the cloud may return. Tasks are counted over the run, from 1.
@@ -35,7 +38,9 @@ class Memory:
         remembers: bool,
         spool: Spool,
         rounds_back: int,
+        left_out_columns: int = 0,
     ) -> None:
+        self.left_out = np.zeros(left_out_columns, np.float32)
         self._build = build
         self._select = select
         self._states = TaskStates(spool.states(), rounds_back=rounds_back) if remembers else None
@@ -51,30 +56,35 @@ class Memory:
         if self._made is None or (self._states is not None and self._stands != follows):
             rule = self._build()
             self._made = rule, self._select(rule)
+            self.left_out[:] = 0
             if self._states is not None and follows:
-                _restore(self._states, follows, *self._made)
+                self._restore(self._states, follows)
         self._stands, self._follows = None, follows
         return self._made
 
     def after(self, task: int, *, global_round: int) -> None:
         """Save the state after a task. Raises StorageFailed."""
         if self._states is not None and self._made is not None:
-            self._states.write(task, partial(_save, *self._made), follows=self._follows, global_round=global_round)
+            save = partial(self._save, *self._made)
+            self._states.write(task, save, follows=self._follows, global_round=global_round)
         self._stands = task
 
+    def _restore(self, states: TaskStates, task: int) -> None:
+        if not states.read(task, self._load):
+            raise StateLost(
+                f"the state of this institution's rule after its task {task} is lost. Start institutions "
+                "with the same --spool DIR after a restart, or start a new run."
+            )
 
-def _restore(states: TaskStates, task: int, rule: Rule, selection: ClientSelection) -> None:
-    if not states.read(task, partial(_load, rule, selection)):
-        raise StateLost(
-            f"the state of this institution's rule after its task {task} is lost. Start institutions "
-            "with the same --spool DIR after a restart, or start a new run."
-        )
+    def _save(self, rule: Rule, selection: ClientSelection, folder: Path) -> dict[str, object]:
+        if self.left_out.size:
+            (folder / LEFT_OUT).write_bytes(self.left_out.data)
+        return rule.save(folder) | {SELECTION: selection.save()}
 
-
-def _save(rule: Rule, selection: ClientSelection, folder: Path) -> dict[str, object]:
-    return rule.save(folder) | {SELECTION: selection.save()}
-
-
-def _load(rule: Rule, selection: ClientSelection, folder: Path, facts: Mapping[str, Any]) -> None:
-    rule.restore(folder, facts)
-    selection.restore(facts[SELECTION])
+    def _load(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        assert self._made is not None
+        rule, selection = self._made
+        rule.restore(folder, facts)
+        selection.restore(facts[SELECTION])
+        if self.left_out.size:
+            self.left_out[:] = np.fromfile(folder / LEFT_OUT, np.float32)

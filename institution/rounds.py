@@ -17,7 +17,7 @@ from common.host.files import until_written
 from common.host.offload import offload
 from common.methods import aggregator
 from common.methods.private import NoiseSource, PrivateUpdates
-from common.methods.rule import Aggregated
+from common.methods.rule import Aggregated, link_layouts
 from common.methods.selection import Choose, ClientSelection
 from common.metrics import Metrics, NodeLabels
 from common.model.codecs import codec_of
@@ -25,9 +25,10 @@ from common.model.layout import ModelLayout
 from common.model.refinement import Refiner
 from common.protocol.limits import plans_of
 from common.protocol.messages import Phase, Task
-from common.runtime.models import Arriving
+from common.runtime.models import Arriving, work_on
 from common.runtime.refining import run_refining
 from common.runtime.round import Children, ClosedRound, Dispatch, Report, WorkResult, unreported
+from common.runtime.uploads import UploadEncoder
 from common.runtime.world import REAL, World
 from common.storage.spool import Spool
 from institution.memory import Memory
@@ -85,12 +86,16 @@ class LocalRounds:
         above = experiment.tier_above(name).privacy
         source = NoiseSource(above, seed=experiment.seed, node=name, secret=secret)
         self._updates = PrivateUpdates(above, layout, source) if above.by_child else None
+        self._encoder = UploadEncoder.of(
+            experiment, name, link_layouts(experiment.tier_above(name).aggregation, layout).up
+        )
         self._memory = Memory(
             build,
             lambda rule: ClientSelection(self._tier, seed=experiment.seed, node=name, choose=rule.choose or choose),
             remembers=experiment.remembers(name),
             spool=spool,
             rounds_back=experiment.cloud.rounds_back,
+            left_out_columns=self._encoder.kept_columns,
         )
         self._did: dict[str, ChildReport] = {}
 
@@ -140,7 +145,7 @@ class LocalRounds:
                 for name, found in plans_of(result).items():
                     plans.setdefault(name, []).extend(found)
             if not task.epochs:
-                return self._scored(model, closed_round, {**plans, self._name: [decided]})
+                return self._scored(closed_round, {**plans, self._name: [decided]})
             aggregate = partial(rule.aggregate, r, closed_round.uploads)
             outcome = await run_refining(aggregate, self._refiner, report=progressed)
             facts = closed_round.facts
@@ -153,6 +158,12 @@ class LocalRounds:
             path_steps += max(result.path_steps for result in closed_round.results.values())
             self._count(closed_round, outcome, epochs=task.epochs)
             plans[self._name].append(outcome.plan | decided)
+        row = rule.model
+        if self._updates is not None:  # the rule goes on from the model without noise
+            row = await offload(row.copy)
+            await offload(partial(self._updates.protect, model.row, row, number=number))
+        encode = partial(self._encoder.encode, row, received=model.row, task=number, left_out=self._memory.left_out)
+        blob = await work_on(encode, nbytes=rule.model.nbytes)
         await until_written(
             lambda: offload(partial(self._memory.after, number + 1, global_round=task.key.global_round)),
             patience_s=self._experiment.transfer.idle_s,
@@ -160,22 +171,16 @@ class LocalRounds:
         )
         samples = sum(down.samples.values())  # n_m counts all children, not only the selected ones
         steps = sum(self._did[name].steps for name in down.peers if name in self._did)
-        row = rule.model
-        if self._updates is not None:  # the rule goes on from the model without noise
-            row = await offload(row.copy)
-            await offload(partial(self._updates.protect, model.row, row, number=number))
         return WorkResult(
-            row, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
+            blob, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
             path_steps=path_steps, children=self.reports(), plans=plans,
         )  # fmt: skip
 
-    def _scored(
-        self, model: Arriving, closed_round: ClosedRound, plans: Mapping[str, Sequence[Mapping[str, object]]]
-    ) -> WorkResult:
+    def _scored(self, closed_round: ClosedRound, plans: Mapping[str, Sequence[Mapping[str, object]]]) -> WorkResult:
         """Return the result of a task without epochs."""
         self._gather(closed_round)
         return WorkResult(
-            model.row, sum(self._down.samples.values()), None, 0, 0, 0.0, 0.0,
+            memoryview(b""), sum(self._down.samples.values()), None, 0, 0, 0.0, 0.0,
             children=self.reports(), plans=plans,
         )  # fmt: skip
 

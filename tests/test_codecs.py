@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.experiment.links import DOWN, UP
+from common.experiment.codecs import DOWN, UP
 from common.experiment.reading import parse
 from common.model.codecs import CODECS, PIECE_COLUMNS, SCALE_COLUMNS, Codec, codec_of
 from common.model.layout import ModelLayout, Row, Section
@@ -96,9 +96,9 @@ def test_a_foreign_name_is_a_wire_error(name: str) -> None:
 @pytest.mark.parametrize(
     ("direction", "name", "problem", "remedy"),
     [
-        ("up", "delta+int4", "no such codec", "Did you mean 'delta+int8'?"),
-        ("up", "fp-16", "no such codec", "Did you mean 'fp16'?"),
-        ("up", "gzip", "no such codec", "Known here: fp32, fp32+zstd, fp16"),
+        ("up", "delta+int4", "no codec has this name", "Did you mean 'delta+int8'?"),
+        ("up", "fp-16", "no codec has this name", "Did you mean 'fp16'?"),
+        ("up", "gzip", "no codec has this name", "There are: fp32, fp32+zstd, fp16"),
         ("up", "delta+fp32", "saves nothing", "Use fp32, or delta+fp32+zstd."),
         ("down", "int8+zst", "no such codec", "Did you mean 'int8+zstd'?"),
         ("down", "delta+int8", "deltas are not used downward", "Use a delta for `up`, and here one of fp32, "),
@@ -107,12 +107,12 @@ def test_a_foreign_name_is_a_wire_error(name: str) -> None:
 def test_an_experiment_names_its_codecs(tier: str, direction: str, name: str, problem: str, remedy: str) -> None:
     with pytest.raises(InvalidExperiment) as caught:
         parse({"transfer": {tier: {direction: name}}})
-    assert caught.value.parts[:2] == (f"transfer.{tier}.{direction}", name)
+    assert caught.value.parts[0].startswith(f"transfer.{tier}.{direction}") and repr(name) in str(caught.value)
     assert problem in str(caught.value) and remedy in str(caught.value)
     known = UP if direction == "up" else DOWN
     for name_ in known:
         codecs = parse({"transfer": {tier: {direction: name_}}}).tiers[("wan", "lan").index(tier)].transfer
-        assert getattr(codecs, direction) == name_
+        assert (codecs.up.name if direction == "up" else codecs.down) == name_
 
 
 # What every codec keeps

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import RunFailed
-from common.experiment.links import Codecs
+from common.experiment.codecs import Codecs
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
 from common.model.codecs import codec_of
@@ -21,6 +21,7 @@ from common.protocol.round_state import ChildState
 from common.protocol.sender import Publication
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.round import Dispatch
+from tests.helpers.codecs import codecs_of
 from tests.helpers.nodes import (
     FINE,
     LAB,
@@ -122,7 +123,7 @@ def assert_coded(
     for name, upload in models.items():
         answer = layout.empty()
         layout.floats(answer)[:] = changed(layout, held, places[name])
-        assert upload.tobytes() == as_received(codecs.up, layout, answer, held).tobytes(), name
+        assert upload.tobytes() == as_received(codecs.up.name, layout, answer, held).tobytes(), name
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "chunks"])
@@ -135,7 +136,7 @@ def assert_coded(
 )  # fmt: skip
 @virtual
 async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: str, up: str, inline: bool) -> None:
-    layout, codecs = layout_of(200_000), Codecs(up=up, down=down)
+    layout, codecs = layout_of(200_000), codecs_of(up=up, down=down)
     transfer = TransferSettings(chunk_bytes=32_768, inline_bytes=262_144 if inline else 0)
     places = {"device-0": 0, "device-1": 1}
     parent = parent_of(site, list(places), layout=layout, transfer=transfer, codecs=codecs)
@@ -155,7 +156,7 @@ async def test_an_upload_that_is_decoded_is_not_fetched_again_meanwhile(
     site: SimulatedSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stranger with the child's name makes it announce its result again while the row is unpacked in a thread."""
-    layout, codecs, places = layout_of(600_000), Codecs(up="fp16"), {"device-0": 0}
+    layout, codecs, places = layout_of(600_000), codecs_of(up="fp16"), {"device-0": 0}
     parent = parent_of(site, list(places), layout=layout, transfer=FINE, codecs=codecs)
     child = serving(site, child_of(site, "device-0", transfer=FINE, codecs=codecs), layout, 0)
     decode, decoding, go_on = parent.models.decode, asyncio.Event(), asyncio.Event()
@@ -190,7 +191,7 @@ def offers(site: SimulatedSite) -> list[Result]:
 
 @virtual
 async def test_children_with_models_of_their_own_answer_with_deltas_to_those(site: SimulatedSite) -> None:
-    layout, codecs = layout_of(40_000), Codecs(up="delta+int8", down="fp16")
+    layout, codecs = layout_of(40_000), codecs_of(up="delta+int8", down="fp16")
     names = ["device-0", "device-1", "device-2"]
     parent = parent_of(site, names, layout=layout, codecs=codecs)
     works = [serving(site, child_of(site, name, codecs=codecs), layout, 0) for name in names]
@@ -215,7 +216,7 @@ async def test_children_with_models_of_their_own_answer_with_deltas_to_those(sit
 @pytest.mark.parametrize("down", ["fp16", "int8+zstd"])
 @virtual
 async def test_a_coded_model_is_passed_on_as_it_comes(site: SimulatedSite, down: str) -> None:
-    layout, codecs = layout_of(2_000_000), Codecs(up="delta+bf16", down=down)
+    layout, codecs = layout_of(2_000_000), codecs_of(up="delta+bf16", down=down)
     cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE, codecs=codecs)
     middle = Middle(site, layout, children=["device-0"], codecs=codecs)
     device = serving(site, child_of(site, "device-0", codecs=codecs), layout, 0)
@@ -232,7 +233,7 @@ async def test_a_coded_model_is_passed_on_as_it_comes(site: SimulatedSite, down:
 
 @virtual
 async def test_what_a_form_cannot_hold_is_refused_by_name_and_the_round_goes_on(site: SimulatedSite) -> None:
-    layout, codecs = layout_of(4000), Codecs(up="fp16")
+    layout, codecs = layout_of(4000), codecs_of(up="fp16")
     names = ["honest", "large"]
     parent = parent_of(site, names, layout=layout, codecs=codecs)
     children = [child_of(site, name, codecs=codecs) for name in names]
@@ -250,7 +251,7 @@ async def test_a_parent_whose_model_a_form_cannot_hold_fails_and_gives_the_reaso
     site: SimulatedSite, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does a child of a parent that does not look at what becomes of its model."""
-    layout, codecs = layout_of(4000), Codecs(down="fp16")
+    layout, codecs = layout_of(4000), codecs_of(down="fp16")
     parent = parent_of(site, ["device-0"], layout=layout, codecs=codecs)
     if not looks:
         encode = parent.models.encode
@@ -276,7 +277,7 @@ async def test_a_parent_whose_model_a_form_cannot_hold_fails_and_gives_the_reaso
 
 @virtual
 async def test_a_delta_to_another_model_is_refused(site: SimulatedSite) -> None:
-    layout, codecs = layout_of(4000), Codecs(up="delta+bf16")
+    layout, codecs = layout_of(4000), codecs_of(up="delta+bf16")
     names = ["honest", "elsewhere", "nowhere"]
     parent = parent_of(site, names, layout=layout, codecs=codecs)
     children = [child_of(site, name, codecs=codecs) for name in names]

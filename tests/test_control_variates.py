@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment.links import UP
+from common.experiment.codecs import UP
 from common.experiment.methods import RULES
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
@@ -253,7 +253,7 @@ def finished(
     for name, vector in task.read(row).items():
         vector[:] = vectors[name]
     local = load_local_dataset(experiment, "device-0", accelerator=torch.device("cpu"))
-    finish(experiment, task, local, row, out, steps=steps, local_round=0)
+    finish(experiment, task, local, row, out, node="device-0", steps=steps, local_round=0)
     return task.returned.extras_of(out)
 
 

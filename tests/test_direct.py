@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment.links import Codecs
+from common.experiment.codecs import Codecs
 from common.experiment.reading import parse
 from common.experiment.tiers import Closing
 from common.model.layout import LinkLayouts, ModelLayout, Section
@@ -323,7 +323,7 @@ def child(value: float) -> Work:
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = (await model.whole()).copy()
         LAYOUT.floats(row)[:] += value
-        return WorkResult(row, 5, 0.1, task.epochs, 1, 0.0, 0.0)
+        return WorkResult(row.data, 5, 0.1, task.epochs, 1, 0.0, 0.0)
 
     return work
 

@@ -50,10 +50,13 @@ rounds = 2
 participation = 0.5
 selection = { name = "fair:LeastOften" }
 aggregation = { name = "clipping:Clipped", weights = "uniform" }
+[transfer.lan]
+up = { name = "columns:RandomColumns", share = 0.5 }
 """
 WRONG: Final = '''
 import numpy as np
 from common.methods.column_rule import ColumnRule
+from common.model.delta_codecs import DeltaCodec
 from device.training.objectives.objective import Objective
 
 class Whole(ColumnRule):
@@ -106,6 +109,33 @@ class Assigning(ColumnRule):
     def columns(self, block):
         block.state["mean"] = (block.state["mean"] + block.weights_K @ block.uploads_KC) / 2
         return block.state["mean"]
+
+class Biased(DeltaCodec):
+    """Sends one column, and claims that its mean is the change."""
+    unbiased = True
+    def nbytes(self, columns):
+        return 4
+    def encode(self, delta_D, chance):
+        return bytes(delta_D[:1])
+    def decode(self, data, columns):
+        return np.full(columns, np.frombuffer(data, np.float32, 1), np.float32)
+
+class Trusting(DeltaCodec):
+    """Sends the largest column and its place, which it believes."""
+    def nbytes(self, columns):
+        return 12
+    def encode(self, delta_D, chance):
+        place = int(np.argmax(np.abs(delta_D)))
+        return place.to_bytes(8, "big") + delta_D[place].tobytes()
+    def decode(self, data, columns):
+        found = np.zeros(columns, np.float32)
+        found[int.from_bytes(data[:8], "big")] = np.frombuffer(data, np.float32, 1, offset=8)[0]
+        return found
+
+class Hiding(Trusting):
+    """Sends nothing of a model that diverged."""
+    def encode(self, delta_D, chance):
+        return super().encode(np.nan_to_num(delta_D, posinf=0, neginf=0), chance)
 '''
 
 
@@ -122,7 +152,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_each_example_is_short() -> None:
     names = {"mine", "clipping", "fair", "focal", "jitter", "control", "corrected", "rings", "nets", "softmax"}
-    assert EXAMPLES.keys() == names
+    assert EXAMPLES.keys() == names | {"columns"}
     assert all(len(text.splitlines()) + 1 <= LINES_MOST for text in EXAMPLES.values())
 
 
@@ -135,6 +165,7 @@ def test_each_example_is_short() -> None:
         ("fair:LeastOften", []),
         ("control:Control", ["extras_down=['c']", "extras_up=['change']"]),
         ("corrected:Corrected", []),
+        ("columns:RandomColumns", ["share=0.3"]),
         ("wrong:Assigning", []),
     ],
 )
@@ -151,11 +182,14 @@ def test_the_examples_pass_the_check(name: str, keywords: Sequence[str], home: P
         ("Forgetful", "killed and resumed", "its models differ"),
         ("Short", "runs", "returns .* for columns of"),
         ("Infinite", "runs", "not finite"),
-        ("Failing", "runs", r"fails with AttributeError: .*, in Failing.begin \(.*wrong\.py:29\)"),
+        ("Failing", "runs", r"fails with AttributeError: .*, in Failing.begin \(.*wrong\.py:30\)"),
         ("Unwritten", "runs", "`begin` returns what JSON cannot hold"),
         ("Mixed", "vmapped as in-process", "differ by"),
         ("Nothing", "other than cross-entropy", "does it have an effect"),
         ("Dividing", "runs", "ZeroDivisionError"),
+        ("Biased", "unbiased", "differs from the change by"),
+        ("Trusting", "any bytes", r"decode must raise ValueError .*in Trusting\.decode"),
+        ("Hiding", "numbers that are not finite", "so the parent would use it"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, item: str, note: str, home: Path) -> None:

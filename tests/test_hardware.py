@@ -138,7 +138,7 @@ def at_a_pace(
 ) -> tuple[WorkResult | None, float, list[tuple[Phase, int, int]]]:
     """Return the answer, when it left after its training had ended, and what was reported meanwhile."""
     reported: list[tuple[Phase, int, int]] = []
-    answer = WorkResult(np.empty(0, np.uint8), 1, 0.0, 1, 1, train_s, 0.0)
+    answer = WorkResult(memoryview(b""), 1, 0.0, 1, 1, train_s, 0.0)
 
     async def play() -> tuple[WorkResult | None, float]:
         loop = asyncio.get_running_loop()

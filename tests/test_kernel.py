@@ -327,7 +327,7 @@ class Pair:
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             self._out[:] = await model.whole()
             self._out[0] = 1 + task.key.global_round
-            return WorkResult(self._out, 1, 0.5, 1, 1, 0.0, 0.0)
+            return WorkResult(self._out.data, 1, 0.5, 1, 1, 0.0, 0.0)
 
         parent, child = self.parent, self.child
         begin, serve = partial(living, self.site, parent), partial(living, self.site, child)

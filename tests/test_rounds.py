@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -477,7 +476,7 @@ def test_a_report_whose_spread_no_float_holds_is_refused(spread: str) -> None:
 
 
 def test_decisions_that_are_too_long_for_a_message_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    work = WorkResult(np.empty(0, np.uint8), 1, 0.5, 1, 1, 0.0, 0.0, plans={"institution-0": [{"partners": "x" * 5}]})
+    work = WorkResult(memoryview(b""), 1, 0.5, 1, 1, 0.0, 0.0, plans={"institution-0": [{"partners": "x" * 5}]})
     task = task_of(Key(1, 0, 0))
     assert json.loads(work.announcement(task, task.model).plans) == work.plans
     result = replace(work, plans={"institution-0": [{"partners": "x" * JSON_MOST}]}).announcement(task, task.model)

@@ -13,7 +13,7 @@ import pytest
 
 from cloud.results import RunFolder
 from common.errors import RunFailed
-from common.experiment.links import DOWN, Codecs
+from common.experiment.codecs import DOWN, Codecs
 from common.experiment.methods import RULES, NormBound
 from common.experiment.reading import parse
 from common.experiment.tiers import Closing
@@ -31,6 +31,7 @@ from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
 from deploy.sweeps.grid import merged
+from tests.helpers.codecs import codecs_of
 from tests.helpers.commands import tensors
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.rules import LEAST
@@ -119,12 +120,12 @@ def saved(rule: Rule, folder: Path) -> dict[str, bytes]:
 # A parent's children in one process
 
 
-def adding(value: float, seen: list[bytes]) -> Work:
+def adding(value: float, seen: list[bytes], up: str) -> Work:
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = (await model.whole()).copy()
         seen.append(row.tobytes())
         LAYOUT.floats(row)[:] += np.float32(value)
-        return WorkResult(row, 5, 0.1, task.epochs, 1, 0.0, 0.0)
+        return WorkResult(codec_of(up).encode(LAYOUT, row, reference=model.row), 5, 0.1, task.epochs, 1, 0.0, 0.0)
 
     return work
 
@@ -132,7 +133,7 @@ def adding(value: float, seen: list[bytes]) -> Work:
 def called(codecs: Codecs, row: Row) -> tuple[list[bytes], Mapping[str, Row]]:
     """Play a round of two children with a model; return what they received, and their uploads."""
     seen: list[bytes] = []
-    children = {"a": adding(0.1, seen), "b": adding(0.2, seen)}
+    children = {"a": adding(0.1, seen, codecs.up.name), "b": adding(0.2, seen, codecs.up.name)}
     calls = Calls(
         children, samples=dict.fromkeys(children, 5), layouts=LinkLayouts.plain(LAYOUT), codecs=codecs,
         spool=Spool(None), resident_mb=1.0, clock=Clock(),
@@ -145,7 +146,7 @@ def called(codecs: Codecs, row: Row) -> tuple[list[bytes], Mapping[str, Row]]:
 @pytest.mark.parametrize("up", ["fp32", "int8", "delta+fp16"])
 def test_a_dispatched_model_becomes_what_the_children_decode(down: str, up: str) -> None:
     row, exact = drawn(1), drawn(1)
-    seen, models = called(Codecs(down=down, up=up), row)
+    seen, models = called(codecs_of(down=down, up=up), row)
     held = decoded(down, exact)
     assert {row.tobytes(), *seen} == {held.tobytes()}
     assert (row.tobytes() == exact.tobytes()) == (down not in LOSSY)
@@ -160,7 +161,7 @@ def test_a_model_that_a_form_cannot_hold_is_not_sent(down: str) -> None:
     row = drawn(1)
     LAYOUT.floats(row)[5] = 1e30 if down == "fp16" else np.inf
     with pytest.raises(RunFailed, match="the model cannot be sent: entry weight"):
-        called(Codecs(down=down), row)
+        called(codecs_of(down=down), row)
 
 
 # Labs

@@ -126,7 +126,7 @@ def receiving(
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         np.copyto(out, await model.whole())
         got()
-        return WorkResult(out, 1, 0.5, 1, 1, 0.0, 0.0)
+        return WorkResult(out.data, 1, 0.5, 1, 1, 0.0, 0.0)
 
     child.session.link.receiver.receive_chunk = slowly  # type: ignore[method-assign]
     made(child)

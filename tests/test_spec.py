@@ -867,6 +867,8 @@ NAMES: dict[str, str] = {  # by key of a table that its name stands for
     "cloud.epoch_control": "tempo",
     "institution.aggregation": "fedmr",
     "institution.selection": "oort",
+    "transfer.wan.up": "topk",
+    "transfer.lan.up": "delta+int8",
 }
 
 

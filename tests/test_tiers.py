@@ -41,7 +41,7 @@ def test_a_tier_has_its_own_settings_and_rounds() -> None:
     assert [experiment.rounds_of(depth) for depth in range(3)] == [1, 3, 6] and experiment.device_rounds == 6
     assert (experiment.link("region-0").up_mbit, experiment.link("device-3").up_mbit) == (200.0, 5.0)
     assert experiment.link("institution-0").up_mbit is None
-    assert experiment.tiers[1].transfer.up == "fp16"
+    assert experiment.tiers[1].transfer.up.name == "fp16"
 
 
 def test_the_general_form_is_written_and_read_again() -> None:

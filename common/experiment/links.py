@@ -1,4 +1,4 @@
-"""The links of an experiment: a table for a tier or a node, or the name of a profile; and the codecs of their models.
+"""The links of an experiment: a table for a tier or a node, or the name of a profile.
 
 `profiles.toml` beside this file has the profiles that ship; an experiment may add or replace some in `[profiles.NAME]`.
 A link that names a profile has its numbers as soon as the experiment is read, so what travels to the nodes and what a
@@ -8,7 +8,6 @@ those of a trace, a CSV file.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -28,20 +27,6 @@ from common.experiment.tables import Name, Positive, SettingsTable, named, propo
 
 COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")
 ROWS_MOST: Final = 5000
-
-# A codec is the form in which a model is transferred, [delta+]FORM[+zstd]; `common.model.codecs` implements it. Two
-# combinations are not codecs: `delta+fp32` without zstd is as large as fp32, and deltas are not used downward.
-FORMS: Final = ("fp32", "fp16", "bf16", "int8")
-DELTA: Final = "delta"
-ZSTD: Final = "zstd"
-
-# From a parent to its children. A delta is against a model that both ends hold. Upward that is the model of the task
-# that is being answered. Downward it would be the last model that this one child fetched: one child drawn anew or
-# restarted would need another blob than the others, which ends the broadcast, and under a lossy form it would train
-# from another model than had it not restarted, which ends reproducibility.
-DOWN: Final = tuple(form + end for form in FORMS for end in ("", f"+{ZSTD}"))
-# From a child to its parent.
-UP: Final = (*DOWN, *(f"{DELTA}+{name}" for name in DOWN if name != "fp32"))
 
 Column = list[Annotated[float, Field(ge=0)]]
 
@@ -218,16 +203,6 @@ class Links(SettingsTable):
     of: dict[Name, LinkSettings] = Field(default_factory=dict)
 
 
-class Codecs(SettingsTable):
-    """The codecs of a tier's models. `fp32` is bit for bit."""
-
-    up: str = "fp32"  # towards the cloud: `[delta+]FORM[+zstd]`, FORM is `fp32`, `fp16`, `bf16` or `int8`
-    down: str = "fp32"  # towards the devices: `FORM[+zstd]`
-
-
-PLAIN: Final = Codecs()
-
-
 @cache
 def shipped() -> Mapping[str, Mapping[str, Any]]:
     """Return the built-in profiles by name."""
@@ -345,20 +320,6 @@ def _numbers(table: CsvTable) -> dict[str, Any]:
         for place, column in enumerate(found.values()):
             column.append(table.number(row, place))
     return found
-
-
-def check_codec(key: str, name: str, known: tuple[str, ...]) -> None:
-    """Check that a codec's name is one of those known in this place. Raises InvalidExperiment."""
-    if name in known:
-        return
-    if name in UP:
-        remedy = "Children may hold different models. Use a delta for `up`, and here one of " + ", ".join(known) + "."
-        raise InvalidExperiment(key, name, "deltas are not used downward", remedy)
-    if name == f"{DELTA}+fp32":
-        raise InvalidExperiment(key, name, "saves nothing", "Use fp32, or delta+fp32+zstd.")
-    close = difflib.get_close_matches(name, known, 1)
-    remedy = f"Did you mean {close[0]!r}? " if close else ""
-    raise InvalidExperiment(key, name, "no such codec", f"{remedy}Known here: {', '.join(known)}.")
 
 
 def read_trace(key: str, trace: Any, folder: Path) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Final
 
+from common.experiment.codecs import FormSettings
 from common.experiment.data import Data
 from common.experiment.methods import RuleUse
 from common.experiment.schema import Experiment
@@ -26,6 +27,7 @@ def warnings(experiment: Experiment) -> list[str]:
     for depth, tier in enumerate(experiment.tiers):
         key = experiment.key(tier)
         found += tier.aggregation.advice(_use(experiment, key, tier, depth))
+        found += _codec(experiment, tier)
         if tier.selection.name != "fraction" and tier.participation >= 1:
             found.append(
                 f"{key}.selection.name = {tier.selection.name!r}: with participation = 1 all children take part."
@@ -112,7 +114,29 @@ def _use(experiment: Experiment, key: str, tier: Tier, depth: int) -> RuleUse:
         over_devices=depth == len(sizes) - 1,
         learning_rate=experiment.training.learning_rate,
         skew=_skew(experiment.data),
+        sparse=tier.transfer.up.sparse and tier.transfer.up.contracts,
+        feedback=tier.transfer.up.feedback,
     )
+
+
+def _codec(experiment: Experiment, tier: Tier) -> Iterator[str]:
+    """Yield what a codec of uploads does to the rule of its tier, and the other way round."""
+    codec, rule, key = tier.transfer.up, tier.aggregation, f"{experiment.key(tier, 'transfer')}.up"
+    name = f"{key}.name = {codec.name!r}"
+    if codec.contracts and not codec.feedback:
+        yield f"{name}: what it leaves out of a model is lost. Use {key}.feedback = true."
+    if codec.feedback and rule.several:
+        yield (
+            f"{key}.feedback = true: {rule.name} has several models, so what a child leaves out of one is added to"
+            " another."
+        )
+    if codec.feedback and tier.norm_bound.action == "clip":
+        yield (
+            f"{key}.feedback = true: a child does not know what norm_bound.action = 'clip' cuts off, so that is lost."
+            " Use 'refuse': what is left out of a refused upload is sent again."
+        )
+    if not isinstance(codec, FormSettings) and rule.returns:
+        yield f"{name}: the vectors behind the models of {rule.name} come up as float32, which no codec makes smaller."
 
 
 def _epochs(experiment: Experiment) -> Iterator[str]:

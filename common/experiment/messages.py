@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import InvalidExperiment
+from common.experiment.codecs import CODECS
 from common.experiment.methods import RULES, SELECTORS, STEPS
 from common.experiment.tables import FORMS, proposal, stands_for
 from common.experiment.trainers import TRAINERS
@@ -24,6 +25,7 @@ SELECTED: Final = {
     "selection": ("selector", SELECTORS),
     "step": ("step of a server", STEPS),
     "trainer": ("trainer", TRAINERS),
+    "up": ("codec", CODECS),
 }
 NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")
 # By pydantic's type of error. {gt} and the like are the bound; `string_pattern_mismatch` and `literal_error` are below.
@@ -38,6 +40,7 @@ _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "missing": ("missing", "Add this key."),
     "union_tag_not_found": ("has no name", 'Add name = "...".'),
     "none_required": ("not for this", "Omit it."),
+    "saves_nothing": ("saves nothing", "Use fp32, or delta+fp32+zstd."),
     "greater_than": ("too small", "Write a number above {gt}."),
     "greater_than_equal": ("too small", "Write {ge} or more."),
     "less_than": ("too large", "Write a number below {lt}."),

@@ -40,6 +40,7 @@ class RuleUse:
     rounds: of a node, over the run    fewest: children of a node that take part, at least    partial: some do not
     alone: there is one such node    over_devices: its children are devices    learning_rate: of the devices
     skew: concentration of the labels' distribution over the devices, infinite without skew
+    sparse: the children's uploads change some columns, each child's others    feedback: they have error feedback
     """
 
     key: str
@@ -52,6 +53,8 @@ class RuleUse:
     over_devices: bool
     learning_rate: float
     skew: float
+    sparse: bool = False
+    feedback: bool = False
 
 
 class RuleSettings(SettingsTable):

@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from common.errors import InvalidExperiment
 from common.experiment import privacy
 from common.experiment.accountant import steps_in_epoch
+from common.experiment.codecs import check_codecs
 from common.experiment.data import NUMBERS, Data, Model, check_data
 from common.experiment.devices import (
     Availability,
@@ -30,18 +31,9 @@ from common.experiment.devices import (
     with_machines,
 )
 from common.experiment.evaluation import EvaluationSettings, check_evaluation
-from common.experiment.links import (
-    DELTA,
-    DOWN,
-    UP,
-    Links,
-    LinkSettings,
-    Profile,
-    check_codec,
-    check_trace,
-    with_profiles,
-)
+from common.experiment.links import Links, LinkSettings, Profile, check_trace, with_profiles
 from common.experiment.methods import RuleSettings
+from common.experiment.own import is_own
 from common.experiment.stopping import Stop, check_stop
 from common.experiment.tables import (
     Count,
@@ -186,11 +178,10 @@ class Experiment(ExperimentSettings):
         check_availability(self.availability, self._check_device)
         self._check_traces()
         for tier in self.tiers:
-            check_codec(f"{self.key(tier, 'transfer')}.up", tier.transfer.up, UP)
-            check_codec(f"{self.key(tier, 'transfer')}.down", tier.transfer.down, DOWN)
+            check_codecs(self.key(tier, "transfer"), tier.transfer)
         up, last = self.tiers[-1].transfer.up, self.key(self.tiers[-1], "transfer")
-        if not self.model.same_initial and up.startswith(DELTA) and "fp32" not in up:
-            problem = f"{last}.up = {up!r} rounds differences from the received model, and devices begin with others"
+        if not self.model.same_initial and up.delta and not up.exact:
+            problem = f"{last}.up = {up.name!r} rounds differences to the model received, and devices begin with others"
             raise InvalidExperiment("model.same_initial", False, problem, "Use fp32, or delta+fp32+zstd.")
         return self
 
@@ -254,11 +245,13 @@ class Experiment(ExperimentSettings):
     def remembers(self, parent: str) -> bool:
         """Return whether a parent below the cloud has state between its tasks. Raises KeyError.
 
-        Its rule or its selection may have some. So may a node below it: then it must know what that node's next task
-        follows. Devices have some if the objective, the trainer or the model has.
+        Its rule or its selection may have some, and its codec has with feedback. So may a node below it: then it must
+        know what that node's next task follows. Devices have some if the objective, the trainer, the model or the codec
+        has.
         """
-        below = self.tiers[self.tree.depth(parent) :]
-        return self.devices_remember or any(tier.remembers for tier in below)
+        above, *below = self.tiers[self.tree.depth(parent) - 1 :]
+        sends = any(tier.transfer.up.feedback for tier in (above, *below))
+        return self.devices_remember or sends or any(tier.remembers for tier in below)
 
     def steps_in_epoch(self, samples: int) -> int:
         """Return the steps of a device with so many samples in an epoch."""
@@ -277,8 +270,12 @@ class Experiment(ExperimentSettings):
 
     @property
     def devices_remember(self) -> bool:
-        """Whether a device has state that persists between its tasks: its objective's or trainer's, personal arrays."""
-        return self.training.remembers or bool(self.model.personal)
+        """Whether a device has state that persists between its tasks.
+
+        Its objective or its trainer may have some. Personal arrays are some, and so is what its codec leaves out.
+        """
+        feedback = self.tiers[-1].transfer.up.feedback
+        return self.training.remembers or bool(self.model.personal) or feedback
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
@@ -352,16 +349,23 @@ class Experiment(ExperimentSettings):
         return next((f"{key} = {each.name!r}" for key, each in found.items() if each.compares_losses), "")
 
     def code_at(self, node: str) -> dict[str, str]:
-        """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`."""
-        if self.tree.depth(node) < len(self.tiers):
+        """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`.
+
+        Of codecs it returns the user's own alone.
+        """
+        depth = self.tree.depth(node)
+        near = self.tiers[max(0, depth - 1) : depth + 1]  # a codec runs at both ends of its links
+        up = {f"{self.key(tier, 'transfer')}.up.name": tier.transfer.up.name for tier in near}
+        codecs = {key: name for key, name in up.items() if is_own(name)}
+        if depth < len(self.tiers):
             tier = self.tier_below(node)
             key = self.key(tier)
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
-            return names | (self._learned if tier.aggregation.reads_samples else {})
+            return names | codecs | (self._learned if tier.aggregation.reads_samples else {})
         training = self.training
         if not training.trainer.learns_module:
-            return dict(training.trainer.code)
-        names = {"training.loss": training.loss, "training.objective.name": training.objective.name}
+            return dict(training.trainer.code) | codecs
+        names = codecs | {"training.loss": training.loss, "training.objective.name": training.objective.name}
         if self.evaluation.on_devices:
             names |= {"score.name": self.score.name}
             names |= {f"score.also[{place}]": name for place, name in enumerate(self.score.also)}
@@ -426,6 +430,12 @@ class Experiment(ExperimentSettings):
         if rule.objective not in (None, objective.name):
             problem, remedy = f"{last_key}.aggregation.name = {rule.name!r} needs another", f"Use {rule.objective!r}."
             raise InvalidExperiment(key, objective.name, problem, remedy)
+        if last.transfer.up.feedback and objective.reads_upload:
+            at, remedy = f"{self.key(last, 'transfer')}.up.feedback", "Omit it, or use another objective."
+            problem = (
+                f"the objective {objective.name!r} keeps the change that it sends, which has what was left out before"
+            )
+            raise InvalidExperiment(at, True, problem, remedy)
         if objective.rule not in (None, rule.name):
             problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
             raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")

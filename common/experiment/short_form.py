@@ -17,7 +17,8 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from common.errors import DuplicateName, InvalidExperiment
-from common.experiment.links import Codecs, Links, LinkSettings
+from common.experiment.codecs import Codecs
+from common.experiment.links import Links, LinkSettings
 from common.experiment.schema import SHORT, CloudSettings, Experiment, ExperimentSettings, TransferSettings
 from common.experiment.tables import LISTED_MOST, Count, Name, SettingsTable
 from common.experiment.tiers import DEVICE, RoundSettings, Tier, shares

@@ -29,7 +29,7 @@ FORMS: Final[dict[str, str]] = {}  # of texts: by pattern, what to write
 # Tables of an experiment for which their `name` stands: `objective = "fedprox"`.
 NAMED: Final = (
     "score", "model", "aggregation", "selection", "objective", "augmentation", "trainer", "optimizer", "schedule",
-    "epoch_control",
+    "epoch_control", "up",
 )  # fmt: skip
 
 
@@ -143,6 +143,8 @@ def stands_for(path: Sequence[str]) -> str | None:
     """Return the key of the table at a path of keys whose value a text there is, None if no text stands for it."""
     match path:
         case [key] | ["training" | "cloud" | "institution", key] | ["tiers", _, key] if key in NAMED:
+            return "name"
+        case ["transfer", "wan" | "lan", key] | ["tiers", _, "transfer", key] if key in NAMED:
             return "name"
         case (
             ["links", "wan" | "lan"] | ["hardware", "default"] | ["links" | "hardware", "of", _] | ["tiers", _, "link"]

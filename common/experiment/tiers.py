@@ -16,7 +16,8 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.links import Codecs, LinkSettings
+from common.experiment.codecs import Codecs
+from common.experiment.links import LinkSettings
 from common.experiment.methods import Aggregation, NormBound, Selection, fedavg, fraction
 from common.experiment.privacy import PrivacySettings
 from common.experiment.tables import NAME_FORM, Count, Name, Positive, SettingsTable, form, proposal

@@ -43,11 +43,13 @@ class ObjectiveTable(SettingsTable):
     """The settings of an objective. `keeps`: the vectors, float32 [D] each, that a device keeps from task to task.
 
     `rule`: that of the devices' tier which it needs. `parts`: whether some arrays of the model may be personal.
+    `reads_upload`: whether it reads the trained model as the parent decodes it.
     """
 
     keeps: ClassVar[Sequence[str]] = ()
     rule: ClassVar[str | None] = None
     parts: ClassVar[bool] = True
+    reads_upload: ClassVar[bool] = False
 
     name: str  # the objective
 
@@ -101,6 +103,7 @@ class DynamicRegulariser(ObjectiveTable):
 
     keeps = ("own_gradient",)
     rule = "feddyn"
+    reads_upload = True
 
     name: Literal["feddyn"] = "feddyn"  # the objective
     alpha: Annotated[float, Field(ge=0)] = 0.01  # weight of the regulariser; 0 is the loss alone

@@ -10,14 +10,14 @@ in the authors' code the rows of the distance matrix are the points that are lin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import RuleSettings
+from common.experiment.methods import RuleSettings, RuleUse
 from common.lazy import np
 from common.methods.column_rule import MeanRule
 from common.methods.mixing import COLUMNS, Floats, cut, over
@@ -60,6 +60,14 @@ class CluSamp(RuleSettings):
     def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
         """Return the bytes of all children's last steps."""
         return min(children * row_bytes, resident_bytes)
+
+    def advice(self, use: RuleUse) -> Iterator[str]:
+        """Yield a warning for uploads that change few columns."""
+        if use.sparse:
+            yield (
+                f"{use.key}.aggregation.name = 'clusamp': the codec of the uploads sends few columns, each child"
+                " others, so steps of children that learn alike are compared in different columns."
+            )
 
     def build(self, context: RuleContext) -> Rule:
         return ClusteredSampling(self, context)

@@ -38,11 +38,16 @@ class FedAdp(CombiningSettings):
         return True
 
     def advice(self, use: RuleUse) -> Iterator[str]:
-        """Yield a warning for few children with unlike labels."""
+        """Yield a warning for few children with unlike labels, and for uploads that change few columns."""
         if use.over_devices and use.partial and use.skew <= STRONGLY_SKEWED_CONCENTRATION:
             yield (
                 f"{use.key}.aggregation.name = 'fedadp': with partial participation and strong label skew it is worse"
                 " than fedavg."
+            )
+        if use.sparse:
+            yield (
+                f"{use.key}.aggregation.name = 'fedadp': the codec of the uploads sends few columns, each child others,"
+                " so all steps are nearly at right angles, whatever the devices learn."
             )
 
     def build(self, context: RuleContext) -> Rule:

@@ -99,6 +99,11 @@ class FedCDA(CombiningSettings):
     def advice(self, use: RuleUse) -> Iterator[str]:
         """Yield what a short run or the rule's place makes of histories."""
         key = f"{use.key}.aggregation"
+        if use.feedback:
+            yield (
+                f"{key}.name = 'fedcda': an upload may be used in several rounds or in none, and what a codec with"
+                " feedback leaves out of it is added to the next one as if it was used once."
+            )
         if use.rounds <= self.warmup_rounds:
             yield (
                 f"{key}.warmup_rounds = {self.warmup_rounds}: all {use.rounds} rounds belong to the warm-up, which is"

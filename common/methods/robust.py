@@ -11,14 +11,14 @@ fewer uploads than protect (`uploads_least` of the settings) the node keeps its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import CombiningSettings
+from common.experiment.methods import CombiningSettings, RuleUse
 from common.experiment.tables import Count
 from common.experiment.tiers import share_of
 from common.lazy import np
@@ -46,6 +46,10 @@ class Median(CombiningSettings):
         super().check(key, children, uploads)
         check_uploads(f"{key}.name", self.name, self.uploads_least, children, uploads, instead="Use another rule")
 
+    def advice(self, use: RuleUse) -> Iterator[str]:
+        """Yield a warning for uploads that change few columns."""
+        yield from sparse_advice(self.name, use)
+
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, Medians())
 
@@ -69,6 +73,11 @@ class TrimmedMean(CombiningSettings):
         """Check that enough uploads come. Raises InvalidExperiment."""
         super().check(key, children, uploads)
         check_uploads(f"{key}.trim", self.trim, self.uploads_least, children, uploads, instead="Raise it")
+
+    def advice(self, use: RuleUse) -> Iterator[str]:
+        """Yield a warning for uploads that change few columns."""
+        if self.trim:
+            yield from sparse_advice(self.name, use)
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, TrimmedMeans(**self.keywords))
@@ -97,6 +106,15 @@ class Krum(CombiningSettings):
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, CloseMean(**self.keywords))
+
+
+def sparse_advice(name: str, use: RuleUse) -> Iterator[str]:
+    """Yield a warning for uploads that change few columns: most others leave a column as it is, and they decide."""
+    if use.sparse:
+        yield (
+            f"{use.key}.aggregation.name = {name!r}: the codec of the uploads sends few columns, each child others, so"
+            " the rule takes most changes for outliers and leaves the columns as they are. Use krum, or a dense codec."
+        )
 
 
 def check_uploads(key: str, value: object, least: int, children: int, uploads: int, *, instead: str) -> None:

@@ -3,8 +3,8 @@
     blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ] [ float32 extras ]
 
 With zstd all before the extras is one frame. Buffers and extras are always transferred exactly. Buffers are few, and a
-variance of a normalisation layer that rounding made zero or negative would ruin the model. `common.experiment.links`
-lists the codecs.
+variance of a normalisation layer that rounding made zero or negative would ruin the model. `common.experiment.codecs`
+lists the codecs. Those that send a part of a change are in `delta_codecs.py`.
 
 A form converts float32 columns to fewer bytes, in pieces. A piece is small enough that it, its packed form and the
 scratch memory fit into a core's second-level cache (1 MB). Pieces are packed one after another; each form defines the
@@ -29,12 +29,11 @@ import numpy.typing as npt
 import zstandard
 
 from common.errors import RefusedModel, WireError
-from common.experiment.links import DELTA, UP, ZSTD
+from common.experiment.codecs import DELTA, UP, ZSTD, CodecSettings
+from common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, LossyDelta, blocks_of
 from common.model.layout import ModelLayout, Row, Section
 
-PIECE_COLUMNS: Final = 65_536
 PIECE_BYTES: Final = 4 * PIECE_COLUMNS  # packed, at most
-SCALE_COLUMNS: Final = 1024
 ZSTD_LEVEL: Final = 1  # level 3 takes twice the time for the same bytes: after the forms only entropy is left
 ZSTD_PIECE_BYTES: Final = 131_072
 ZSTD_WINDOW_BYTES: Final = 8_388_608  # limit of a receiver's memory; level 1 uses 512 kB
@@ -214,7 +213,7 @@ class Scaled(_Subtracting):
             if entry.section is Section.PARAMETER:
                 for start in range(entry.start, entry.stop, PIECE_COLUMNS):
                     stop = min(start + PIECE_COLUMNS, entry.stop)
-                    yield Piece(start, stop, 4 * _blocks(stop - start) + stop - start)
+                    yield Piece(start, stop, 4 * blocks_of(stop - start) + stop - start)
 
     def pack(self, x: Floats, out: Bytes, scratch: Scratch) -> None:
         for columns, scales, integers in self._parts(x, out):
@@ -240,7 +239,7 @@ class Scaled(_Subtracting):
     @staticmethod
     def _parts(x: Floats, packed: Bytes) -> Iterator[tuple[Floats, Floats, npt.NDArray[np.int8]]]:
         """Yield the full blocks [k, 1024] and the rest [1, r], each with its scales [k] and integers."""
-        blocks, whole = _blocks(x.size), x.size // SCALE_COLUMNS
+        blocks, whole = blocks_of(x.size), x.size // SCALE_COLUMNS
         scales, integers = packed[: 4 * blocks].view(np.float32), packed[4 * blocks :].view(np.int8)
         end = whole * SCALE_COLUMNS
         if whole:
@@ -255,10 +254,6 @@ def _scales(largest: Floats) -> Floats:
     rounded = ((scale.view(np.uint32) + 0x7F) & 0xFFFF_FF80).view(np.float32)
     rounded = np.where(np.isfinite(scale), rounded, scale)
     return np.where(rounded < np.finfo(np.float32).tiny, np.float32(0), rounded)
-
-
-def _blocks(columns: int) -> int:
-    return -(-columns // SCALE_COLUMNS)
 
 
 _HALVES: Final = np.arange(65_536, dtype=np.uint16).view(np.float16).astype(np.float32)
@@ -288,9 +283,18 @@ class Codec(Protocol):
         """Return the size of a blob in bytes for this layout, or its upper limit."""
 
     def encode(
-        self, layout: ModelLayout, row: Row, *, reference: Row | None = None, out: Row | None = None
+        self,
+        layout: ModelLayout,
+        row: Row,
+        *,
+        reference: Row | None = None,
+        out: Row | None = None,
+        chance: np.random.Generator | None = None,
     ) -> memoryview:
-        """Return the blob, in `out` (uint8 [size] or more; None: new memory) or sharing the row's memory."""
+        """Return the blob, in `out` (uint8 [size] or more; None: new memory) or sharing the row's memory.
+
+        `chance`: random numbers, which codecs of changes need.
+        """
 
     def buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
         """Return the memory in which to assemble a blob of `size` bytes for this row; it may be part of the row."""
@@ -312,7 +316,13 @@ class Fp32:
         return layout.row_bytes
 
     def encode(
-        self, layout: ModelLayout, row: Row, *, reference: Row | None = None, out: Row | None = None
+        self,
+        layout: ModelLayout,
+        row: Row,
+        *,
+        reference: Row | None = None,
+        out: Row | None = None,
+        chance: np.random.Generator | None = None,
     ) -> memoryview:
         return row.data
 
@@ -342,7 +352,13 @@ class Packed:
         return (plain if self.fixed else _bound(plain)) + 4 * layout.extras
 
     def encode(
-        self, layout: ModelLayout, row: Row, *, reference: Row | None = None, out: Row | None = None
+        self,
+        layout: ModelLayout,
+        row: Row,
+        *,
+        reference: Row | None = None,
+        out: Row | None = None,
+        chance: np.random.Generator | None = None,
     ) -> memoryview:
         blob = np.empty(self.size(layout), np.uint8) if out is None else out
         if self.fixed:
@@ -505,8 +521,10 @@ def _build(name: str) -> Codec:
 CODECS: Final[dict[str, Codec]] = {name: Fp32() if name == Fp32.name else _build(name) for name in UP}
 
 
-def codec_of(name: str) -> Codec:
-    """Return a codec by its wire name. Raises WireError."""
+def codec_of(name: str | CodecSettings) -> Codec:
+    """Return a codec by its wire name, or by its settings. Raises WireError; InvalidExperiment for own code."""
+    if isinstance(name, CodecSettings):
+        return CODECS.get(name.name) or LossyDelta(name)
     try:
         return CODECS[name]
     except KeyError:

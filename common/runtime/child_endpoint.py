@@ -15,7 +15,8 @@ import numpy.typing as npt
 from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
 from common.errors import OutOfReach, RefusedModel, RunFailed
-from common.experiment.links import PLAIN, Codecs, LinkSettings
+from common.experiment.codecs import PLAIN, Codecs
+from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.host.offload import offload
 from common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row
@@ -45,7 +46,7 @@ from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
 from common.runtime.endpoint import Endpoint
 from common.runtime.frozen import FrozenFetch
-from common.runtime.models import Arriving, DeltaReference, Models, ModelUnavailable
+from common.runtime.models import Arriving, Models, ModelUnavailable
 from common.runtime.round import Work
 from common.runtime.world import REAL, World
 from common.storage.spool import FrozenFiles, Spool
@@ -114,7 +115,7 @@ class ChildEndpoint(Endpoint):
         self._decoding: asyncio.Task[None] | None = None
         self._inbox = np.empty(0, np.uint8)
         self._model: Arriving | None = None
-        self._result_model: tuple[Manifest, Row] | None = None
+        self._result_model: tuple[Manifest, memoryview] | None = None
         self._over: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         self._goodbye = asyncio.Event()
         self._began = asyncio.Event()
@@ -253,8 +254,7 @@ class ChildEndpoint(Endpoint):
     async def _do(self, task: Task, inside: Row | None, *, layouts: LinkLayouts, work: Work) -> None:
         session = self.session
         if self._result_model is not None:
-            self.retire(self._result_model[0].blob)  # its row will be overwritten
-            self.models.release(self._result_model[0].blob)
+            self.retire(self._result_model[0].blob)  # it will be overwritten
         self.probes.end()
         model = await self._fetch(task, inside, layouts.down)
         task = replace(task, inline=None)  # the model has its bytes
@@ -280,12 +280,10 @@ class ChildEndpoint(Endpoint):
             session.finish(result.announcement(task, task.model), self.now())
             self.wake()
             return
-        reference = DeltaReference(task.model.blob, model.row) if self.models.sent.delta else None
-        manifest, blob = await self.models.encode(
-            layouts.up, result.row, cut=self.link.cut(self.link.peers), reference=reference
-        )
-        inline = self.link.offer(manifest, blob, self.link.peers)
-        self._result_model = manifest, result.row
+        cut = self.link.cut(self.link.peers)
+        manifest = await self.models.describe(layouts.up, result.blob, cut=cut, task=task.model.blob)
+        inline = self.link.offer(manifest, result.blob, self.link.peers)
+        self._result_model = manifest, result.blob
         session.finish(result.announcement(task, manifest, inline), self.now())
         self.wake()
 
@@ -330,9 +328,9 @@ class ChildEndpoint(Endpoint):
         if last is not None and last.lacking.shape == lacking.shape:
             lacking &= ~shared(manifest, last.manifest) | last.lacking
         if self._result_model is not None and self.models.sent.is_row:
-            own, row = self._result_model
+            own, blob = self._result_model
             for index in np.flatnonzero(lacking & shared(manifest, own)).tolist():
-                buffer[manifest.span(index)] = row.data[manifest.span(index)]
+                buffer[manifest.span(index)] = blob[manifest.span(index)]
                 lacking[index] = False
         return lacking
 

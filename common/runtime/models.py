@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from common.errors import RefusedModel, WireError
+from common.experiment.codecs import CodecSettings
 from common.host.offload import offload
 from common.model.codecs import Codec, codec_of
 from common.model.layout import ModelLayout, Row
@@ -83,66 +84,68 @@ class Arriving:
         self._whole.add_done_callback(look)
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaReference:
-    """A model that both ends of a link hold, as its receiver decoded it from `blob`; the base of a delta."""
-
-    blob: str
-    row: Row
-
-
 class Models:
     """One end's codecs: `sent` for the models that it offers, `received` for those that it fetches.
 
     It keeps the models that it sent as references for deltas in return.
     """
 
-    def __init__(self, *, sent: str, received: str) -> None:
-        self.sent = codec_of(sent)
-        self.received = codec_of(received)
+    def __init__(self, *, sent: str | CodecSettings, received: str | CodecSettings) -> None:
+        self._sent, self._received = sent, received
         self._spare: list[Row] = []
         self._lent: dict[str, Row] = {}
         self._kept: dict[str, Row | Arriving] = {}
 
+    @cached_property
+    def sent(self) -> Codec:
+        """That of the models that it offers. Raises InvalidExperiment for own code."""
+        return codec_of(self._sent)
+
+    @cached_property
+    def received(self) -> Codec:
+        """That of the models that it fetches. Raises InvalidExperiment for own code."""
+        return codec_of(self._received)
+
     async def encode(
-        self,
-        layout: ModelLayout,
-        row: Row,
-        *,
-        cut: tuple[int, str],
-        reference: DeltaReference | None = None,
-        adopt: bool = False,
+        self, layout: ModelLayout, row: Row, *, cut: tuple[int, str], adopt: bool = False
     ) -> tuple[Manifest, memoryview]:
         """Encode a row as a blob, valid until `release`.
 
         `cut`: the chunk size, and a salt that distinguishes this blob from the same one for other links. `adopt`: the
         row becomes what the other end decodes. Raises RefusedModel if that is not finite.
         """
-        codec, (chunk_bytes, salt) = self.sent, cut
-        against, held = (None, "") if reference is None else (reference.row, reference.blob)
+        codec = self.sent
         buffer = None if codec.is_row else self._borrow(codec.size(layout))
 
         def write() -> tuple[Manifest, memoryview]:
-            blob = codec.encode(layout, row, reference=against, out=buffer)
+            blob = codec.encode(layout, row, out=buffer)
             if adopt and not codec.exact:
-                decode_row(codec, layout, blob, row, against)
-            manifest = describe(
-                blob,
-                chunk_bytes=chunk_bytes,
-                codec=codec.name,
-                layout=layout.digest,
-                reference=held,
-                salt=salt,
-                extras=4 * layout.extras,
-            )
-            return manifest, blob
+                decode_row(codec, layout, blob, row, None)
+            return self._described(layout, blob, cut, ""), blob
 
-        manifest, blob = await _work(write, nbytes=layout.row_bytes)
+        manifest, blob = await work_on(write, nbytes=layout.row_bytes)
         if buffer is not None:
             self._lent[manifest.blob] = buffer
         if self.received.delta:
             self._kept[manifest.blob] = row
         return manifest, blob
+
+    async def describe(self, layout: ModelLayout, blob: memoryview, *, cut: tuple[int, str], task: str) -> Manifest:
+        """Return the manifest of a result that is encoded; `task`: the blob of its task's model."""
+        reference = task if self.sent.delta else ""
+        return await work_on(partial(self._described, layout, blob, cut, reference), nbytes=len(blob))
+
+    def _described(self, layout: ModelLayout, blob: memoryview, cut: tuple[int, str], reference: str) -> Manifest:
+        chunk_bytes, salt = cut
+        return describe(
+            blob,
+            chunk_bytes=chunk_bytes,
+            codec=self.sent.name,
+            layout=layout.digest,
+            reference=reference,
+            salt=salt,
+            extras=4 * layout.extras,
+        )
 
     def keep(self, blob: str, model: Arriving) -> None:
         """Keep a model that is forwarded under this blob's id, until `release`."""
@@ -176,7 +179,7 @@ class Models:
         """
         kept = self._kept.get(reference)
         against = await kept.whole() if isinstance(kept, Arriving) else kept
-        await _work(partial(decode_row, self.received, layout, blob, row, against), nbytes=layout.row_bytes)
+        await work_on(partial(decode_row, self.received, layout, blob, row, against), nbytes=layout.row_bytes)
 
     def _borrow(self, size: int) -> Row:
         fitting = [place for place, buffer in enumerate(self._spare) if buffer.size >= size]
@@ -185,7 +188,7 @@ class Models:
         return self._spare.pop(min(fitting, key=lambda place: self._spare[place].size))
 
 
-async def _work(function: Callable[[], _T], *, nbytes: int) -> _T:
+async def work_on(function: Callable[[], _T], *, nbytes: int) -> _T:
     """Run a function on a model, in a thread unless it is faster than starting one."""
     return function() if nbytes <= SMALL_BYTES else await offload(function)
 

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from common.accounting.ledger import Ledger
 from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
-from common.experiment.links import PLAIN, Codecs, LinkDirection, Links, LinkSettings
+from common.experiment.codecs import PLAIN, Codecs
+from common.experiment.links import LinkDirection, Links, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
 from common.host.offload import offload
@@ -133,7 +134,6 @@ class ParentEndpoint(Endpoint):
         """Set what models and extras go down and up; must be known before the first round."""
         self._layouts = layouts
         self.session.frozen = layouts.model.frozen
-        self.session.set_form(self.models.form(layouts.up))
 
     async def run(self, *, connect_timeout_s: float) -> None:
         """Serve until cancelled. Raises what `Endpoint.run` raises."""
@@ -161,6 +161,7 @@ class ParentEndpoint(Endpoint):
         """
         layout = self._require_layouts().up
         now = self.now()
+        self.session.set_form(self.models.form(layout))  # once this node's user has permitted own codecs
         children = dispatch.children if dispatch.carried is None else self.peers
         assignments = await self._offer(dispatch)
         self._sent |= {name: assignment.model.size for name, assignment in assignments.items()}

@@ -101,12 +101,13 @@ class ClosedRound:
 
 @dataclass(frozen=True, slots=True)
 class WorkResult:
-    """The result of a task: a flat model, uint8 [row_bytes], and its costs. Seconds by this node's clock.
+    """The result of a task: the blob of its model, as the tier's codec has it, and its costs.
 
+    `blob` is valid until the next task's work; empty if the model was scored alone. Seconds are by this node's clock.
     For `path_steps` (None: as `steps`), `plans`, `path`, `tests` and `start_loss` see the message Result.
     """
 
-    row: Row
+    blob: memoryview
     samples: int
     loss: float | None
     epochs: int
@@ -122,7 +123,7 @@ class WorkResult:
     start_loss: float | None = None
 
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
-        """Return the result announcement; `model` is the manifest of the row's blob."""
+        """Return the result announcement; `model` is the manifest of the blob."""
         plans = json.dumps(self.plans) if self.plans else ""
         if len(plans) > JSON_MOST:  # a replay needs the decisions, nothing needs the numbers of trainers
             numbers = {name for name, found in self.plans.items() if all(NUMBERS in each for each in found)}

@@ -15,7 +15,8 @@ from deploy.console.tabular import Column, Table
 
 def check(
     name: Annotated[
-        str, typer.Argument(help="A rule, a selector, a trainer or an objective of your own: package.module:Class.")
+        str,
+        typer.Argument(help="A rule, selector, trainer, codec or objective of your own: package.module:Class."),
     ],
     keywords: Annotated[
         list[str] | None,
@@ -24,12 +25,13 @@ def check(
     data: Annotated[Path, typer.Option(help="Of a trainer: a device's folder of samples.")] = Path("data"),
     output: Output = "table",
 ) -> None:
-    """Check a rule, a selector, a trainer or an objective of your own: does a lab get what you mean?
+    """Check a rule, a selector, a trainer, a codec or an objective of your own: does a lab get what you mean?
 
     A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. A selector:
     some rounds, the same twice, killed and resumed. A trainer: three rounds, the same twice, killed and resumed, its
-    samples and steps. An objective: gradients, weights, loss, the same twice, and vmapped as in-process. Exit codes:
-    0 right, 1 something is wrong, 4 it fails, or cannot be imported or built.
+    samples and steps. A codec: sizes, the same twice, unbiased or a contraction, whatever bytes arrive. An objective:
+    gradients, weights, loss, the same twice, and vmapped as in-process. Exit codes: 0 right, 1 something is wrong, 4 it
+    fails, or cannot be imported or built.
     """
     from common.errors import InvalidExperiment
     from common.experiment.reading import override

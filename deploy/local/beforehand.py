@@ -77,7 +77,7 @@ def check_cloud(experiment: Experiment, runs: Path | None) -> None:
         check_folder(runs)
     tier = experiment.tiers[0]
     _check_packages(experiment.key(tier), tier.aggregation)
-    _check_tier(experiment.key(tier), tier)
+    _check_tier(experiment, tier)
     if needs_process(experiment):
         require_torch(experiment)
         _check_learned(experiment)
@@ -89,7 +89,7 @@ def check_code(experiment: Experiment) -> None:
     """Check the own code of all nodes. Raises InvalidExperiment."""
     _check_learned(experiment)
     for tier in experiment.tiers:
-        _check_tier(experiment.key(tier), tier)
+        _check_tier(experiment, tier)
     for key, name in experiment.training.trainer.code.items():
         _check_name(key, name, experiment.training.trainer)
     _check_name("training.loss", experiment.training.loss)
@@ -103,9 +103,11 @@ def _check_learned(experiment: Experiment) -> None:
     _check_name("data.dataset", experiment.data.dataset)
 
 
-def _check_tier(key: str, tier: Tier) -> None:
+def _check_tier(experiment: Experiment, tier: Tier) -> None:
+    key, codec = experiment.key(tier), tier.transfer.up
     _check_name(f"{key}.aggregation.name", tier.aggregation.name, tier.aggregation)
     _check_name(f"{key}.selection.name", tier.selection.name, tier.selection)
+    _check_name(f"{experiment.key(tier, 'transfer')}.up.name", codec.name, codec)
 
 
 def require_torch(experiment: Experiment) -> None:

@@ -21,10 +21,10 @@ from common.accounting.counters import Account
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Traffic
 from common.errors import RefusedModel, RunFailed
-from common.experiment.links import Codecs
+from common.experiment.codecs import Codecs
 from common.methods.rule import Uploads
-from common.model.codecs import Codec, codec_of
-from common.model.layout import LinkLayouts, ModelLayout, Row
+from common.model.codecs import codec_of
+from common.model.layout import LinkLayouts, Row
 from common.protocol.limits import ANY, ChildLimits, check_report
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Phase, Result, Task
@@ -154,11 +154,10 @@ class Calls:
                 check_report(result, limits=self._limits[name])
                 nbytes = 0
                 if task.epochs:  # else its model was scored alone, and none comes back
-                    upload, nbytes = _carry(self._up, up, done.row, reference=row)
+                    nbytes = done.blob.nbytes
                     extras = 4 * up.extras
                     self._account.add(name, "received", message=nbytes, model=nbytes - extras, extras=extras)
-                    up.check_finite(upload)
-                    self._uploads[place] = upload
+                    self._uploads[place] = self._decoded(done.blob, reference=row)
                 results[name], model_bytes[name] = result, assigned.nbytes + nbytes
             except RefusedModel as error:
                 refused[name] = str(error)
@@ -202,6 +201,16 @@ class Calls:
             raise RunFailed(f"the model cannot be sent: {error}") from None
         return len(blob)
 
+    def _decoded(self, blob: memoryview, *, reference: Row) -> Row:
+        """Return the flat model of a result. Raises RefusedModel."""
+        if self._up.is_row:
+            row = np.frombuffer(blob, np.uint8)
+            self._layouts.up.check_finite(row)
+            return row
+        row = self._layouts.up.empty()
+        decode_row(self._up, self._layouts.up, blob, row, reference)
+        return row
+
     def _places(self, children: Sequence[str]) -> list[tuple[int, str]]:
         """Return the children with a task, the oldest tasks first, and their places."""
         places = {name: place for place, name in enumerate(children)}
@@ -239,13 +248,3 @@ class Calls:
     def _progressed(self, on_progress: Callable[[], None], phase: Phase, done: int, total: int) -> None:
         self.moves += 1
         on_progress()
-
-
-def _carry(codec: Codec, layout: ModelLayout, row: Row, *, reference: Row) -> tuple[Row, int]:
-    """Return a copy of the flat model after encoding and decoding, and the bytes of the encoded model."""
-    if codec.is_row:
-        return row.copy(), row.nbytes
-    blob = codec.encode(layout, row, reference=reference)
-    arrived = layout.empty()
-    codec.decode(layout, blob, arrived, reference=reference)
-    return arrived, len(blob)

@@ -159,7 +159,7 @@ async def _run(
         with suppress(StorageFailed):  # it would hide the first error
             folder.finish(down.ledger)
         raise
-    keeping = [name for name, facts in prepared.items() if _keeps(experiment, name, facts)]
+    keeping = [name for name in tree.devices if _keeps(experiment, name)]
     for name in (*tree.aggregators, *keeping, CLOUD):
         _spool(folder, name).close()
     return model
@@ -168,12 +168,12 @@ async def _run(
 def _local(folder: RunFolder, device: str, facts: Prepared) -> LocalWork:
     """Return the work of a device."""
     experiment = folder.experiment
-    states = _spool(folder, device) if _keeps(experiment, device, facts) else Spool(None)
+    states = _spool(folder, device) if _keeps(experiment, device) else Spool(None)
     return LocalWork(experiment, device, facts, states=states, secret=partial(states.secret, REAL.noise))
 
 
-def _keeps(experiment: Experiment, device: str, facts: Prepared) -> bool:
-    return facts.keeps or experiment.keeps_secret(device)
+def _keeps(experiment: Experiment, device: str) -> bool:
+    return experiment.devices_remember or experiment.keeps_secret(device)
 
 
 def _spool(folder: RunFolder, node: str) -> Spool:
@@ -282,11 +282,12 @@ class _Training:
             if isinstance(order, WorkResult):
                 return _Called(lambda: order)
             self._called.append((device, order))
-            return _Called(partial(end, task))
+            return _Called(partial(end, task, model.row))
 
-        def end(task: Task) -> WorkResult:
+        def end(task: Task, received: Row) -> WorkResult:
             result = local.result(task, self._trained(device.node))
             if task.epochs:
+                result = local.encoded(task, result, received)
                 local.keep(task)
             return result
 

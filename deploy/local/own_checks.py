@@ -24,9 +24,10 @@ from common.methods.rule import RuleContext, Uploads, link_layouts
 from common.methods.selection import ClientSelection, ResultFacts, Selector
 from common.methods.single_model import KEY, GuardedRule, OwnRule
 from common.methods.statistics import Statistics, gram
+from common.model.delta_codecs import DeltaCodec
 from common.model.layout import ModelLayout, Section
 from common.model.trainer import ArrayTrainer
-from deploy.local import trainer_checks
+from deploy.local import codec_checks, trainer_checks
 
 CHILDREN: Final = 5
 ROUNDS: Final = 3
@@ -57,6 +58,9 @@ def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, 
     if isinstance(found, type) and issubclass(found, ArrayTrainer):
         tree = {"training": {"trainer": {**keywords, "name": name}}, "data": {"root": str(data)}}
         return "trainer", _each(trainer_checks.of(parse(tree)))
+    if isinstance(found, type) and issubclass(found, DeltaCodec):
+        tree = {"transfer": {"wan": {"up": {**keywords, "name": name}}}}
+        return "codec", _each(codec_checks.of(parse(tree).tiers[0].transfer.up))
     if isinstance(found, type):
         from device.training.objectives.objective import Objective
 
@@ -65,7 +69,8 @@ def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, 
 
             settings = parse({"training": {"objective": {**keywords, "name": name}}}).training
             return "objective", _each(objective_checks.of(settings))
-    problem = "is no rule (ColumnRule), selector (Selector), trainer (ArrayTrainer) or objective (Objective)"
+    kinds = "selector (Selector), trainer (ArrayTrainer), codec (DeltaCodec) or objective (Objective)"
+    problem = f"is no rule (ColumnRule), {kinds}"
     remedy = "docs/extend.md has an example of each. A run names what is wrong with models and data sets."
     raise InvalidExperiment("name", name, problem, remedy)
 

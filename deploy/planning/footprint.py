@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from common.experiment.codecs import CodecSettings, FormSettings
 from common.experiment.schema import Experiment, TransferSettings
 from common.experiment.tiers import participants
 from common.methods.rule import link_layouts
@@ -16,6 +17,8 @@ from common.model.layout import LinkLayouts, ModelLayout
 AGENT_BYTES: Final = 60_000_000
 TORCH_BYTES: Final = 560_000_000
 BROKER_BYTES: Final = 9_000_000
+CHANGE_ROWS: Final = 3  # of top-k: the change, the magnitudes, and their partition
+FEEDBACK_ROWS: Final = 4  # what was left out, and before; the model that is sent, and as it is decoded
 
 
 def memory_of(
@@ -51,6 +54,7 @@ def memory_of(
     whole = 0
     if kept_bytes:  # in these models, and a copy; a training has two rows of the whole model
         each, whole = each + (_models(experiment) + 1) * kept_bytes, 2 * (row + kept_bytes)
+    each += _encoding(tiers[-1].transfer.up, row)
     device = learner + data_bytes + devices * each + whole
     found |= {"device": device, "cloud_broker": _broker(own, row, transfer)}
     if below:
@@ -86,7 +90,14 @@ def _parent(
     rule = experiment.tiers[place].aggregation
     held = rule.held_bytes(row, children=children, taking_part=taking_part, resident_bytes=resident)
     uploads = min(taking_part * (row + 4 * links.up.extras), resident)
-    return AGENT_BYTES + int(uploads + held) + 2 * row + 4 * links.down.extras
+    encoding = _encoding(experiment.tiers[place - 1].transfer.up, row) if place else 0
+    return AGENT_BYTES + int(uploads + held) + 2 * row + 4 * links.down.extras + encoding
+
+
+def _encoding(codec: CodecSettings, row: int) -> int:
+    """Return the most bytes that a sender has beside its model: of the change, and of what was left out."""
+    change = 0 if isinstance(codec, FormSettings) else CHANGE_ROWS
+    return (change + FEEDBACK_ROWS * codec.feedback) * row
 
 
 def _broker(children: int, row: int, transfer: TransferSettings) -> int:

@@ -370,7 +370,7 @@ class Trainer:
             network.tensors(parts).row.write(trained)
             if vectors.personal:
                 vectors.end(trained, out)
-            finish(experiment, vectors, made.local, row, out, steps=steps, local_round=local_round)
+            finish(experiment, vectors, made.local, row, out, node=self._node, steps=steps, local_round=local_round)
         return float(losses), steps
 
     @property

@@ -27,10 +27,9 @@ from common.experiment.schema import Experiment
 from common.methods.fednova import gradient_weights
 from common.methods.mixing import Floats
 from common.methods.rule import link_layouts
-from common.model.codecs import Codec, codec_of
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.model.parts import ModelParts
-from common.runtime.models import decode_row
+from common.runtime.uploads import UploadEncoder
 from device.training.batches import LocalDataset
 from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
@@ -163,7 +162,18 @@ def vectors_of(experiment: Experiment, node: str, parts: ModelParts) -> TaskVect
             problem = f"it {what} {needs} with the model, and the rule {rule.name!r} has {has}"
             remedy = "Name the same vectors in extras_down and extras_up of the rule, and in the objective's class."
             raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)
+    if own.is_own(experiment.training.objective.name) and (objective.keeps or objective.returns):
+        _check_feedback(experiment)
     return TaskVectors(link_layouts(rule, parts.exchanged), tuple(objective.keeps), parts if parts.personal else None)
+
+
+def _check_feedback(experiment: Experiment) -> None:
+    """Check that the codec has no feedback: an objective of the user's own could not know what the parent decodes."""
+    tier = experiment.tiers[-1]
+    if tier.transfer.up.feedback:
+        problem = "the objective has vectors, and `finish` would get an uploaded_D without what was left out before"
+        remedy = "Omit it, or use an objective without vectors."
+        raise InvalidExperiment(f"{experiment.key(tier, 'transfer')}.up.feedback", True, problem, remedy)
 
 
 def finish(
@@ -173,13 +183,15 @@ def finish(
     row: Row,
     out: Row,
     *,
+    node: str,
     steps: int,
     local_round: int,
 ) -> None:
     """Write the vectors behind a trained model, which the objective makes of those that training began with."""
     if vectors.expected:
         columns, rate = slice(0, vectors.layout.parameters), experiment.learning_rate_in(local_round)
-        uploaded = _uploaded(codec_of(experiment.tiers[-1].transfer.up), vectors.layout, row, out)
+        encoder = UploadEncoder.of(experiment, node, vectors.layout)
+        uploaded = _uploaded(encoder, row, out, local_round=local_round)
         received_D, trained_D, uploaded_D = (vectors.layout.floats(each)[columns] for each in (row, out, uploaded))
         by_sgd = experiment.training.by_sgd
         (weight,) = gradient_weights(np.array([steps]), experiment.training, rate) if by_sgd else (np.nan,)
@@ -196,13 +208,10 @@ def finish(
             vectors.write(out, found)
 
 
-def _uploaded(codec: Codec, layout: ModelLayout, row: Row, out: Row) -> Row:
+def _uploaded(encoder: UploadEncoder, row: Row, out: Row, *, local_round: int) -> Row:
     """Return the model in `out` as the parent decodes it."""
-    if codec.exact:
-        return out
-    received, trained, found = row[: layout.row_bytes], out[: layout.row_bytes], layout.empty()
+    received, trained = row[: encoder.layout.row_bytes], out[: encoder.layout.row_bytes]
     try:
-        decode_row(codec, layout, codec.encode(layout, trained, reference=received), found, received)
+        return encoder.decoded(trained, received=received, task=local_round)
     except RefusedModel:
         return out  # it diverged: the parent refuses it, and what is kept of this training is not used
-    return found

@@ -218,7 +218,14 @@ class _Shared:
             self._vectors.end(how.row, order.out)
             local_round = order.local_round
             finish(
-                self._experiment, self._vectors, local, order.row, order.out, steps=how.steps, local_round=local_round
+                self._experiment,
+                self._vectors,
+                local,
+                order.row,
+                order.out,
+                node=device.node,
+                steps=how.steps,
+                local_round=local_round,
             )
             costs = (how.train_s, how.wall_s - how.train_s)
             done(LocalResult(load.samples, how.loss, how.steps, *costs, TrainingPath.VMAPPED, how.wall_s))

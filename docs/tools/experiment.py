@@ -14,6 +14,7 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from common.experiment.codecs import CODECS, CodecSettings, FormSettings
 from common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
 from common.experiment.short_form import ShortForm
 from common.experiment.tiers import Tier
@@ -30,6 +31,8 @@ from common.experiment.training import (
 )
 from common.methods.selection import OwnSelection
 from common.methods.single_model import OwnRule
+from common.model.delta_codecs import OwnCodec
+from common.model.table import CODECS as OF_CHANGES
 
 INTRO: Final = """\
 # The experiment
@@ -76,6 +79,8 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "tiers.link.trace": "[Links](links.md#traces) has an example.",
     "tiers": "[Operations](operations.md#layers) shows labs with and without institutions.",
     "transfer.wan": "[Links](links.md#codecs) compares the codecs.",
+    "tiers.transfer.up": "One of the codecs below, selected by `name`. `feedback` and what is left out are explained in"
+    " [links](links.md#error-feedback).",
     "hardware": "[Devices](devices.md#emulated-hardware) explains the emulation.",
 }
 SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
@@ -84,6 +89,11 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     OptimizerTable: OPTIMIZERS,
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
     AugmentationTable: {**AUGMENTATIONS, "package.module:Name": OwnAugmentation},
+    CodecSettings: {
+        "[delta+]FORM[+zstd]": FormSettings,
+        **{name: CODECS[name] for name in OF_CHANGES},
+        "package.module:Name": OwnCodec,
+    },
     TrainerTable: {**TRAINERS, "package.module:Name": OwnTrainer},
 }
 ORDER: Final = (

@@ -295,7 +295,7 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, repor
             moment = time.monotonic()
             np.copyto(out, row)
             reported.send((moment, _digest(row)))
-            return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def serve() -> None:
             await _introduced(endpoint, meter)

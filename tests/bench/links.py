@@ -221,7 +221,7 @@ def run_child(host: str, setting: Setting, reported: Connection) -> None:
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row = await model.whole()
             np.negative(layout.floats(row), out=layout.floats(out))  # plus one would be the next model: it has it
-            return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
             await endpoint.farewell((), timeout_s=20)

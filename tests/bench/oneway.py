@@ -163,7 +163,7 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             tensors = layout.views(await model.whole())
             arrivals.put(time.monotonic() if len(tensors) == TENSORS else 0.0)
-            return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
             await endpoint.farewell((), timeout_s=2)

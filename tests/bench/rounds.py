@@ -186,7 +186,7 @@ async def _device(address: BrokerAddress, name: str, model_bytes: int) -> None:
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = await model.whole()
         await asyncio.to_thread(np.add, layout.floats(row), np.float32(noise), out=layout.floats(out))
-        return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
+        return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)

@@ -172,7 +172,7 @@ async def _receiver(
         row = await model.whole()
         arrivals.put((name, time.monotonic()))
         await asyncio.to_thread(np.copyto, out, row)
-        return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
+        return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)

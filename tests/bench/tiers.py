@@ -120,7 +120,7 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
             played = await down.round(
                 Dispatch(task.key.global_round, 0, models=models, epochs=epochs, closing=Closing())
             )
-            return WorkResult(played.uploads.rows_K[0], 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(played.uploads.rows_K[0].data, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
             await down.farewells(timeout_s=5)
@@ -160,7 +160,7 @@ async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[
         row = await model.whole()
         arrivals.put(time.monotonic())
         await asyncio.to_thread(np.copyto, out, row)
-        return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
+        return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)

@@ -19,7 +19,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.experiment.links import PLAIN, Codecs, LinkSettings
+from common.experiment.codecs import PLAIN, Codecs
+from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
 from common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row, Section
@@ -175,7 +176,8 @@ def serving(
         report(Phase.TRAINING, 0, 1)
         await before()
         layout.floats(out)[:] = changed(layout, row, place)
-        return WorkResult(out, 1 + place, 0.5, task.epochs, 1, 0.0, 0.0)
+        blob = child.models.sent.encode(layout, out, reference=row)
+        return WorkResult(blob, 1 + place, 0.5, task.epochs, 1, 0.0, 0.0)
 
     return living(site, child, work=child.serve(LinkLayouts.plain(layout), work))
 
@@ -196,7 +198,8 @@ def ending_with(site: Site, child: ChildEndpoint, layout: ModelLayout, value: fl
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         out[:] = await model.whole()
         layout.floats(out)[-1] = value
-        return WorkResult(out, 1, 0.5, task.epochs, 1, 0.0, 0.0)
+        blob = child.models.sent.encode(layout, out, reference=model.row)
+        return WorkResult(blob, 1, 0.5, task.epochs, 1, 0.0, 0.0)
 
     return living(site, child, work=child.serve(LinkLayouts.plain(layout), work))
 
@@ -234,7 +237,9 @@ class Middle:
 
     async def _work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
         played = await play(self.down, model)
-        return WorkResult(np.array(played.uploads.rows_K[0]), 1, 0.5, 1, 1, 0.0, 0.0)
+        row = np.array(played.uploads.rows_K[0])
+        blob = self.up.models.sent.encode(self._layout, row, reference=model.row)
+        return WorkResult(blob, 1, 0.5, 1, 1, 0.0, 0.0)
 
 
 def play(

@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import Any, Final
 
 from common.errors import InvalidExperiment
+from common.experiment.codecs import DOWN, UP
 from common.experiment.devices import Availability
-from common.experiment.links import DOWN, UP
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import participants
@@ -63,6 +63,14 @@ RULES: Final[tuple[Mapping[str, Any], ...]] = (
     *({"name": "trimmed_mean", "trim": 0.0},) * 2,  # for any number of children, as the next one
     {"name": "krum", "wrong": 0},
 )
+CHANGES: Final[tuple[Mapping[str, Any], ...]] = (  # codecs of changes
+    {"name": "topk", "share": 0.05},
+    {"name": "topk", "share": 0.3},
+    {"name": "sign"},
+    {"name": "qsgd", "bits": 3},
+    {"name": "qsgd", "bits": 6},
+)
+FEEDBACK: Final = 0.6  # share of the lossy codecs
 # Not `oort`: it depends on time, so a disturbed lab has another model than an undisturbed one.
 SELECTORS: Final[tuple[Mapping[str, Any], ...]] = ({"name": "round_robin"}, {"name": "power_of_choice"})
 
@@ -369,10 +377,13 @@ def _closing(rng: random.Random, children: int, seconds: float) -> dict[str, Any
     return {"rule": "quorum", "quorum": rng.randint(1, children), "deadline_s": rng.uniform(0.3, 1.5) * seconds}
 
 
-def _codecs(rng: random.Random) -> dict[str, str]:
-    if rng.random() < 0.6:
+def _codecs(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.5:
         return {}
-    return {"up": rng.choice(UP), "down": rng.choice(DOWN)}
+    up: dict[str, Any] = dict(rng.choice(CHANGES)) if rng.random() < 0.5 else {"name": rng.choice(UP)}
+    if rng.random() < FEEDBACK and "fp32" not in up["name"]:
+        up["feedback"] = True
+    return {"up": up, "down": rng.choice(DOWN)}
 
 
 def _links(rng: random.Random) -> dict[str, Any]:

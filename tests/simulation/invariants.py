@@ -272,9 +272,9 @@ def _is_fatal(fault: Fault) -> bool:
 
 
 def forgets(drawn: DrawnLab) -> bool:
-    """Return whether a restart may lose the state of an institution's rule or client selection, or of a device."""
-    devices = drawn.experiment.devices_remember
-    if not devices and not any(tier.remembers for tier in drawn.experiment.tiers[1:]):
+    """Return whether a restart may lose the state of an institution or of a device."""
+    experiment = drawn.experiment
+    if not any(experiment.remembers(node) for node in experiment.tree.nodes):
         return False
     return any(fault.restarts and fault.node != CLOUD and (not fault.keep or not drawn.spool) for fault in drawn.faults)
 

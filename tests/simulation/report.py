@@ -49,12 +49,17 @@ def describe(drawn: DrawnLab) -> str:
         f"  {each(lambda tier: tier.aggregation.name)}, closing {each(lambda tier: _closing(tier.closing))}, "
         f"participation {each(lambda tier: f'{tier.participation:g}')}, {experiment.cloud.epoch_control.name}",
         f"  model {drawn.model_bytes} B, inline {transfer.inline_bytes}, chunks {transfer.chunk_bytes}, idle "
-        f"{transfer.idle_s:g} s, keep-alive {transfer.keepalive_s} s, codecs {each(lambda tier: tier.transfer.up)}, "
+        f"{transfer.idle_s:g} s, keep-alive {transfer.keepalive_s} s, codecs {each(_codec)}, "
         f"{'files' if drawn.spool else 'no files'}, train {drawn.durations.train_s:g} s",
         *_absences(experiment),
         *(f"  [{place}] {fault}" for place, fault in enumerate(drawn.faults)),
     ]
     return "\n".join(lines)
+
+
+def _codec(tier: Tier) -> str:
+    up = tier.transfer.up
+    return up.name + " with feedback" * up.feedback
 
 
 def _absences(experiment: Experiment) -> list[str]:
