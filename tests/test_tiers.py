@@ -162,7 +162,7 @@ def test_a_tier_that_is_not_there_cannot_be_set(tmp_path: Path) -> None:
         ({"topology": {"institutions": 0}, "links": {"lan": "lte"}}, ("links.lan.up_mbit", "no institution")),
         (
             {"topology": {"institutions": 0}, "transfer": {"lan": {"up": "fp16"}}},
-            ("transfer.lan.up", "Remove"),
+            ("transfer.lan.up.name", "Remove"),
         ),
         ({"topology": {"institutions": 0}, "data": {"partition": "institution_shards"}}, ("data.partition",)),
         ({"topology": {"institutions": 0, "devices": ["d"], "members": {"a": ["d"]}}}, ("topology.members.a",)),
@@ -195,7 +195,7 @@ def test_a_tier_that_is_not_there_cannot_be_set(tmp_path: Path) -> None:
         ({"tiers": [{"name": "a", "members": {"cloud": ["d", "d"]}}]}, ("tiers", "share this name")),
         ({"tiers": [{"name": "a", "members": {"cloud": ["all"]}}]}, ("tiers", "reserved")),
         ({"tiers": [{"name": "a", "link": "lt"}]}, ("tiers.a.link", "Did you mean 'lte'?")),
-        ({"tiers": [{"name": "a", "transfer": {"up": "fp3"}}]}, ("tiers.a.transfer.up", "no such codec")),
+        ({"tiers": [{"name": "a", "transfer": {"up": "fp3"}}]}, ("tiers.a.transfer.up.name", "no codec has this name")),
         ({"tiers": [{"name": "a", "participation": 0.0}]}, ("tiers.a.participation", "selects no clients")),
         ({"tiers": [{"name": "a", "closing": {"rule": "quorum"}}]}, ("tiers.a.closing.quorum",)),
     ],
