@@ -46,9 +46,10 @@ from common.protocol.messages import (
 from common.text import json_text
 from deploy.brokers import broker
 from deploy.watching import formatting
+from deploy.watching import runs as watched_runs
 from deploy.watching.follower import Follower
 from deploy.watching.lab import GOODBYE_S, SILENT_S, WARN_S, Event, Node, WatchedLab
-from deploy.watching.runs import HELD_MOST, SETTLE_S, Runs
+from deploy.watching.runs import NAMES_COST, SETTLE_S, Runs
 from deploy.watching.screens import look
 from deploy.watching.view import View
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
@@ -543,14 +544,23 @@ def test_the_runs_of_another_lab_are_not_watched() -> None:
     assert runs.choose(99.0) is None and runs.names() == [] and runs.ignored == 2
 
 
-def test_what_is_kept_of_announcements_is_bounded() -> None:
-    runs, text = Runs(None), "x" * 3_900_000
+def test_what_is_kept_of_announcements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, text = 16_000, "x" * 900
+    monkeypatch.setattr(watched_runs, "HELD_MOST", most)
+    runs = Runs(None)
     for run in range(20):
         announce(runs, f"r-{run}", text=text)
-    assert len(runs.names()) == HELD_MOST // len(text) and runs.ignored == 20 - len(runs.names())
+    assert len(runs.names()) == most // (NAMES_COST + len(text)) and runs.ignored == 20 - len(runs.names())
     announce(runs, "r-0", text="y")  # one that is said again replaces itself
-    announce(runs, "r-20", text="z" * 3_000_000)
-    assert "r-20" in runs.names()
+    rest = most - 13 * (NAMES_COST + len(text)) - (NAMES_COST + 1)
+    announce(runs, "r-20", text="z" * (rest - NAMES_COST + 1))
+    assert "r-20" not in runs.names()
+    announce(runs, "r-20", text="z" * (rest - NAMES_COST))
+    assert "r-20" in runs.names()  # to the last character
+    for run in (*range(20), 20):
+        runs.receive(topics.SpecTopic(LAB, f"r-{run}", "cloud"), b"", 0.0)
+    announce(runs, "r-21", text="z" * (most - NAMES_COST))
+    assert runs.names() == ["r-21"]
 
 
 # The picture
