@@ -26,7 +26,7 @@ from cloud.results import RunFolder
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.protocol.messages import Manifest
-from tests.helpers.examples import PROFILE
+from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.records import a_global_round
 
 sys.dont_write_bytecode = False  # each process of tests imports all of them: compiling is half of that
@@ -34,8 +34,8 @@ sys.dont_write_bytecode = False  # each process of tests imports all of them: co
 SAME: Final = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )  # on every run
-settings.register_profile("quick", SAME, max_examples=20)
-settings.register_profile("thorough", SAME, max_examples=200)
+for _profile, _count in DRAWN.items():
+    settings.register_profile(_profile, SAME, max_examples=_count)
 settings.load_profile(PROFILE)
 
 LONG: Final = ("faults", "staying", "seeds", "lab", "prometheus", "report", "scenarios", "direct", "pool", "sweep")

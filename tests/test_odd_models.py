@@ -16,7 +16,7 @@ from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.learning.evaluation import ModelTester
-from common.model.layout import Row
+from common.model.layout import ModelLayout, Row
 from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
 from tests.helpers import odd_models
@@ -127,12 +127,22 @@ def plain(text: str, node: str, epochs: int) -> tuple[Row, int]:
     return plain_training(lab, node, first_model(lab), epochs=epochs, local_round=ROUND, joins=joins)
 
 
-def trained(lab: schema.Experiment, *, epochs: int = 2) -> list[tuple[Row, LocalResult]]:
+def trained(lab: schema.Experiment) -> list[tuple[Row, LocalResult]]:
     """Train two devices of one process, one after another or vmapped, from the first model."""
+    return rounds_of(lab, 1)[0]
+
+
+def rounds_of(lab: schema.Experiment, count: int, *, epochs: int = 2) -> list[list[tuple[Row, LocalResult]]]:
+    """Train two devices of one process as often from the first model."""
     trainers = Trainers()
     devices = [HostedDevice(lab, lab.digest, node) for node in DEVICES]
     layouts = [trainers.prepare(device, "cpu").layout for device in devices]
-    first = first_model(lab)
+    return [_round(trainers, devices, layouts, first_model(lab), epochs) for _ in range(count)]
+
+
+def _round(
+    trainers: Trainers, devices: list[HostedDevice], layouts: list[ModelLayout], first: Row, epochs: int
+) -> list[tuple[Row, LocalResult]]:
     outs = [layout.empty() for layout in layouts]
     ended: dict[int, Ending] = {}
     orders = [Order(first, out, epochs, ROUND, lambda *_: None, threading.Event()) for out in outs]
@@ -158,9 +168,8 @@ def check(lab: schema.Experiment, found: list[tuple[Row, LocalResult]], *, epoch
 @pytest.mark.parametrize("name", TRAINED)
 def test_it_trains_as_a_plain_loop_on_each_device_of_a_process(name: str) -> None:
     lab = experiment(name)
-    found = trained(lab)
+    found, again = rounds_of(lab, 2)
     check(lab, found, within=3e-5)
-    again = trained(lab)
     assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True))
 
 
