@@ -204,6 +204,21 @@ def test_a_labs_plans_report_what_the_refinement_did(name: str, tier: str, tmp_p
     assert tensors(null) == tensors(run(lab("fedavg", tier), tmp_path / "plain")) != tensors(folder)
 
 
+@pytest.mark.parametrize(("name", "batches"), [("feddf", 60), ("fedbe", 0), ("fedlaw", 0)])
+def test_each_batch_of_a_refinement_is_progress(name: str, batches: int) -> None:
+    experiment = parse(lab(name, **({"steps": batches} if batches else {})))
+    counts: list[int] = []
+    refiner = NodeRefiner(
+        experiment, "institution-0", partition=split_of(experiment).digest, watch=lambda: counts.append(refiner.moves)
+    )
+    assert refiner.layout is not None
+    rows = [refiner.layout.empty() for _ in range(4)]
+    for seed, row in enumerate(rows):
+        refiner.layout.floats(row)[:] = np.random.default_rng(seed).normal(0, 0.1, refiner.layout.columns)
+    facts = refiner.refine(RoundModels(0, refiner.layout, rows[0], rows[1], rows[2:], np.full(2, 0.5)))
+    assert counts == list(range(1, refiner.moves + 1)) and len(counts) > facts["steps"] > 0
+
+
 def test_another_split_than_the_clouds_is_refused() -> None:
     experiment = parse(lab("feddf"))
     with pytest.raises(Exception, match=r"institution-0 splits the data differently than the cloud: digest"):
