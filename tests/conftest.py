@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -118,6 +118,14 @@ class Forge:
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep data sets that a test stores, its processes' too, out of the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unsynced() -> Iterator[None]:
+    """Leave it to the kernel when it writes files: a run waits 40 times for a disk, and no test has a power loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
 
 
 @pytest.fixture(scope="session")
