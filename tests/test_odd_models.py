@@ -20,6 +20,7 @@ from common.model.layout import ModelLayout, Row
 from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
 from tests.helpers import odd_models
+from tests.helpers.examples import slow
 from tests.helpers.plain import first_model, plain_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
@@ -82,6 +83,11 @@ TRAINED = {
     "Volume": "",
     "FixedAttribute": "in float64",
 }
+KINDS = (  # of each kind of oddness one or two; the rest is slow
+    "Net", "LinearOfItsOwn", "LSTMOfItsOwn", "Rebound", "StepCounter", "LateCounter", "closure", "Remembers",
+    "ScaledByHook", "BackwardHook", "HookInside", "FrozenPart", "PythonNoise", "TorchNoise", "InPlaceDropout", "Viewed",
+    "Normed", "Squeezes", "CentresTheBatch", "scripted", "Tied", "Scale", "counter", "Lazy", "Volume", "FixedAttribute",
+)  # fmt: skip
 REFUSED = {
     "AllFrozen": "it has no parameter that is trained",
     "SystemNoise": "the same training twice gives other models",
@@ -165,7 +171,7 @@ def check(lab: schema.Experiment, found: list[tuple[Row, LocalResult]], *, epoch
         assert np.array_equal(layout.integers(out), layout.integers(wanted))
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", slow(TRAINED, but=KINDS))
 def test_it_trains_as_a_plain_loop_on_each_device_of_a_process(name: str) -> None:
     lab = experiment(name)
     found, again = rounds_of(lab, 2)
@@ -173,7 +179,7 @@ def test_it_trains_as_a_plain_loop_on_each_device_of_a_process(name: str) -> Non
     assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True))
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", slow(TRAINED, but=KINDS))
 def test_vmapped_it_trains_as_a_plain_loop_or_is_trained_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = experiment(name)
     monkeypatch.setenv(VARIABLE, "always")

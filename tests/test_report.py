@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from io import BytesIO
@@ -447,7 +447,8 @@ def test_points_bands_and_targets_are_where_the_axes_say(paper: bool) -> None:
     (whole,) = (points for kind, points in lines.items() if kind.startswith("stroke-s0") and "thin" not in kind)
     (thin,) = (points for kind, points in lines.items() if kind.endswith(" thin"))
     (band,) = (points for kind, points in lines.items() if kind.startswith("band"))
-    above, below = ([(at, level + way * d) for (at, level), d in zip(points, deviations, strict=True)] for way in (1, -1))
+    spread = [*zip(points, deviations, strict=True)]
+    above, below = ([(at, level + way * d) for (at, level), d in spread] for way in (1, -1))
     assert np.array(whole) == placed(points) and np.array(thin) == placed([(1.0, 2.0), (9.0, 4.0)])
     assert np.array(band) == placed([*above, *reversed(below)])
     assert np.array(lines["target"]) == placed([(0.0, 2.5), (10.0, 2.5)])
