@@ -167,6 +167,7 @@ def test_options_that_exclude_each_other(tmp_path: Path, words: list[str], probl
     assert refused.exit_code == 2 and problem in " ".join(refused.stderr.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_labs_on_this_machine_are_runs_of_a_sweep(tmp_path: Path) -> None:
     file = sweep_file(tmp_path, {"experiment": {"rounds": 2}})
     words = ["--only", "method=FedAvg", "--seeds", "1", "--runs", tmp_path, "--format", "json"]
