@@ -16,7 +16,7 @@ PYTEST := .venv/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
 # Processes of tests: more than cores, as labs wait; few, as each imports torch.
 test: $(INSTALLED) broker ## run the tests
-	$(PYTEST) -n 4
+	$(PYTEST) -n 3
 
 SINCE ?= main
 test-fast: $(INSTALLED) broker ## run the quick tests of what has changed since SINCE=COMMIT, main

@@ -38,7 +38,10 @@ for _profile, _count in DRAWN.items():
     settings.register_profile(_profile, SAME, max_examples=_count)
 settings.load_profile(PROFILE)
 
-LONG: Final = ("faults", "staying", "seeds", "lab", "prometheus", "report", "scenarios", "direct", "pool", "sweep")
+LONG: Final = (  # most CPU seconds first
+    "sweep", "faults", "odd_models", "parts", "device_scores", "staying", "control_variates", "seeds", "report",
+    "trainers", "vmapped", "lab", "direct", "pool", "recording",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
