@@ -81,7 +81,6 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "lab status": [(NOWHERE, 3, "Is it running there, and are the login and --broker right?")],
     "links apply": [("wan-50mbit --to 127.0.0.1", 4, "Name the host at the link's other end.")],
     "links clear": [("", 0, "")],
-    "links measure": [("wan-50mbit --to 127.0.0.1:1", 3, "")],
 }
 MINE: Final = """
 from common.methods.column_rule import ColumnRule

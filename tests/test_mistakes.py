@@ -69,7 +69,6 @@ USE = [
     ("run demo --plan --direct", "--plan: valid only for a new lab of processes."),
     ("run demo --lab 'a b'", "--lab: 'a b' is not a lab name."),
     ("run demo --resume x", "a resumed run keeps its experiment"),
-    ("links measure", "--to: give one of --to and --listen."),
 ]
 EXPERIMENT = [
     ("run nofile.toml", "experiment = 'nofile.toml': No such file"),

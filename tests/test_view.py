@@ -6,12 +6,14 @@ import asyncio
 import csv
 import io
 import json
+import os
 import queue
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import aiomqtt
 import pytest
@@ -47,7 +49,7 @@ from deploy.watching import showing
 from deploy.watching.formatting import missing, sparkline, traffic
 from deploy.watching.lab import WatchedLab
 from deploy.watching.rows import HiddenNodes, rows_of
-from deploy.watching.showing import CloudLog, LiveView, show
+from deploy.watching.showing import CloudLog, EventLines, LiveView, show
 from deploy.watching.view import View
 from tests.helpers.commands import PATIENCE_S
 from tests.helpers.status import child, record
@@ -383,6 +385,38 @@ def test_a_finished_run_is_reported_with_a_command_that_finds_it(
         done = capsys.readouterr()
         assert done.err.endswith("" if form else f"report it with: fedstrata report {named}\n")
         assert ("report it" in done.err) is not bool(form)
+
+
+@contextmanager
+def standard_output(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    """Let standard output be a pipe; yield its other end."""
+    read, write = os.pipe()
+    with os.fdopen(read) as reader, os.fdopen(write, "w") as writer:
+        monkeypatch.setattr("sys.stdout", writer)
+        with suppress(BrokenPipeError):
+            yield reader
+            writer.close()
+
+
+def test_a_reader_that_stops_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = "x" * 50_000  # a pipe has room for one
+    with standard_output(monkeypatch) as reader, EventLines().writing() as lines:
+        for i in range(20):
+            lines.write("status", {"i": i, "large": large})
+            lines.write("global_round", {"i": i, "large": large})
+        found: list[dict[str, Any]] = []
+        while len(found) < 20 or found[-1]["i"] < 19 or found[-1]["event"] != "global_round":
+            found.append(json.loads(reader.readline()))
+    status = [each["i"] for each in found if each["event"] == "status"]
+    assert [each["i"] for each in found if each["event"] == "global_round"] == list(range(20))
+    assert status[-1] == 19 and len(status) <= 3, "those that waited are replaced by the last one"
+
+
+def test_the_run_ends_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    with standard_output(monkeypatch) as reader:
+        reader.close()
+        with pytest.raises(BrokenPipeError), EventLines().writing() as lines:
+            lines.write("run", {})
 
 
 def test_json_lines_are_the_events(capsys: pytest.CaptureFixture[str]) -> None:

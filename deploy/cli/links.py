@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Annotated, Final
 
 import typer
 
-from common.errors import InvalidExperiment, RunFailed
+from common.errors import InvalidExperiment
 from common.text import json_text
 from deploy.console import logs
 from deploy.console.options import Output
 from deploy.console.reporting import reporting
 from deploy.console.tabular import Column, Table
 
-app = typer.Typer(help="Links between hosts: shape this host's, and measure.", no_args_is_help=True)
+app = typer.Typer(help="Links between hosts: shape this host's.", no_args_is_help=True)
 
-PORT: Final = 7883  # of the listener
 LEAST: Final = 0.001  # Mbit/s
 MOST: Final = 100_000.0  # whose queue is the largest that tc can set
 APPLIED: Final = (
@@ -26,12 +24,6 @@ APPLIED: Final = (
     Column("down", "Mbit/s", digits=3),
     Column("delay", "ms", digits=2),
     Column("to", text=True),
-)
-MEASURED: Final = (
-    Column("", text=True),
-    Column("measured", digits=3),
-    Column("declared", digits=3),
-    Column("difference", "%"),
 )
 
 ProfileArgument = Annotated[
@@ -68,12 +60,11 @@ def apply(
     """
     from deploy.links import interface
     from deploy.links.kernel import addresses_of, interface_to
-    from deploy.links.measurement import link_of
 
     if not to and device is None:
         raise typer.BadParameter("name the broker by --to, or an interface by --device", param_hint="--to")
     with reporting():
-        link = link_of(profile, up_mbit=up, down_mbit=down, delay_ms=delay)
+        link = interface.link_of(profile, up_mbit=up, down_mbit=down, delay_ms=delay)
         peers = {host: addresses_of(host) for host in to or ()}
         leads = {host: interface_to(host, addresses) for host, addresses in peers.items()}
         chosen = device or next(iter(leads.values()))
@@ -102,69 +93,6 @@ def clear(
             typer.echo(name)
         if not cleared:
             logs.write_line("no interface was shaped by fedstrata")
-
-
-@app.command()
-def measure(
-    profile: ProfileArgument = None,
-    to: Annotated[
-        str | None, typer.Option(help=f"The listener, host[:port]. Its port is {PORT}.", show_default=False)
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(help="Serve measurements at an address of this host, host[:port].", show_default=False),
-    ] = None,
-    up: Up = None,
-    down: Down = None,
-    delay: Delay = None,
-    seconds: Annotated[int, typer.Option(min=1, max=60, help="Seconds in each direction.")] = 3,
-    tolerance: Annotated[
-        float, typer.Option(min=0.001, max=1.0, help="Share by which a measured number may differ.")
-    ] = 0.1,
-    output: Output = "table",
-) -> None:
-    """Measure the rates and the round-trip time between two hosts, over TCP and without a broker.
-
-    Start `fedstrata links measure --listen 0.0.0.0` on the other host first. With a profile, or numbers, they are
-    compared. Exit code 1: one differs by more than --tolerance.
-    """
-    if (to is None) == (listen is None):
-        raise typer.BadParameter("give one of --to and --listen", param_hint="--to")
-    with reporting():
-        if listen is not None:
-            _listen(listen)
-        elif to is not None:
-            from deploy.links.measurement import compare, link_of
-            from deploy.links.measurement import measure as measured_to
-
-            link = link_of(profile, up_mbit=up, down_mbit=down, delay_ms=delay)
-            logs.write_line(f"measures the way to {to} and back, {seconds} s each")
-            compared = compare(measured_to(*_address("--to", to), seconds=seconds), link, tolerance)
-            cells = [[one.name, one.measured, one.declared, one.difference] for one in compared]
-            _write(Table("measured", to, MEASURED, cells), map(asdict, compared), output)
-            off = [one for one in compared if not one.agrees]
-            if off:
-                texts = (f"{one.name} = {one.measured:.4g}, declared {one.declared:g}" for one in off)
-                raise RunFailed(f"the link differs by more than {100 * tolerance:g} %: {'; '.join(texts)}")
-
-
-def _listen(text: str) -> None:
-    from common.net.address import host_port
-    from deploy.links.measurement import listen, serve
-
-    with listen(*_address("--listen", text)) as listening:
-        host, port, *_ = listening.getsockname()
-        logs.write_line(f"measurements are served on {host_port(host, port)}")
-        serve(listening)
-
-
-def _address(option: str, text: str) -> tuple[str, int]:
-    from common.net.address import parse_host
-
-    try:
-        return parse_host(text, port=PORT)
-    except ValueError as error:
-        raise InvalidExperiment(option, text, str(error), "Write host or host:port.") from None
 
 
 def _write(table: Table, rows: Iterable[Mapping[str, object]], output: Output) -> None:

@@ -16,8 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from common.errors import InvalidExperiment
-from common.experiment.links import Profile
+from common.experiment.links import LinkSettings, Profile, shipped
+from common.experiment.messages import explain
+from common.experiment.tables import named
 from deploy.links.kernel import (
     FRAME_BYTES,
     LOOPBACK,
@@ -50,6 +54,19 @@ class Interface:
     def block(self, way: str) -> str:
         """Return the name of the ifb device that shapes a direction, up or down."""
         return f"fs-{way}-{self.index}"
+
+
+def link_of(
+    profile: str | None, *, up_mbit: float | None, down_mbit: float | None, delay_ms: float | None
+) -> LinkSettings:
+    """Return a profile's link with the given numbers in place of its own. Raises InvalidExperiment."""
+    given = {"profile": profile, "up_mbit": up_mbit, "down_mbit": down_mbit, "delay_ms": delay_ms}
+    try:
+        return LinkSettings.model_validate(
+            named("PROFILE", {key: value for key, value in given.items() if value is not None}, shipped())
+        )
+    except ValidationError as error:
+        raise explain(error, LinkSettings) from None
 
 
 def apply(name: str, link: Profile, peers: Collection[IpAddress] = ()) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 DRAWS_PER_S: Final = 2.0
 NODES_PER_S: Final = 1000  # drawn, at most, so that a large lab's view takes some 1 % of a core
 CONNECT_S: Final = 5 * HEARTBEAT_S
+STATUS: Final = "status"  # the event that has a record of all below, not a change
 
 
 @contextmanager
@@ -57,7 +58,8 @@ def show(
     status of the other parents, and so shows each device. `clock`: of a run in virtual time, in seconds.
     """
     if json_lines:
-        yield lambda event, facts: print(json_text({"event": event, **facts}), flush=True)
+        with EventLines().writing() as lines:
+            yield lines.write
         return
     errors = Console(stderr=True)
     log = CloudLog(experiment, broker)
@@ -76,6 +78,59 @@ def show(
         print(summary({**log.run, **log.finished}, label=experiment.score.label), flush=True)
         if shows_activity():
             write_line(f"report it with: fedstrata report {_name(Path(str(log.run['folder'])))}")
+
+
+class EventLines:
+    """Events as lines of JSON on standard output, written by a thread: a reader that stops does not stop the run.
+
+    Of several status records that wait for the reader the last one is written.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[str, str]] = deque()
+        self._changed = threading.Condition()
+        self._over = False
+        self._error: Exception | None = None
+
+    def write(self, event: str, facts: Mapping[str, object]) -> None:
+        """Let an event be written. Raises what an earlier one has met: nobody reads any more, or the disk is full."""
+        line = event, json_text({"event": event, **facts})
+        with self._changed:
+            self._check()
+            if event == STATUS:
+                self._waiting = deque(each for each in self._waiting if each[0] != STATUS)
+            self._waiting.append(line)
+            self._changed.notify()
+
+    @contextmanager
+    def writing(self) -> Iterator[EventLines]:
+        """Write inside the `with` block; at its end wait until the reader has all."""
+        writer = threading.Thread(target=self._write, name="events", daemon=True)
+        writer.start()
+        try:
+            yield self
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify()
+            writer.join()
+        self._check()
+
+    def _write(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._over)
+                    if not self._waiting:
+                        return
+                    _, line = self._waiting.popleft()
+                print(line, flush=True)
+        except (FedstrataError, OSError) as error:
+            self._error = error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class CloudLog:

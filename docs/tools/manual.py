@@ -34,7 +34,6 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "institution": "fedstrata institution --name institution-0 --broker 10.0.0.1 --child-broker localhost",
     "links apply": "sudo fedstrata links apply wan-50mbit --to 10.0.0.1",
     "links clear": "sudo fedstrata links clear",
-    "links measure": "fedstrata links measure wan-50mbit --to 10.0.0.1",
     "lab status": "fedstrata lab status --broker 10.0.0.1",
     "check": "fedstrata check mine:Rule --set beta=0.9",
     "doctor": "fedstrata doctor --lab rack.toml",

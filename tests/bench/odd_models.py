@@ -83,20 +83,24 @@ def ended(command: list[str], refusal: str | None) -> tuple[int, str, str]:
 
     A cloud waits for devices that refuse a model, and names why: that line, which `refusal` matches, counts as exit 4.
     """
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    late = threading.Timer(PATIENCE_S, process.kill)
-    late.start()
     line = ""
-    try:
-        with process:
-            assert process.stdout is not None and process.stderr is not None
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        late = threading.Timer(PATIENCE_S, process.kill)
+        late.start()
+        assert process.stderr is not None
+        try:
             for line in map(str.strip, process.stderr):
                 if refusal is not None and "waits for its children" in line and re.search(refusal, line):
                     process.kill()
                     return InvalidExperiment.exit_code, "", line
-            return process.wait(), process.stdout.read(), line
-    finally:
-        late.cancel()
+            code = process.wait()
+            output.seek(0)
+            return code, output.read(), line
+        finally:
+            late.cancel()
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ LINKS: Final = [
     Panel(
         "TCP retransmissions", [('fedstrata:retransmitted:ratio_rate1m{run="$run"}', "{{node}} ({{peer}})")],
         "Retransmitted share of the bytes that each node sent, over a minute.",
-        "More than a few per cent: losses by Wi-Fi or a full queue. Measure the path with `fedstrata links measure`.",
+        "More than a few per cent: losses by Wi-Fi or a full queue. Measure the path with iperf3.",
         SHARE,
     ),
     Panel(
