@@ -42,6 +42,7 @@ from device.pool.trainers import Trainers
 from device.training import batches
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, table
+from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.steps import batches_of
@@ -68,12 +69,6 @@ def experiment(model: Mapping[str, Any], **changes: Any) -> Experiment:
     """Return a lab with a model; with personal parts devices score."""
     scored = {"evaluation": {"at": "devices"}} if "personal" in model else {}
     return parse({**LAB, "model": model, **scored, **changes})
-
-
-def run_direct(root: Path, lab: Experiment) -> Path:
-    folder = RunFolder.create(root, lab, direct=True)
-    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    return folder.path
 
 
 def plain(lab: Experiment, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from paho.mqtt import client as mqtt
@@ -34,6 +33,7 @@ from device.training.trainer import Trainer
 from institution.agent import InstitutionAgent
 from tests.helpers.commands import PATIENCE_S
 from tests.helpers.roles import SMALL, Role, device, lab_of, until
+from tests.helpers.sites import real
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +79,6 @@ async def announcing(
         living.exception()
 
 
-def scenario(play: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine, at most `PATIENCE_S`."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await play
-
-    asyncio.run(bounded())
-
-
 async def true(condition: Callable[[], object]) -> None:
     """Wait until something has come true."""
     while not condition():  # noqa: ASYNC110 - nothing reports us
@@ -119,7 +109,7 @@ def test_a_device_of_another_institution_ends_with_4_and_disturbs_nobody(
             assert word in str(reported.value)
         assert name not in said
 
-    scenario(run())
+    real(run())
 
 
 @contextmanager
@@ -155,7 +145,7 @@ def test_an_institution_that_the_experiment_does_not_know_ends_with_4(address: B
                 await agent.run()
         assert reported.value.exit_code == 4
 
-    scenario(run())
+    real(run())
 
 
 def test_a_device_that_waits_in_vain_names_for_whom_and_who_is_there(
@@ -174,7 +164,7 @@ def test_a_device_that_waits_in_vain_names_for_whom_and_who_is_there(
             assert word in said
 
     monkeypatch.setattr(discovery, "COMPLAIN_S", 0.2)
-    scenario(run())
+    real(run())
 
 
 @pytest.mark.parametrize("closing", [Closing(), Closing(rule="quorum", quorum=1, deadline_s=600.0)])
@@ -207,7 +197,7 @@ def test_a_device_without_its_data_ends_alone_and_the_lab_waits_and_names_it(
         await asyncio.wait(others)
 
     monkeypatch.setattr(Trainer, "prepare", prepare)
-    scenario(run())
+    real(run())
 
 
 def test_a_device_imports_no_model_that_its_host_did_not_allow(
@@ -228,7 +218,7 @@ def test_a_device_imports_no_model_that_its_host_did_not_allow(
             await asyncio.wait((gathering,))
         assert "announced" not in sys.modules
 
-    scenario(run())
+    real(run())
 
 
 def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) -> None:

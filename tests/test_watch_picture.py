@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import subprocess
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from deploy.watching.runs import NAMES_COST, SETTLE_S, Runs
 from deploy.watching.screens import look
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
 from tests.helpers.null_lab import MODEL_BYTES
+from tests.helpers.sites import real
 from tests.helpers.status import child, record
 from tests.helpers.watched import BODIES, LAB, RUN, Watched, drawn, experiment_of
 
@@ -330,14 +331,6 @@ class Seen:
             await self.changed.wait()
 
 
-def scenario(play: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await play
-
-    asyncio.run(bounded())
-
-
 async def keep(address: BrokerAddress, name: str, message: Message | None) -> None:
     """Leave a retained message of the cloud's, or clear it."""
     body = b"" if message is None else serialization.encode(message, "cloud-1")
@@ -367,7 +360,7 @@ def test_a_watch_survives_its_brokers_restart(tmp_path: Path) -> None:
             await following
         assert seen.events[-1] == ("end", {"state": "finished"})
 
-    scenario(run())
+    real(run())
 
 
 class Recording(Follower):
@@ -408,7 +401,7 @@ def test_a_watch_asks_for_the_status_and_receives_no_models(address: BrokerAddre
             await following
         assert {type(topic) for topic in watch.seen} == {topics.SpecTopic, topics.StateTopic, topics.StatusTopic}
 
-    scenario(run())
+    real(run())
 
 
 def test_a_login_that_may_not_read_learns_it() -> None:
@@ -428,7 +421,7 @@ def test_a_login_that_may_not_read_learns_it() -> None:
             with pytest.raises(ConnectionFailed, match=r"does not let login 'guest' read fs1/lab/\+/\+/spec"):
                 await follower(BrokerAddress("127.0.0.1", port, "guest", "x")).follow(Seen())
 
-    scenario(run())
+    real(run())
 
 
 def test_a_look_shows_the_present_state(
@@ -442,7 +435,7 @@ def test_a_look_shows_the_present_state(
         for json_lines in (False, True):
             await follower(address).look(partial(look, json_lines=json_lines, devices=None), timeout_s=PATIENCE_S)
 
-    scenario(run())
+    real(run())
     *picture, tree = capsys.readouterr().out.splitlines()
     assert picture[0] == "small  global round 0/10"
     assert any(line.split() == ["cloud", "ready?", "0/10", "0/2", "present"] for line in picture)
