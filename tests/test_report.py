@@ -647,6 +647,7 @@ def browse(page: Path, home: Path) -> tuple[str, str, list[str]]:
     return done.stdout, done.stderr, requests(log.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_a_browser_shows_it_without_an_error_or_a_request(tmp_path: Path, make_run: MakeRun) -> None:
     path = hostile(make_run(tmp_path, LAB))
