@@ -272,6 +272,7 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
                 assert one <= int(row["wire_bytes"]) - int(row["probe_bytes"] or 0) < one + 40_000
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_run(
     served: BrokerProcess, tmp_path: Path
 ) -> None:

@@ -463,6 +463,7 @@ def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_
 
 
 @pytest.mark.timeout(300)  # its devices are started twice
+@pytest.mark.slow
 def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_path: Path) -> None:
     """Its devices are killed in the second global round, and started again."""
     slow = "hardware.default.overhead_s=1.5"  # a global round: else a record every second may miss some
