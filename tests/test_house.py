@@ -90,6 +90,6 @@ def test_an_experiment_is_read_without_numpy() -> None:
 
 def test_a_change_touches_the_tests_that_import_it_and_those_of_the_house() -> None:
     house = {"tests/test_house.py", "tests/test_words.py"}
-    found = {*touched(["common/net/stream.py"])}
+    found = {*touched(["common/net/bulk.py"])}
     assert found >= {"tests/test_packets.py", *house} and not found & {"tests/test_docs.py", "tests/test_mixing.py"}
     assert {*touched(["docs/own.md", "tests/test_own.py"])} == {"tests/test_docs.py", "tests/test_own.py", *house}

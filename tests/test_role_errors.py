@@ -1,4 +1,4 @@
-"""One role on a real broker that is told something wrong, or whose broker is away."""
+"""One role on a real broker that gets the wrong experiment, parent or data, or whose broker is away."""
 
 from __future__ import annotations
 

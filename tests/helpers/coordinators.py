@@ -1,4 +1,4 @@
-"""Coordinators and participants by hand, and what they are told."""
+"""Coordinators and participants by hand, and their messages."""
 
 from __future__ import annotations
 
