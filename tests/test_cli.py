@@ -302,3 +302,16 @@ def test_large_libraries_are_not_imported() -> None:
     loaded = set(json.loads(done.stdout))
     assert modules <= loaded
     assert not loaded & {"torch", "torchvision", "matplotlib"}
+
+
+def test_a_package_of_the_users_own_that_hides_one_of_ours_is_named(tmp_path: Path) -> None:
+    own = tmp_path / "common" / "__init__.py"
+    own.parent.mkdir()
+    own.touch()
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "deploy.cli", "--version"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    remedy = f"fedstrata: common is {own}, not fedstrata's. Rename it, or take it off PYTHONPATH.\n"
+    assert (done.returncode, done.stderr) == (4, remedy)
