@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-simulated bench-sweeps bench-tls bench-vmapped bench-tiers bench-training bench-watch \
-    check clean broker simulate table1 test-slow wheel
+    check clean broker simulate table1 test-all test-fast test-slow wheel
 .DELETE_ON_ERROR:
 
 DEMO := .venv/.installed-demo
@@ -16,10 +16,17 @@ PYTEST := .venv/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
 # Processes of tests: more than cores, as labs wait; few, as each imports torch.
 test: $(INSTALLED) broker ## run the tests
-	$(PYTEST) -n 4
+	$(PYTEST) -n 3
 
-test-slow: $(INSTALLED) broker ## run the tests that take minutes, too
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n auto --maxprocesses 4 -m 'slow or (hypothesis and not gpu)'
+SINCE ?= main
+test-fast: $(INSTALLED) broker ## run the quick tests of what has changed since SINCE=COMMIT, main
+	$(PYTEST) -n 2 $$(.venv/bin/python -m tests.helpers.touched $(SINCE))
+
+test-slow: $(INSTALLED) broker ## run the tests that take minutes, and more examples of the others
+	HYPOTHESIS_PROFILE=more $(PYTEST) -n auto --maxprocesses 4 -m 'slow or (hypothesis and not gpu)'
+
+test-all: $(INSTALLED) broker ## run all tests, with most examples
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n auto --maxprocesses 4 -m 'not gpu'
 
 bench: $(INSTALLED) broker ## measure against plain TCP
 	.venv/bin/python tests/bench/run.py

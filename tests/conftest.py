@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -26,7 +26,7 @@ from cloud.results import RunFolder
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.protocol.messages import Manifest
-from tests.helpers.examples import PROFILE
+from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.records import a_global_round
 
 sys.dont_write_bytecode = False  # each process of tests imports all of them: compiling is half of that
@@ -34,11 +34,14 @@ sys.dont_write_bytecode = False  # each process of tests imports all of them: co
 SAME: Final = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )  # on every run
-settings.register_profile("quick", SAME, max_examples=20)
-settings.register_profile("thorough", SAME, max_examples=200)
+for _profile, _count in DRAWN.items():
+    settings.register_profile(_profile, SAME, max_examples=_count)
 settings.load_profile(PROFILE)
 
-LONG: Final = ("faults", "staying", "seeds", "lab", "prometheus", "report", "scenarios", "direct", "pool", "sweep")
+LONG: Final = (  # most CPU seconds first
+    "sweep", "faults", "odd_models", "parts", "device_scores", "staying", "control_variates", "seeds", "report",
+    "trainers", "vmapped", "lab", "direct", "pool", "recording",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -118,6 +121,14 @@ class Forge:
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep data sets that a test stores, its processes' too, out of the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unsynced() -> Iterator[None]:
+    """Leave it to the kernel when it writes files: a run waits 40 times for a disk, and no test has a power loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
 
 
 @pytest.fixture(scope="session")

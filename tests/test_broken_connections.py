@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import pytest
@@ -17,6 +16,11 @@ from common.protocol.messages import NodeState, Presence
 from common.protocol.peer_link import SILENT_MOST_S
 from common.runtime.parent_endpoint import ParentEndpoint
 from deploy.simulation.broker import BrokerSession, SessionWill
+from tests.helpers.broken import (
+    assert_nothing_asked_twice,
+    broker_killed_in_mid_transfer,
+    connection_broken_in_mid_upload,
+)
 from tests.helpers.nodes import (
     FINE,
     LAB,
@@ -37,8 +41,6 @@ from tests.helpers.nodes import (
 )
 from tests.helpers.sites import SimulatedSite, until, virtual
 
-CHUNKS = -(-2_000_000 // 32_768)
-
 
 def states_of(site: SimulatedSite, name: str) -> list[NodeState]:
     """Return a node's published states in order."""
@@ -55,47 +57,13 @@ def states_of(site: SimulatedSite, name: str) -> list[NodeState]:
 async def test_a_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_arrived(
     site: SimulatedSite, store: Literal["empty", "current"]
 ) -> None:
-    layout, names = layout_of(2_000_000), ["device-0", "device-1"]
-    link = LinkSettings(up_mbit=16.0, down_mbit=16.0)
-    parent = parent_of(site, names, layout=layout, transfer=FINE, link=link)
-    children = [child_of(site, name, transfer=FINE, link=link) for name in names]
-    endpoints = [parent, *children]
-    watched = [Watched(endpoint) for endpoint in endpoints]
-    begun = [0, 0]
-
-    def counted(place: int) -> Callable[[], Awaitable[None]]:
-        async def begin() -> None:
-            begun[place] += 1
-
-        return begin
-
-    async def break_when(receiver: Watched, transfers: int) -> None:
-        def half() -> bool:
-            arrived = receiver.arrived.values()
-            return len(arrived) == transfers and min(map(len, arrived)) >= CHUNKS // 2
-
-        await until(half)
-        assert all(len(indices) < CHUNKS for indices in receiver.arrived.values()), "too late to break anything"
+    async def kill() -> None:
         site.broker.kill()
-        await until(lambda: not any(endpoint.connection.up for endpoint in endpoints))
-        receiver.asks.clear()
+
+    async def start() -> None:
         site.broker.start(store)
 
-    tasks = [serving(site, child, layout, place, counted(place)) for place, child in enumerate(children)]
-    async with together(living(site, parent), *tasks):
-        row = drawn(layout, 1)
-        playing = asyncio.create_task(play(parent, row))
-        await break_when(watched[1], 1)  # models on their way down
-        await break_when(watched[0], 2)  # and on their way up
-        assert_models(await playing, row, layout=layout, places={"device-0": 0, "device-1": 1})
-        assert begun == [1, 1], "a device trained twice"
-        for one in watched:
-            assert one.asks
-            for key, lacking, here in one.asks:
-                assert not lacking & here, key
-        assert all(endpoint.connection.reconnects >= 2 for endpoint in endpoints)
-        again = await play(parent, row, global_round=1)
-        assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
+    await broker_killed_in_mid_transfer(site, kill=kill, start=start)
 
 
 @pytest.mark.parametrize("store", ["empty", "current"])
@@ -169,25 +137,7 @@ async def test_a_child_that_does_not_answer_after_the_broker_came_back_is_lost(s
 
 @virtual
 async def test_a_child_whose_connection_breaks_in_mid_upload_goes_on_where_it_was(site: SimulatedSite) -> None:
-    layout, names = layout_of(2_000_000), ["device-0", "device-1"]
-    link = LinkSettings(up_mbit=16.0)
-    parent = parent_of(site, names, layout=layout, transfer=FINE)
-    children = [child_of(site, name, transfer=FINE, link=link) for name in names]
-    watched = Watched(parent)
-    tasks = [serving(site, child, layout, place) for place, child in enumerate(children)]
-    async with together(living(site, parent), *tasks):
-        row = drawn(layout, 1)
-        playing = asyncio.create_task(play(parent, row))
-        for _ in range(2):
-            goal = len(watched.of("device-0")) + 15
-            await until(lambda goal=goal: len(watched.of("device-0")) >= goal)
-            breaks = children[0].connection.reconnects
-            site.break_connection(children[0])
-            await until(lambda breaks=breaks: children[0].connection.reconnects > breaks)
-        assert_models(await playing, row, layout=layout, places={"device-0": 0, "device-1": 1})
-        for key, lacking, here in watched.asks:
-            assert not lacking & here, key
-        assert parent.connection.reconnects == 0
+    await connection_broken_in_mid_upload(site, site.break_connection)
 
 
 # Deaths that the broker notices late
@@ -290,8 +240,7 @@ async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(site:
             watched.asks.clear()
             assert_models(await play(second, row), row, layout=layout, places={"device-0": 0})
     assert watched.asks
-    for key, lacking, here in watched.asks:
-        assert not lacking & here, key
+    assert_nothing_asked_twice(watched)
     again = sum(one.session.link.sender.chunks_published for one in (first, second)) - watched.chunks
     assert 0 <= again <= FINE.window
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +43,7 @@ from device.training.objectives.table import objective_of
 from device.training.vectors import finish, vectors_of
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
-from tests.helpers.examples import examples
+from tests.helpers.examples import examples, slow
 from tests.helpers.steps import run_steps
 from tests.test_aggregators import Report
 
@@ -452,8 +453,13 @@ def undisturbed() -> LabOutcome:
     return played()
 
 
-@pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0", "device-3"])
-@pytest.mark.parametrize("share", [0.3, 0.55, 0.8])
+KILLS: Final = (("cloud", 0.8), ("institution-0", 0.55), ("device-0", 0.3), ("device-3", 0.55), ("device-0", 0.8))
+
+
+@pytest.mark.parametrize(
+    ("node", "share"),
+    slow(product(("cloud", "institution-0", "device-0", "device-3"), (0.3, 0.55, 0.8)), but=KILLS),
+)
 def test_a_killed_node_continues_with_the_same_vectors(node: str, share: float, undisturbed: LabOutcome) -> None:
     async def kill(lab: SimulatedLab) -> None:
         await asyncio.sleep(share * undisturbed.virtual_s)

@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ from deploy.simulation.lab import SimulatedLab
 from deploy.sweeps.grid import merged
 from deploy.sweeps.results import sign_of, value_of
 from deploy.sweeps.schema import Measure
-from tests.helpers.examples import PROFILE, examples
+from tests.helpers.examples import PROFILE, examples, slow
 
 LAB: dict[str, Any] = {
     "name": "scored",
@@ -376,8 +377,7 @@ def test_a_run_goes_by_the_scores_of_its_devices(tmp_path: Path) -> None:
     assert (run.path / "best.safetensors").exists()
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("at", ["devices", "both"])
+@pytest.mark.parametrize(("at", "every"), slow(product(("devices", "both"), (1, 2)), but=[("devices", 2), ("both", 1)]))
 def test_a_resumed_run_has_the_tables_of_an_undisturbed_one(at: str, every: int, tmp_path: Path) -> None:
     changes = {
         "evaluation": {"at": at, "participation": 0.6, "per_class": True, "personalised": True}, "rounds": 4,
@@ -641,8 +641,12 @@ def tables_of(victim: str = "", global_round: int = 0) -> list[list[dict[str, st
     return [[{key: cell for key, cell in row.items() if "bytes" not in key} for row in table] for table in tables]
 
 
-@pytest.mark.parametrize("global_round", [1, 2], ids=["with the next task", "alone"])
-@pytest.mark.parametrize("victim", [CLOUD, "institution-0", "device-0"])
+VICTIMS: Final = (CLOUD, "institution-0", "device-0")
+
+
+@pytest.mark.parametrize(  # while it is scored with the next task, and alone
+    ("victim", "global_round"), slow(product(VICTIMS, (1, 2)), but=[(CLOUD, 2), ("institution-0", 1), ("device-0", 2)])
+)
 def test_a_node_killed_while_a_model_is_scored_changes_no_score(victim: str, global_round: int) -> None:
     undisturbed = tables_of()
     assert tables_of(victim, global_round) == undisturbed

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
-import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,42 +26,21 @@ from cloud.global_rounds import GlobalRounds
 from cloud.results import RunFolder
 from common.accounting.counters import Account
 from common.accounting.ledger import Ledger
-from common.errors import InvalidExperiment, WireError
+from common.errors import WireError
 from common.experiment.reading import parse, to_toml
-from common.experiment.schema import Experiment
-from common.experiment.tiers import Closing
 from common.metrics import Metrics
-from common.model.layout import LinkLayouts, ModelLayout, Row, Section
+from common.model.layout import ModelLayout, Row, Section
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
-from common.protocol.messages import Announcement, Message, NodeState, Phase, Presence, Progress, Task
-from common.protocol.presence import Identity
-from common.runtime import discovery
-from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.world import Host, new_session
+from common.protocol.messages import Message, NodeState, Phase, Presence, Progress
 from common.storage.spool import Spool
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
-from deploy.brokers.guard import Guard
 from deploy.simulation.outcome import model_digest
-from device.agent import DeviceAgent
-from device.pool.pool import Pool
-from device.training.trainer import Trainer
-from institution.agent import InstitutionAgent
-from tests.helpers.commands import PATIENCE_S, command, folder_in, null_model, table, tensors
+from tests.helpers.commands import PATIENCE_S, folder_in, null_model, table, tensors
 from tests.helpers.records import a_global_round
+from tests.helpers.roles import SMALL, Role, lab_of, task, until
 
-SMALL: dict[str, Any] = {
-    "name": "faults",
-    "seed": 5,
-    "rounds": 3,
-    "topology": {"institutions": 2, "devices": 4},
-    "model": {"name": "mlp_digits"},
-    "training": {"epochs": 40},
-    "institution": {"rounds": 2, "aggregation": {"name": "fedmr", "on_new_model": "recentre"}},
-    "cloud": {"epoch_control": {"name": "tempo"}, "aggregation": {"name": "fedcross", "alpha": 0.9}},
-}
 BRANCH = SMALL | {"topology": {"institutions": 1, "devices": 2}}
 DEVICES = [
     ("device-0", "institution-0"),
@@ -100,33 +75,6 @@ def branch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("experiment") / "branch.toml"
     path.write_text(to_toml(parse(BRANCH)))
     return path
-
-
-class Role:
-    """One process, which computes nothing unless `null` is false, and what it printed."""
-
-    def __init__(self, log: Path, *arguments: str | Path, null: bool = True, **env: str) -> None:
-        self.log = log
-        words = command(*arguments, null=null)
-        with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
-            self.process = subprocess.Popen(words, stdout=output, stderr=errors, env={**os.environ, **env})
-
-    def ends(self, code: int, patience_s: float = PATIENCE_S) -> str:
-        """Wait for the end, check the exit code, and return what it said on standard error."""
-        try:
-            found = self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            found = None
-        said = self.log.read_text()
-        assert found == code, f"{self.log.stem} ended with {found}: {said}"
-        return said
-
-    def output(self) -> str:
-        return self.log.with_suffix(".out").read_text()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 class Lab:
@@ -238,16 +186,6 @@ def assert_bytes_of_one_run(folder: Path, *, lives: int, links: int = 2 + 4) -> 
             assert 0 <= int(row[column]) < lives * 1.2 * size * 8, column
 
 
-def task(sender: str, global_round: int, local_round: int) -> Callable[[topics.Topic, Message], bool]:
-    """Tell a parent's task in one round."""
-    return lambda topic, said: (
-        isinstance(topic, topics.InboxTopic)
-        and topic.sender == sender
-        and isinstance(said, Task)
-        and (said.key.global_round, said.key.local_round) == (global_round, local_round)
-    )
-
-
 def test_every_role_killed_once_and_started_again_gives_the_same_model(
     experiment: Path, undisturbed: str, served: BrokerProcess, tmp_path: Path
 ) -> None:
@@ -334,6 +272,7 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
                 assert one <= int(row["wire_bytes"]) - int(row["probe_bytes"] or 0) < one + 40_000
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_run(
     served: BrokerProcess, tmp_path: Path
 ) -> None:
@@ -355,21 +294,6 @@ def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_
         assert line.startswith("fedstrata: device-0: device-0 is already alive on broker")
         (row,) = table(folder_in(cloud.output()) / "rounds.csv")
         assert not row["missing"]
-
-
-# A whole lab
-
-
-def lab_of(log: Path, *arguments: str | Path, null: bool = True, **env: str) -> Role:
-    return Role(log, "run", *arguments, "--format", "json", null=null, **env)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Wait until something in another process has come true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.02)
 
 
 def happened(role: Role, event: str) -> bool:
@@ -558,254 +482,6 @@ def test_a_resumed_run_evaluates_what_its_end_cut_off(tmp_path: Path) -> None:
     assert evaluated == [3]
 
 
-# One role, reported the wrong thing
-
-
-@asynccontextmanager
-async def announcing(
-    address: BrokerAddress, name: str, experiment: Experiment, *, children: list[str]
-) -> AsyncIterator[ParentEndpoint]:
-    """Keep a parent on the broker that announces an experiment."""
-
-    async def nothing() -> None:
-        pass
-
-    layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
-    identity = Identity(f"run-{secrets.token_hex(4)}", name, "institution", new_session())
-    parent = ParentEndpoint(
-        address, identity, links={name: experiment.link(name) for name in children}, transfer=experiment.transfer
-    )
-    parent.set_layouts(LinkLayouts.plain(layout))
-    parent.announce(Announcement(experiment.to_json(), layout.to_json()))
-    parent.set_state(NodeState.READY)
-    over = asyncio.Event()
-    living = asyncio.create_task(live((parent,), over.wait(), connect_timeout_s=PATIENCE_S, goodbye=nothing), name=name)
-    try:
-        yield parent
-    finally:
-        over.set()
-        await asyncio.wait((living,))
-        living.exception()
-
-
-def scenario(play: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine, at most `PATIENCE_S`."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await play
-
-    asyncio.run(bounded())
-
-
-async def true(condition: Callable[[], object]) -> None:
-    """Wait until something has come true."""
-    while not condition():  # noqa: ASYNC110 - nothing reports us
-        await asyncio.sleep(0.01)
-
-
-async def device(address: BrokerAddress, name: str, institution: str) -> None:
-    """Run a device that trains in this process."""
-    async with Pool(accelerator="cpu", slots=1, devices=1) as pool:
-        await DeviceAgent(name, Host(address, 10.0, Metrics()), parent=institution, pool=pool).run()
-
-
 @pytest.fixture
 def address(served: BrokerProcess) -> BrokerAddress:
     return BrokerAddress(served.host, served.port)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("device-3", ["device-3 is not there", "it belongs to institution-1", "institution-0 has device-0, device-1"]),
-        ("device-9", ["device-9 is not there", "no device of this experiment", "institution-0 has device-0, device-1"]),
-    ],
-)
-def test_a_device_of_another_institution_ends_with_4_and_disturbs_nobody(
-    address: BrokerAddress, name: str, words: list[str]
-) -> None:
-    async def run() -> None:
-        async with announcing(address, "institution-0", parse(SMALL), children=["device-0"]):
-            with overhearing_states(address) as said, pytest.raises(InvalidExperiment) as reported:
-                await device(address, name, "institution-0")
-        assert reported.value.exit_code == 4
-        for word in ["--parent = 'institution-0'", *words]:
-            assert word in str(reported.value)
-        assert name not in said
-
-    scenario(run())
-
-
-@contextmanager
-def overhearing_states(address: BrokerAddress) -> Iterator[set[str]]:
-    """Collect the names of all who say how they are."""
-    said: set[str] = set()
-
-    def note(_client: object, _data: object, message: mqtt.MQTTMessage) -> None:
-        said.add(message.topic.split("/")[3])
-
-    client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
-    client.on_message = note
-    client.connect(address.host, address.port)
-    client.subscribe("fs1/lab/+/+/state", qos=1)
-    client.loop_start()
-    try:
-        yield said
-        # What was said before this is received before this.
-        client.publish("fs1/lab/end-1/end/state", b"", qos=1)
-        until(lambda: "end" in said, "the end")
-    finally:
-        client.disconnect()
-        client.loop_stop()
-
-
-def test_an_institution_that_the_experiment_does_not_know_ends_with_4(address: BrokerAddress) -> None:
-    async def run() -> None:
-        agent = InstitutionAgent("institution-9", Host(address, 10.0, Metrics()), child_broker=address)
-        with pytest.raises(
-            InvalidExperiment, match=r"institution-9 is not there.*cloud has institution-0, institution-1"
-        ) as reported:
-            async with announcing(address, "cloud", parse(SMALL), children=["institution-0"]):
-                await agent.run()
-        assert reported.value.exit_code == 4
-
-    scenario(run())
-
-
-def test_a_device_that_waits_in_vain_names_for_whom_and_who_is_there(
-    address: BrokerAddress, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        there = announcing(address, "institution-0", parse(SMALL), children=["device-0"])
-        with caplog.at_level(logging.WARNING):
-            async with there:
-                waiting = asyncio.create_task(device(address, "device-0", "instituion-0"))
-                await true(lambda: caplog.messages)
-                waiting.cancel()
-                await asyncio.wait((waiting,))
-        (said,) = caplog.messages
-        for word in ("instituion-0", str(address), "institution-0"):
-            assert word in said
-
-    monkeypatch.setattr(discovery, "COMPLAIN_S", 0.2)
-    scenario(run())
-
-
-@pytest.mark.parametrize("closing", [Closing(), Closing(rule="quorum", quorum=1, deadline_s=600.0)])
-def test_a_device_without_its_data_ends_alone_and_the_lab_waits_and_names_it(
-    closing: Closing, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remedy = InvalidExperiment("data.root", "/no/where", "no MNIST there", "Fetch it.")
-
-    def prepare(_trainer: Trainer) -> None:
-        raise remedy
-
-    async def run() -> None:
-        institution = InstitutionAgent("institution-0", Host(address, 10.0, Metrics()), child_broker=address)
-        names = ("device-0", "device-1")
-        experiment = parse(SMALL | {"topology": {"institutions": 1, "devices": 2}})
-        waits_for = [""]
-        async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
-            others = [
-                asyncio.create_task(institution.run()),
-                asyncio.create_task(cloud.gather(closing, waiting=waits_for.append)),
-            ]
-            devices = [asyncio.create_task(device(address, name, "institution-0")) for name in names]
-            await asyncio.wait(devices)
-            assert [task.exception() for task in devices] == [remedy, remedy]
-            reasons = [f"{name} gave up: {remedy}" for name in names]
-            await true(lambda: waits_for[-1] == f"institution-0 waits for {'; '.join(reasons)}")
-            assert not any(task.done() for task in others)
-        for task in others:
-            task.cancel()
-        await asyncio.wait(others)
-
-    monkeypatch.setattr(Trainer, "prepare", prepare)
-    scenario(run())
-
-
-def test_a_device_imports_no_model_that_its_host_did_not_allow(
-    address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "announced.py").write_text("raise SystemExit('imported')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    async def run() -> None:
-        experiment = parse(SMALL | {"model": {"name": "announced:build"}})
-        waits_for = [""]
-        async with announcing(address, "institution-0", experiment, children=["device-0"]) as institution:
-            gathering = asyncio.create_task(institution.gather(Closing(), waiting=waits_for.append))
-            with pytest.raises(InvalidExperiment, match="--allow announced"):
-                await device(address, "device-0", "institution-0")
-            await true(lambda: "device-0 gave up: " in waits_for[-1] and "--allow announced" in waits_for[-1])
-            gathering.cancel()
-            await asyncio.wait((gathering,))
-        assert "announced" not in sys.modules
-
-    scenario(run())
-
-
-def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) -> None:
-    missing = tmp_path / "no-such-folder"
-    slow = parse(
-        SMALL
-        | {
-            "topology": {"institutions": 1, "devices": 1},
-            "data": {"dataset": "mnist", "root": str(missing)},
-            "model": {"name": "lenet5"},
-            "transfer": {"idle_s": 600.0},
-        }
-    )
-    path = tmp_path / "mnist.toml"
-    path.write_text(to_toml(slow))
-    said = lab_of(tmp_path / "lab.log", path, "--runs", tmp_path / "runs", NULL_LAB_EVALUATOR="real").ends(4)
-    complaints = [line for line in said.splitlines() if "data.root" in line]
-    assert len(complaints) == 1
-    assert str(missing) in complaints[0]
-    assert "MNIST" in complaints[0] and "download=True" in complaints[0]
-
-
-def test_a_refused_login_ends_every_role_with_3_and_names_the_address(tmp_path: Path) -> None:
-    passwords = tmp_path / "passwords"
-    passwords.write_text("")
-    file = tmp_path / "experiment.toml"
-    file.write_text(to_toml(parse(SMALL)))
-    secret = tmp_path / "secret"
-    secret.write_text("wrong")
-    login = ["--username", "me", "--password-file", secret, "--connect-timeout", "1"]
-    with broker.start(directory=tmp_path, guard=Guard(passwords=passwords)) as refusing:
-        address = f"{refusing.host}:{refusing.port}"
-        roles = [
-            Role(tmp_path / f"{words[0]}.log", *words, "--broker", address, *login)
-            for words in (
-                ["cloud", file, "--runs", tmp_path / "runs"],
-                ["institution", "--name", "institution-0"],
-                ["device", "--name", "device-0", "--parent", "institution-0"],
-            )
-        ]
-        for role in roles:
-            (error,) = (line for line in role.ends(3).splitlines() if line.startswith("fedstrata: "))
-            assert address in error
-            assert "login" in error
-
-
-def test_a_broker_that_stays_away_ends_a_role_with_5_and_is_named(tmp_path: Path) -> None:
-    async def run(dying: BrokerProcess) -> str:
-        address = BrokerAddress(dying.host, dying.port)
-        role = Role(tmp_path / "institution.log", "institution", "--name", "institution-0", "--broker", str(address))
-        try:
-            experiment = parse(SMALL | {"transfer": {"idle_s": 1.0}})
-            async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
-                await true(lambda: cloud.session.coordinator.states()["institution-0"] == "init")
-                dying.stop()
-                return await asyncio.to_thread(role.ends, 5)
-        finally:
-            role.kill()
-
-    with broker.start(directory=tmp_path) as dying:
-        said = asyncio.run(run(dying))
-    where = f"{dying.host}:{dying.port}"
-    assert said.splitlines()[-1].startswith(f"fedstrata: broker {where} was away for 1 s ({where}: ")
-    assert "trying again" in said
-    assert "fedstrata.mqtt" not in said

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.methods import RULES
 from common.experiment.reading import parse
@@ -29,11 +28,11 @@ from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, 
 from common.protocol.participant import Acknowledged, Participant, ParticipantState
 from common.protocol.round_state import TAKEN_BACK, Assignment, Closed, ResultAnnounced, Stalled
 from common.runtime.round import Dispatch
-from deploy.local.direct import run_in_process
 from deploy.local.replay import replayed
 from deploy.results.run import Run
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
+from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
 from tests.session_lab import manifest_of
 from tests.simulation.labs import LABS, read_lab
@@ -405,13 +404,6 @@ TINY: Final[dict[str, Any]] = {
     "model": {"name": "mlp_digits"},
     "training": {"batch_size": 2000, "learning_rate": 0.2},
 }
-
-
-def run_direct(folder: Path, tree: Mapping[str, Any]) -> Path:
-    run = RunFolder.create(folder, parse(tree), direct=True)
-    run_in_process(run, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    run.release()
-    return run.path
 
 
 def test_a_buffer_of_all_children_is_fedavg(tmp_path: Path) -> None:

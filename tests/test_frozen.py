@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from cloud import checkpoint
 from cloud.evaluator import InitialModel
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RefusedModel, RunFailed
 from common.experiment.data import Model
 from common.experiment.reading import parse
@@ -42,10 +41,10 @@ from common.protocol.messages import FrozenOffered, FrozenWanted
 from common.runtime.frozen import OwnFrozen
 from common.runtime.refining import RefinerProcess
 from common.storage.spool import FROZEN_KEPT, FrozenFiles
-from deploy.local.direct import run_in_process
 from deploy.simulation.lab import LabOutcome, SimulatedLab
 from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
+from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
 from tests.helpers.nodes import child_of, layout_of, living, parent_of, together
 from tests.helpers.real_workload import RealWorkload
@@ -99,12 +98,6 @@ def pretrained(folder: Path, model: Mapping[str, Any] = MODEL) -> Path:
 def experiment(folder: Path, **changes: Any) -> Experiment:
     """Return a lab whose frozen arrays are those of a file of the cloud."""
     return parse({**LAB, "model": {**MODEL, "initial": str(pretrained(folder))}, **changes})
-
-
-def run_direct(root: Path, lab: Experiment) -> Path:
-    folder = RunFolder.create(root, lab, direct=True)
-    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    return folder.path
 
 
 # A lab

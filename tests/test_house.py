@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.touched import touched
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cloud", "institution", "device", "common", "deploy")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -84,3 +86,10 @@ def test_an_experiment_is_read_without_numpy() -> None:
         "warnings(parse({})); [RULES[name] for name in RULES]; sys.exit('numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_change_touches_the_tests_that_import_it_and_those_of_the_house() -> None:
+    house = {"tests/test_house.py", "tests/test_words.py"}
+    found = {*touched(["common/net/bulk.py"])}
+    assert found >= {"tests/test_packets.py", *house} and not found & {"tests/test_docs.py", "tests/test_mixing.py"}
+    assert {*touched(["docs/own.md", "tests/test_own.py"])} == {"tests/test_docs.py", "tests/test_own.py", *house}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -245,9 +246,9 @@ def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: P
         (out / "pi-0" / "units" / "fedstrata-stale.service").touch()
     assert [kit.name for kit in kits] == ["server", "pi-0", "gpu-0"]
     provision(lab, file, wheel=wheel, out=out)
-    services = [f"fedstrata-{name}.service" for name in ("broker-site", "institution-0", "link")]
+    own = [f"fedstrata-{name}.service" for name in ("broker-site", "institution-0", "link")]
     found = sorted(path.name for path in (out / "pi-0").rglob("*") if path.is_file() and path.parent.name != "tls")
-    assert found == ["README.md", wheel.name, *services, "install.sh", "kit.env", "lab.toml"]
+    assert found == ["README.md", wheel.name, *own, "install.sh", "kit.env", "lab.toml"]
     own = [f"{name}.{kind}" for name in ("broker-site", "institution-0") for kind in ("crt", "key")]
     assert sorted(path.name for path in (out / "pi-0" / "tls").iterdir()) == sorted(
         [*own, "broker-site.acl", "ca.crl", "ca.crt"]
@@ -267,7 +268,13 @@ def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: P
     assert "pi-0 ansible_host=10.0.0.10 ansible_user=pi\n" in (out / "hosts.ini").read_text()
     assert (out / "install.yml").is_file()
     extras = {"server": "learning", "pi-0": "methods", "gpu-0": "learning"}
-    assert all(f"EXTRAS={extras[kit.name]}\n" in (kit / "kit.env").read_text() for kit in kits)
+    for kit in kits:
+        units = [f"fedstrata-{service.name}.service" for service in services(lab, kit.name)]
+        assert sorted(path.name for path in (kit / "units").iterdir()) == sorted(units)
+        assert dict(line.split("=", 1) for line in shlex.split((kit / "kit.env").read_text())) == {
+            "MACHINE": kit.name, "INSTALL": "/opt/fedstrata", "WHEEL": wheel.name, "EXTRAS": extras[kit.name],
+            "UNITS": " ".join(units), "MOSQUITTO": "no" if kit.name == "gpu-0" else "yes",
+        }  # fmt: skip
 
 
 def test_certificates_are_kept_revoked_and_found_beside_the_file(lab: Lab, tmp_path: Path, wheel: Path) -> None:

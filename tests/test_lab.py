@@ -84,8 +84,14 @@ def model_of(folder: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a real lab by `fedstrata run`."""
+    """Return the folder of a lab that trains, by `fedstrata run`."""
     return run_lab(DEMO, tmp_path_factory.mktemp("runs"), *SMALL, *BOTH_TIERS)
+
+
+@pytest.fixture(scope="module")
+def null_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a lab that computes nothing, by `fedstrata run`."""
+    return run_lab(DEMO, tmp_path_factory.mktemp("runs"), *SMALL, *BOTH_TIERS, null=True)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +125,11 @@ def test_separate_processes_give_the_same_model_bit_for_bit(reference: Path, add
     assert tensors(folder) == tensors(reference)
 
 
+@pytest.mark.slow
 def test_a_lab_without_a_network_gives_the_same_model_bit_for_bit(reference: Path, tmp_path: Path) -> None:
     assert_direct_equals(reference, run_direct(tmp_path, *SMALL, *BOTH_TIERS))
+    manifest, split = (json.loads((reference / name).read_text()) for name in ("manifest.json", "partition.json"))
+    assert manifest["partition"] == split["digest"] and (reference / "partition.npz").exists()
 
 
 @pytest.mark.slow
@@ -223,46 +232,45 @@ def test_three_layers_with_one_local_round_equal_two_layer_fedavg(size: str, tmp
     np.testing.assert_allclose(layout.floats(row), two_layer_fedavg(experiment), rtol=0, atol=1e-6)
 
 
-def test_a_run_leaves_its_folder(reference: Path) -> None:
-    names = {path.name for path in reference.iterdir()}
+def test_a_run_leaves_its_folder(null_run: Path) -> None:
+    names = {path.name for path in null_run.iterdir()}
     assert names >= {
         "experiment.toml", "manifest.json", "rounds.csv", "links.csv", "devices.csv", "events.jsonl", "checkpoints",
-        "model.safetensors", "logs", "partition.npz", "partition.json",
+        "model.safetensors", "logs",
     }  # fmt: skip
-    experiment = load(reference / "experiment.toml")
+    experiment = load(null_run / "experiment.toml")
     assert experiment == load(DEMO, (*SMALL, *BOTH_TIERS))
-    manifest = json.loads((reference / "manifest.json").read_text())
+    manifest = json.loads((null_run / "manifest.json").read_text())
     assert manifest["experiment_digest"] == experiment.digest
     assert manifest["packages"]["aiomqtt"]
     assert manifest["links"]["enforce"] == "bucket"
-    assert manifest["partition"] == json.loads((reference / "partition.json").read_text())["digest"]
     nodes = ["institution-0", "institution-1", *(f"device-{i}" for i in range(4))]
     assert manifest["links"]["of"] == {name: experiment.link(name).model_dump(exclude={"trace"}) for name in nodes}
-    rows = table(reference / "rounds.csv")
+    rows = table(null_run / "rounds.csv")
     assert [int(row["global_round"]) for row in rows] == [1, 2]
     for row in rows:
         assert 0 <= float(row["accuracy"]) <= 1
         assert {int(row[f"epochs_institution-{m}"]) for m in (0, 1)} <= {1, 2, 3, 4}
     # A model down and one up for each link: WAN once a global round, LAN once a local round.
-    size = sum(entry.nbytes for entry in model_of(reference).values())
+    size = sum(entry.nbytes for entry in model_of(null_run).values())
     for row in rows:
         for column, models_moved in (("wan_up", 2), ("wan_down", 2), ("lan_up", 8), ("lan_down", 8)):
             assert models_moved * size <= int(row[f"{column}_bytes"]) < models_moved * size * 1.1
-    devices = table(reference / "devices.csv")
+    devices = table(null_run / "devices.csv")
     assert len(devices) == 2 * 4
     assert sum(int(d["sgd_steps"]) for d in devices) == sum(int(row["sgd_steps"]) for row in rows)
 
 
-def test_the_seconds_of_the_phases_add_up(reference: Path) -> None:
-    rows = table(reference / "rounds.csv")
+def test_the_seconds_of_the_phases_add_up(null_run: Path) -> None:
+    rows = table(null_run / "rounds.csv")
     phases = ("record_s", "dispatch_s", "train_s", "wait_s", "collect_s", "aggregate_s", "evaluate_s")
     total = sum(float(row[phase]) for row in rows for phase in phases)
     assert total == pytest.approx(float(rows[-1]["elapsed_s"]), rel=0.01)
 
 
-def test_links_csv_counts_whole_models(reference: Path) -> None:
-    size = sum(entry.nbytes for entry in model_of(reference).values())
-    links = table(reference / "links.csv")
+def test_links_csv_counts_whole_models(null_run: Path) -> None:
+    size = sum(entry.nbytes for entry in model_of(null_run).values())
+    links = table(null_run / "links.csv")
     moved = {(row["from"], row["to"]): int(row["payload_bytes"]) for row in links if row["kind"] == "model"}
     assert len(moved) == 2 * (2 + 4)
     for (source, target), payload in moved.items():
@@ -271,8 +279,8 @@ def test_links_csv_counts_whole_models(reference: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
-def test_links_csv_shows_what_the_kernels_carried(reference: Path) -> None:
-    lines = table(reference / "links.csv")
+def test_links_csv_shows_what_the_kernels_carried(null_run: Path) -> None:
+    lines = table(null_run / "links.csv")
     links = [row for row in lines if row["kind"] == "all"]
     assert len(links) == 2 * (2 + 4)
     for row in links:
@@ -287,7 +295,7 @@ def test_links_csv_shows_what_the_kernels_carried(reference: Path) -> None:
         mine = [row for row in links if row["to"] == name and row["tier"] == _tier(name)]
         up = sum(int(row["message_bytes"]) + int(row["probe_bytes"]) for row in mine)
         assert up <= brokers["broker", name] < up + 10_000
-    assert json.loads((reference / "manifest.json").read_text())["wire_bytes"] == "counted by the kernels (TCP_INFO)"
+    assert json.loads((null_run / "manifest.json").read_text())["wire_bytes"] == "counted by the kernels (TCP_INFO)"
 
 
 def _tier(parent: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from device.agent import DeviceAgent
 from device.jobs import Prepared
 from institution.agent import InstitutionAgent
 from tests.helpers.real_workload import RealWorkload
+from tests.helpers.sites import real
 
 PATIENCE_S = 90
 LABS = {"north": 1, "south": 2}  # and the seed of each
@@ -75,14 +76,6 @@ class Seen:
 
     def draw(self, lab: WatchedLab, now: float) -> None:
         self.found.set()
-
-
-def scenario(play: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await play
-
-    asyncio.run(bounded())
 
 
 def new_folder(root: Path, seed: int, *, direct: bool = False) -> RunFolder:
@@ -159,7 +152,7 @@ def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp
         await asyncio.wait((collecting,))
         assert collecting.cancelled()  # every topic was known
 
-    scenario(run())
+    real(run())
     inside = [
         topic for topic in found if not isinstance(topic, topics.SeekTopic | topics.HereTopic | topics.WatchTopic)
     ]
@@ -197,7 +190,7 @@ def test_a_watch_shows_the_runs_of_its_lab_alone(address: BrokerAddress) -> None
         await following
         assert seen.runs == {old} and seen.events[-1] == "end"
 
-    scenario(run())
+    real(run())
 
 
 def test_a_watch_of_an_empty_lab_names_it(address: BrokerAddress) -> None:

@@ -8,9 +8,9 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -42,6 +42,8 @@ from device.pool.trainers import Trainers
 from device.training import batches
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, table
+from tests.helpers.direct import run_direct
+from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.steps import batches_of
 
@@ -67,12 +69,6 @@ def experiment(model: Mapping[str, Any], **changes: Any) -> Experiment:
     """Return a lab with a model; with personal parts devices score."""
     scored = {"evaluation": {"at": "devices"}} if "personal" in model else {}
     return parse({**LAB, "model": model, **scored, **changes})
-
-
-def run_direct(root: Path, lab: Experiment) -> Path:
-    folder = RunFolder.create(root, lab, direct=True)
-    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    return folder.path
 
 
 def plain(lab: Experiment, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
@@ -370,24 +366,25 @@ def trained(lab: Experiment) -> list[tuple[np.ndarray[Any, Any], TrainingPath]]:
     return list(zip(outs, paths, strict=True))
 
 
-@pytest.mark.parametrize("objective", ["cross_entropy", "fedprox", "fedsam", "scaffold", "feddyn"])
-@pytest.mark.parametrize(
-    "model",
-    [
-        PERSONAL["fedper"],
-        PERSONAL["fedbn"],
-        {"name": f"{ODD}:FrozenPart"},
-        {"name": "cnn_digits", "frozen": ["conv1*"]},
-    ],
-    ids=["fedper", "fedbn", "own frozen", "frozen"],
-)
-def test_in_common_steps_devices_train_as_alone(
-    model: Mapping[str, Any], objective: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "fedper": PERSONAL["fedper"],
+    "fedbn": PERSONAL["fedbn"],
+    "own frozen": {"name": f"{ODD}:FrozenPart"},
+    "frozen": {"name": "cnn_digits", "frozen": ["conv1*"]},
+}
+OBJECTIVES: Final = ("cross_entropy", "fedprox", "fedsam", "scaffold", "feddyn")
+EACH_ONCE: Final = (  # each kind of parts with a state on the devices and without one
+    ("fedper", "scaffold"), ("fedbn", "fedsam"), ("own frozen", "fedprox"), ("frozen", "feddyn"),
+    ("fedbn", "scaffold"), ("own frozen", "cross_entropy"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "objective"), slow(product(MODELS, OBJECTIVES), but=EACH_ONCE))
+def test_in_common_steps_devices_train_as_alone(model: str, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes: dict[str, Any] = {"training": {**LAB["training"], "objective": objective}}
     if objective in ("scaffold", "feddyn"):
         changes["institution"] = {"aggregation": objective}
-    lab = experiment(model, **changes)
+    lab = experiment(MODELS[model], **changes)
     alone = trained(lab)
     monkeypatch.setenv(VARIABLE, "always")
     together = trained(lab)

@@ -148,6 +148,20 @@ def test_the_memory_of_a_rule_is_what_its_settings_have(name: str) -> None:
     assert held - in_flight - 1.3 <= found <= held + 1.3
 
 
+@pytest.mark.parametrize(("name", "held"), [("fedma", 1.2), ("gamf", 1.8)])
+def test_a_plan_counts_the_memory_of_rules_that_match_neurons(name: str, held: float) -> None:
+    """The matched uploads, at most what may stay resident, and what the matching takes for each upload."""
+    for taking_part, resident_mb in ((4, 512), (2, 512), (4, 25)):
+        tree = {
+            "topology": {"institutions": 0, "devices": 4}, "transfer": {"resident_mb": resident_mb},
+            "cloud": {"participation": taking_part / 4, "aggregation": {"name": "fedavg"}},
+        }  # fmt: skip
+        plain = memory(tree)["cloud"]
+        matched = memory({**tree, "cloud": {**tree["cloud"], "aggregation": {"name": name}}})["cloud"]
+        kept = min(10 * taking_part, resident_mb)
+        assert matched - plain == pytest.approx((kept + held * 10 * taking_part) * MB)
+
+
 def test_a_plan_counts_what_rules_and_objectives_hold() -> None:
     ten = {"topology": {"institutions": 1, "devices": 10}}
     plain, scaffold, feddf = (

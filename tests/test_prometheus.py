@@ -159,6 +159,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_a_process_of_several_devices_is_one_target(story: Story) -> None:
     assert story.found == [{*PARENTS, ("device", HOME, "")}]
     devices = {labels["node"] for labels, _ in story.last["round"] if labels["role"] == "device"}
@@ -166,17 +167,20 @@ def test_a_process_of_several_devices_is_one_target(story: Story) -> None:
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_what_is_shipped_has_data(story: Story) -> None:
     empty = {where: expr for where, expr in expressions().items() if not story.data[where]}
     assert [where for where, expr in empty.items() if not any(name in expr for name in ABSENT)] == []
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_a_run_that_ended_well_leaves_no_target_and_no_alert_but_its_end(story: Story) -> None:
     assert story.alerts & {"RunFinished", "RunFailed", "RoleDown", "NoProgress"} == {"RunFinished"}
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_the_energy_of_the_clouds_host_is_in_the_manifest(story: Story) -> None:
     (host,) = json.loads((story.folder / "manifest.json").read_text())["energy"].values()
     watts = rails_watts(RECORDED)
@@ -216,6 +220,7 @@ def assert_same_bytes(folder: Path, seen: Mapping[str, list[Row]], *, but: str =
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_seconds_and_bytes_are_those_of_the_runs_files(story: Story) -> None:
     assert_same_seconds(story.folder, story.last["phase_seconds"])
     # What a device had received when it was killed nobody could tell.
@@ -267,6 +272,7 @@ devices = [{{ names = ["device-0..1"], machine = "here", parent = "institution-0
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_a_lab_of_kits_with_certificates_is_found_whole(tmp_path: Path) -> None:
     """From the kits' own commands, by the nodes' presence and the cloud's list of targets, to Prometheus."""
     if broker.choose() != "mosquitto":

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
@@ -26,8 +25,8 @@ from common.methods.rule import Uploads
 from common.model.layout import ModelLayout, Section
 from common.protocol.limits import check_report, limits_below
 from common.protocol.messages import Key, Manifest, Result
-from deploy.local.direct import run_in_process
 from deploy.results.run import Run
+from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
 from tests.test_aggregators import Report
 
@@ -96,14 +95,8 @@ def test_a_device_with_a_higher_loss_pulls_the_model_its_way() -> None:
     assert play({"name": "qfedavg", "q": 2.0}, [2.0, 0.5], moves_KD)[:D].max() < 1
 
 
-def run_direct(root: Path, tree: dict[str, Any]) -> Run:
-    folder = RunFolder.create(root, parse(tree), direct=True)
-    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    return Run(folder.path)
-
-
 def test_losses_are_those_of_the_model_received(tmp_path: Path) -> None:
-    run = run_direct(tmp_path, LAB)
+    run = Run(run_direct(tmp_path, LAB))
     experiment = parse(LAB)
     tester, data = ModelTester(experiment), datasets.load(experiment.data)
     module = models.of(experiment, inputs=data.inputs)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiomqtt
 import pytest
 
-from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.runtime.endpoint import PACKET_ROOM
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess, Kind
+from tests.helpers.broken import broker_killed_in_mid_transfer, connection_broken_in_mid_upload
 from tests.helpers.nodes import (
     FINE,
     PARENT,
     Middle,
-    Watched,
     assert_models,
     child_of,
     drawn,
@@ -32,9 +31,7 @@ from tests.helpers.nodes import (
     serving,
     together,
 )
-from tests.helpers.sites import PATIENCE_S, RealSite, RestartableBroker, real, until
-
-CHUNKS = -(-2_000_000 // 32_768)
+from tests.helpers.sites import PATIENCE_S, RealSite, RestartableBroker, real
 
 
 @pytest.fixture
@@ -76,53 +73,7 @@ def test_a_model_passes_an_institution_in_both_directions(site: RealSite) -> Non
 def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_arrived(
     breakable: RestartableBroker,
 ) -> None:
-    site = RealSite(breakable.address)
-
-    async def run() -> None:
-        layout, names = layout_of(2_000_000), ["device-0", "device-1"]
-        link = LinkSettings(up_mbit=16.0, down_mbit=16.0)
-        parent = parent_of(site, names, layout=layout, transfer=FINE, link=link)
-        children = [child_of(site, name, transfer=FINE, link=link) for name in names]
-        endpoints = [parent, *children]
-        watched = [Watched(endpoint) for endpoint in endpoints]
-        begun = [0, 0]
-
-        def counted(place: int) -> Callable[[], Awaitable[None]]:
-            async def begin() -> None:
-                begun[place] += 1
-
-            return begin
-
-        async def break_when(receiver: Watched, transfers: int) -> None:
-            def half() -> bool:
-                arrived = receiver.arrived.values()
-                return len(arrived) == transfers and min(map(len, arrived)) >= CHUNKS // 2
-
-            await until(half)
-            before = {key: set(indices) for key, indices in receiver.arrived.items()}
-            assert all(len(indices) < CHUNKS for indices in before.values()), "too late to break anything"
-            await breakable.kill()
-            await until(lambda: not any(endpoint.connection.up for endpoint in endpoints))
-            receiver.asks.clear()
-            await breakable.start()
-
-        tasks = [serving(site, child, layout, place, counted(place)) for place, child in enumerate(children)]
-        async with together(living(site, parent), *tasks):
-            row = drawn(layout, 1)
-            playing = asyncio.create_task(play(parent, row))
-            await break_when(watched[1], 1)  # models on their way down
-            await break_when(watched[0], 2)  # and on their way up
-            assert_models(await playing, row, layout=layout, places={"device-0": 0, "device-1": 1})
-            assert begun == [1, 1], "a device trained twice"
-            for one in watched:
-                assert one.asks
-                for key, lacking, here in one.asks:
-                    assert not lacking & here, key
-            assert all(endpoint.connection.reconnects >= 2 for endpoint in endpoints)
-            again = await play(parent, row, global_round=1)
-            assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
-
-    real(run())
+    real(broker_killed_in_mid_transfer(RealSite(breakable.address), kill=breakable.kill, start=breakable.start))
 
 
 @pytest.mark.parametrize(
@@ -162,30 +113,10 @@ def test_a_broker_that_carries_less_is_named_and_serves(
 
 
 def test_a_child_whose_socket_is_shut_in_mid_upload_goes_on_where_it_was(site: RealSite) -> None:
-    async def run() -> None:
-        layout, names = layout_of(2_000_000), ["device-0", "device-1"]
-        link = LinkSettings(up_mbit=16.0)
-        parent = parent_of(site, names, layout=layout, transfer=FINE)
-        children = [child_of(site, name, transfer=FINE, link=link) for name in names]
-        connection: Any = children[0].connection
-        watched = Watched(parent)
-        tasks = [serving(site, child, layout, place) for place, child in enumerate(children)]
-        async with together(living(site, parent), *tasks):
-            row = drawn(layout, 1)
-            playing = asyncio.create_task(play(parent, row))
-            for _ in range(2):
-                goal = min(len(watched.of("device-0")) + 15, 60)  # of 62: a busy machine may bring many at once
-                await until(lambda goal=goal: len(watched.of("device-0")) >= goal)
-                breaks, client = connection.reconnects, connection._client
-                assert client is not None
-                client._client.socket().shutdown(socket.SHUT_RDWR)
-                await until(lambda breaks=breaks: connection.reconnects > breaks)
-            assert_models(await playing, row, layout=layout, places={"device-0": 0, "device-1": 1})
-            for key, lacking, here in watched.asks:
-                assert not lacking & here, key
-            assert parent.connection.reconnects == 0
+    def shut(child: Any) -> None:
+        child.connection._client._client.socket().shutdown(socket.SHUT_RDWR)
 
-    real(run())
+    real(connection_broken_in_mid_upload(site, shut))
 
 
 def test_a_cancellation_that_came_with_the_connection_is_not_lost(site: RealSite) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cloud.results import RunFolder
 from common.experiment.reading import parse
 from common.learning.refiner import NodeRefiner
 from common.learning.splits import split_of
@@ -19,8 +18,8 @@ from common.methods.aggregator import build
 from common.methods.rule import Aggregated, Rule, Uploads
 from common.model.layout import ModelLayout, Section
 from common.model.refinement import RoundModels
-from deploy.local.direct import run_in_process
 from tests.helpers.commands import tensors
+from tests.helpers.direct import run_direct
 from tests.test_aggregators import Report
 
 NAMES: Final = ("feddf", "fedbe", "fedlaw")
@@ -176,12 +175,6 @@ def lab(name: str, tier: str = "institution", **keys: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(tree: dict[str, Any], folder: Path) -> Path:
-    made = RunFolder.create(folder, parse(tree), direct=True)
-    run_in_process(made, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    return made.path
-
-
 def plans(folder: Path, node: str) -> list[dict[str, Any]]:
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event for event in events if event["event"] == "plan" and event["node"] == node]
@@ -190,7 +183,7 @@ def plans(folder: Path, node: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("name", "tier"), [("feddf", "cloud"), ("fedbe", "institution"), ("fedlaw", "institution")])
 def test_a_labs_plans_report_what_the_refinement_did(name: str, tier: str, tmp_path: Path) -> None:
     tree = lab(name, tier, **({"steps": 60} if name == "feddf" else {}))
-    folder = run(tree, tmp_path / "one")
+    folder = run_direct(tmp_path / "one", tree)
     found = plans(folder, "cloud" if tier == "cloud" else "institution-1")
     assert len(found) == 2
     for plan in found:
@@ -199,9 +192,24 @@ def test_a_labs_plans_report_what_the_refinement_did(name: str, tier: str, tmp_p
         assert plan["steps"] > 0 and plan["seconds"] >= 0
         if name == "fedlaw":
             assert sum(plan["lambdas"].values()) == pytest.approx(1) and plan["gamma"] > 0
-    assert tensors(run(tree, tmp_path / "two")) == tensors(folder)
-    null = run(lab(name, tier, **NULL[name]), tmp_path / "null")
-    assert tensors(null) == tensors(run(lab("fedavg", tier), tmp_path / "plain")) != tensors(folder)
+    assert tensors(run_direct(tmp_path / "two", tree)) == tensors(folder)
+    null = run_direct(tmp_path / "null", lab(name, tier, **NULL[name]))
+    assert tensors(null) == tensors(run_direct(tmp_path / "plain", lab("fedavg", tier))) != tensors(folder)
+
+
+@pytest.mark.parametrize(("name", "batches"), [("feddf", 60), ("fedbe", 0), ("fedlaw", 0)])
+def test_each_batch_of_a_refinement_is_progress(name: str, batches: int) -> None:
+    experiment = parse(lab(name, **({"steps": batches} if batches else {})))
+    counts: list[int] = []
+    refiner = NodeRefiner(
+        experiment, "institution-0", partition=split_of(experiment).digest, watch=lambda: counts.append(refiner.moves)
+    )
+    assert refiner.layout is not None
+    rows = [refiner.layout.empty() for _ in range(4)]
+    for seed, row in enumerate(rows):
+        refiner.layout.floats(row)[:] = np.random.default_rng(seed).normal(0, 0.1, refiner.layout.columns)
+    facts = refiner.refine(RoundModels(0, refiner.layout, rows[0], rows[1], rows[2:], np.full(2, 0.5)))
+    assert counts == list(range(1, refiner.moves + 1)) and len(counts) > facts["steps"] > 0
 
 
 def test_another_split_than_the_clouds_is_refused() -> None:

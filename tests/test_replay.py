@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
-from deploy.local.direct import run_in_process
 from deploy.local.replay import largest_difference, replayed
 from deploy.results.run import Run
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata, invoke, run_lab, table, tensors
+from tests.helpers.direct import run_direct
 
 TINY: Final[dict[str, Any]] = {
     "seed": 3,
@@ -28,13 +27,6 @@ TINY: Final[dict[str, Any]] = {
     "institution": {"rounds": 2, "closing": {"rule": "quorum", "quorum": 2, "deadline_s": 60}},
 }
 Plan = dict[str, Any]
-
-
-def run_direct(folder: Path, tree: Mapping[str, Any]) -> Path:
-    path = RunFolder.create(folder, parse(tree), direct=True)
-    run_in_process(path, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    path.release()
-    return path.path
 
 
 def replay(path: Path) -> Path:

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from io import BytesIO
@@ -347,9 +347,9 @@ def test_the_option_that_names_no_writable_place_is_reported(tmp_path: Path, mak
 AXIS = charts.Axis("x")
 
 
-def pixels(mark: Mark) -> Any:
-    """Return the red, green and blue [y, x, 3] of a mark on a paper, 400 by 100 of its pixels."""
-    figure = Figure("n", "t", "", lambda paper: Drawing((400, 100), [mark], headed=paper))
+def pixels(*marks: Mark, height: int = 100) -> Any:
+    """Return the red, green and blue [y, x, 3] of marks on a paper of 400 by `height` pixels."""
+    figure = Figure("n", "t", "", lambda paper: Drawing((400, height), marks, headed=paper))
     with Image.open(BytesIO(render(figure, ["png"])["png"])) as picture:
         return np.asarray(picture.convert("RGB")).astype(int)
 
@@ -357,14 +357,18 @@ def pixels(mark: Mark) -> Any:
 PAINTS = [kind for kind, looks in CLASSES.items() if {"fill", "stroke"} & set(looks)]
 
 
-@pytest.mark.parametrize("kind", [*PAINTS, "band fill-s1", "stroke-s1 thin", "stroke-s1 dash-1"])
-def test_papers_have_the_colours_of_the_page(kind: str) -> None:
-    looks = {key: value for each in kind.split() for key, value in CLASSES[each].items()}
-    found = pixels(Line([(50, 20), (300, 20), (300, 80), (50, 80), (50, 20)], kind)).reshape(-1, 3)
-    for key in ("fill", "stroke"):
-        if (colour := looks.get(key, "none")) != "none":
-            ink = 255 + (np.array(ImageColor.getrgb(COLOURS[colour][0])) - 255) * float(looks.get(f"{key}-opacity", 1))
-            assert np.abs(found - ink).max(axis=1).min() < 2
+def test_papers_have_the_colours_of_the_page() -> None:
+    kinds, tall = [*PAINTS, "band fill-s1", "stroke-s1 thin", "stroke-s1 dash-1"], 40
+    outline = [(50, 8), (300, 8), (300, 32), (50, 32), (50, 8)]
+    marks = [Line([(x, y + tall * i) for x, y in outline], kind) for i, kind in enumerate(kinds)]
+    whole = pixels(*marks, height=tall * len(kinds))
+    for kind, found in zip(kinds, np.array_split(whole, len(kinds)), strict=True):
+        looks = {key: value for each in kind.split() for key, value in CLASSES[each].items()}
+        for key in ("fill", "stroke"):
+            if (colour := looks.get(key, "none")) != "none":
+                paint = np.array(ImageColor.getrgb(COLOURS[colour][0])) - 255
+                ink = 255 + paint * float(looks.get(f"{key}-opacity", 1))
+                assert np.abs(found.reshape(-1, 3) - ink).max(axis=1).min() < 2, kind
 
 
 def test_papers_have_the_dashes_and_widths_of_the_page() -> None:
@@ -413,6 +417,55 @@ def test_no_text_is_outside_of_its_chart(levels: list[tuple[float, float]], ends
                 start = text.x - LETTER * len(text.content) * {"start": 0, "middle": 0.5, "end": 1}[text.anchor]
                 assert start >= -0.1 and start + LETTER * len(text.content) <= drawing.size[0] + 0.1, text
                 assert 10 <= text.y <= drawing.size[1]
+
+
+def scales(drawing: Drawing) -> tuple[Callable[[float], float], Callable[[float], float]]:
+    """Return the pixels of a value on the x axis and on the y axis, by the first and the last number at each."""
+
+    def scale(anchor: str, place: Callable[[Text], float]) -> Callable[[float], float]:
+        numbers = [mark for mark in drawing.marks if isinstance(mark, Text) and mark.anchor == anchor]
+        at = {float(mark.content): place(mark) for mark in numbers if mark.content.replace(".", "").isdigit()}
+        low, high = min(at, default=0.0), max(at, default=1.0)
+        assert all(at[low] + (at[high] - at[low]) * (v - low) / (high - low) == pytest.approx(at[v]) for v in at)
+        return lambda value: at[low] + (at[high] - at[low]) * (value - low) / (high - low)
+
+    return scale("middle", lambda mark: mark.x), scale("end", lambda mark: mark.y - 4)
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_points_bands_and_targets_are_where_the_axes_say(paper: bool) -> None:
+    points, deviations = [(0.0, 1.0), (4.0, 3.0), (10.0, 5.0)], [0.5, 0.25, 1.0]
+    curve = charts.Curve(points, deviations, rest=[[(1.0, 2.0), (9.0, 4.0)]])
+    drawing = charts.curves("n", "t", {"a": curve}, x=AXIS, y=AXIS, target=2.5).draw(paper)
+    x, y = scales(drawing)
+
+    def placed(points: Sequence[tuple[float, float]]) -> Any:
+        return pytest.approx(np.array([(x(at), y(level)) for at, level in points]))
+
+    lines = {mark.kind: mark.points for mark in drawing.marks if isinstance(mark, Line)}
+    assert np.array([(mark.x, mark.y) for mark in drawing.marks if isinstance(mark, Dot)]) == placed(points)
+    (whole,) = (points for kind, points in lines.items() if kind.startswith("stroke-s0") and "thin" not in kind)
+    (thin,) = (points for kind, points in lines.items() if kind.endswith(" thin"))
+    (band,) = (points for kind, points in lines.items() if kind.startswith("band"))
+    spread = [*zip(points, deviations, strict=True)]
+    above, below = ([(at, level + way * d) for (at, level), d in spread] for way in (1, -1))
+    assert np.array(whole) == placed(points) and np.array(thin) == placed([(1.0, 2.0), (9.0, 4.0)])
+    assert np.array(band) == placed([*above, *reversed(below)])
+    assert np.array(lines["target"]) == placed([(0.0, 2.5), (10.0, 2.5)])
+
+
+def test_bars_and_columns_are_stacked_and_as_long_as_the_axes_say() -> None:
+    for paper in (False, True):
+        drawing = charts.bars("n", "t", PARTS, {"a": (1.0, 3.0), "b": (0.0, 2.0)}, axis=AXIS).draw(paper)
+        (x, _), rects = scales(drawing), [mark for mark in drawing.marks if isinstance(mark, Rect) and mark.title]
+        spans = [(x(low), x(high) - x(low) - 1) for low, high in ((0.0, 1.0), (1.0, 4.0), (0.0, 2.0))]
+        assert np.array([(mark.x, mark.width) for mark in rects]) == pytest.approx(np.array(spans))
+        assert rects[0].y == rects[1].y and rects[2].y >= rects[0].y + rects[0].height
+        drawing = charts.columns("n", "t", PARTS, [(1.0, 2.0), (4.0, 0.0)], x=AXIS, axis=AXIS).draw(paper)
+        (_, y), rects = scales(drawing), [mark for mark in drawing.marks if isinstance(mark, Rect) and mark.title]
+        spans = [(y(high), y(low) - y(high)) for low, high in ((0.0, 1.0), (1.0, 3.0), (0.0, 4.0))]
+        assert np.array([(mark.y, mark.height) for mark in rects]) == pytest.approx(np.array(spans))
+        assert rects[0].x == rects[1].x and rects[2].x >= rects[0].x + rects[0].width
 
 
 def test_global_rounds_are_whole_numbers() -> None:
@@ -594,6 +647,7 @@ def browse(page: Path, home: Path) -> tuple[str, str, list[str]]:
     return done.stdout, done.stderr, requests(log.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_a_browser_shows_it_without_an_error_or_a_request(tmp_path: Path, make_run: MakeRun) -> None:
     path = hostile(make_run(tmp_path, LAB))

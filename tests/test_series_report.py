@@ -240,6 +240,7 @@ def test_a_report_of_several_runs_is_beside_them(tmp_path: Path, make_run: MakeR
     assert "<h1>2 runs: mine</h1>" in (tmp_path / "x.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None or shutil.which("pdftotext") is None, reason="no Chromium or pdftotext here")
 def test_a_printed_report_has_every_row(tmp_path: Path, make_run: MakeRun) -> None:
     lab = {**LAB, "rounds": 90, "topology": {"institutions": 4, "devices": 60}}

@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cloud.agent import STATUS_S
 from cloud.results import RunFolder
 from common.errors import FedstrataError
 from common.experiment.reading import parse
@@ -82,6 +84,23 @@ def test_the_model_does_not_depend_on_time(options: Mapping[str, Any], undisturb
     assert outcome.ok, outcome
     assert outcome.digest == undisturbed.digest
     assert outcome.trace != undisturbed.trace
+
+
+def test_a_cloud_shows_its_status_twice_a_second_until_its_run_ends() -> None:
+    shown: list[tuple[float, dict[str, Any]]] = []
+
+    def observe(event: str, facts: dict[str, Any]) -> None:
+        if event == "status":
+            shown.append((sim.loop.time(), facts))
+
+    sim = SimulatedLab(small(), observe=observe)
+    outcome = sim.run()
+    assert outcome.ok, outcome
+    times = [at for at, _ in shown]
+    assert all(after - before == pytest.approx(STATUS_S) for before, after in pairwise(times))
+    assert times[-1] - times[0] > outcome.virtual_s - 3 * STATUS_S
+    done = [facts["run"]["closed"] for _, facts in shown if facts["run"]]
+    assert done == sorted(done) and len({*done}) == small().rounds
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from deploy.kits.answers import faults
 from deploy.results.run import Run, folders
 from deploy.simulation.broker import Routed
 from deploy.simulation.outcome import model_digest
-from tests.helpers.commands import command, fedstrata, null_model
+from tests.helpers.commands import command, fedstrata, invoke, null_model
 from tests.helpers.nodes import LAB, PARENT, layout_of, living, parent_of
 from tests.helpers.sites import SimulatedSite, forever, until, virtual
 
@@ -608,8 +608,8 @@ def test_a_lab_has_one_run_at_a_time_a_cloud_that_dies_leaves_it_free_and_nodes_
     assert first.stdout is not None
     assert any('"global_round"' in line for line in first.stdout)
     threading.Thread(target=deque, args=(first.stdout, 0), daemon=True).start()  # a full pipe would stop the cloud
-    listed = fedstrata("lab", "status", "--broker", lab.address, "--format", "json")
-    assert listed.returncode == 0, listed.stderr
+    listed = invoke("lab", "status", "--broker", lab.address, "--format", "json")
+    assert listed.exit_code == 0, listed.stderr
     rows = [json.loads(line) for line in listed.stdout.splitlines()]
     assert [(row["node"], row["role"], row["parent"]) for row in rows] == [
         ("device-0", "device", "institution-0"),
@@ -619,8 +619,8 @@ def test_a_lab_has_one_run_at_a_time_a_cloud_that_dies_leaves_it_free_and_nodes_
     assert len({row["run"] for row in rows} - {""}) == 1
     file = lab.home / "lab.toml"
     file.write_text(DESCRIBED.format(address=lab.address))
-    described = fedstrata("lab", "status", "--lab", file)
-    assert described.returncode == 5, described.stderr
+    described = invoke("lab", "status", "--lab", file)
+    assert described.exit_code == 5, described.stderr
     states = {line.split()[0]: line for line in described.stdout.splitlines()[1:]}
     assert "away" in states["device-7"] and sum("away" in line for line in states.values()) == 1
     refused = ends(lab.cloud(seed=2), 3)

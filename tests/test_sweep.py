@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -167,6 +168,7 @@ def test_options_that_exclude_each_other(tmp_path: Path, words: list[str], probl
     assert refused.exit_code == 2 and problem in " ".join(refused.stderr.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_labs_on_this_machine_are_runs_of_a_sweep(tmp_path: Path) -> None:
     file = sweep_file(tmp_path, {"experiment": {"rounds": 2}})
     words = ["--only", "method=FedAvg", "--seeds", "1", "--runs", tmp_path, "--format", "json"]
@@ -244,11 +246,20 @@ def test_what_a_lab_waits_for_is_written_once(tmp_path: Path, capsys: pytest.Cap
     ]  # fmt: skip
 
 
-def test_kept_runs_are_finished_runs_on_another_day_and_machine(tmp_path: Path) -> None:
-    file, kept = sweep_file(tmp_path, {"seeds": 1}), tmp_path / "kept"
-    words = ["sweep", file, "--direct", "--jobs", "1", "--kept", kept, "--format", "csv"]
-    one = invoke(*words, "--only", "method=FedAvg", "--runs", tmp_path / "monday")
+@pytest.fixture(scope="module")
+def monday(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the file of a sweep, the runs of one of its two cells, and what is kept of them."""
+    home = tmp_path_factory.mktemp("monday")
+    words = ["--only", "method=FedAvg", "--runs", home / "monday", "--kept", home / "kept"]
+    one = invoke("sweep", sweep_file(home, {"seeds": 1}), "--direct", "--jobs", "1", *words)
     assert one.exit_code == 0, one.stderr
+    return home
+
+
+def test_kept_runs_are_finished_runs_on_another_day_and_machine(monday: Path, tmp_path: Path) -> None:
+    shutil.copytree(monday, tmp_path, dirs_exist_ok=True)
+    file, kept = tmp_path / "two.toml", tmp_path / "kept"
+    words = ["sweep", file, "--direct", "--jobs", "1", "--kept", kept, "--format", "csv"]
     (original,) = folders(tmp_path / "monday" / "two")
     (path,) = folders(kept / "two")
     assert path.name.startswith("fedavg-seed-1-")
@@ -270,10 +281,9 @@ def test_kept_runs_are_finished_runs_on_another_day_and_machine(tmp_path: Path) 
     assert refused.exit_code == 4 and "had no network" in refused.stderr
 
 
-def test_a_kept_run_is_found_by_its_experiment_as_it_is_read_today(tmp_path: Path) -> None:
-    file, kept = sweep_file(tmp_path, {"seeds": 1}), tmp_path / "kept"
-    words = ["sweep", file, "--direct", "--jobs", "1", "--only", "method=FedAvg", "--runs", tmp_path, "--kept", kept]
-    assert invoke(*words).exit_code == 0
+def test_a_kept_run_is_found_by_its_experiment_as_it_is_read_today(monday: Path, tmp_path: Path) -> None:
+    shutil.copytree(monday / "kept", tmp_path / "kept")
+    file, kept = monday / "two.toml", tmp_path / "kept"
     (path,) = folders(kept / "two")
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"experiment_digest": "0" * 16}))  # of another release

@@ -45,7 +45,8 @@ from deploy.brokers import broker
 from deploy.console import logs
 from deploy.simulation.broker import Routed
 from deploy.simulation.lab import SimulatedLab
-from deploy.watching.formatting import missing, sparkline
+from deploy.watching import showing
+from deploy.watching.formatting import missing, sparkline, traffic
 from deploy.watching.lab import WatchedLab
 from deploy.watching.rows import HiddenNodes, rows_of
 from deploy.watching.showing import CloudLog, EventLines, LiveView, show
@@ -58,6 +59,9 @@ RUN: Final = {
     "global_rounds": 400, "done": 109, "nodes": {"institutions": 2, "devices": 4}, "model": "cnn_digits",
     "model_bytes": 39_700,
 }  # fmt: skip
+
+
+ERASED: Final = "\x1b[1A\x1b[2K"  # a line of the terminal
 
 
 def lab_of(institutions: int = 2, devices: int = 4) -> WatchedLab:
@@ -327,6 +331,37 @@ def test_off_a_terminal_it_writes_whole_plain_lines(
     monkeypatch.setattr(logs, "shows_activity", lambda: False)
     monkeypatch.setattr("deploy.watching.showing.shows_activity", lambda: False)
     assert observed(capsys) == ("", "")
+
+
+def test_a_line_has_the_bytes_of_each_tier_in_both_directions(capsys: pytest.CaptureFixture[str]) -> None:
+    moved = {"wan_up_bytes": 1_000_000, "wan_down_bytes": 3_000_000, "lan_up_bytes": 20_000, "lan_down_bytes": 50_000}
+    with show(lab_of().experiment, json_lines=False) as observe:
+        observe("run", RUN)
+        observe("global_round", {"elapsed_s": 12.5, **moved})
+        observe("evaluated", {"global_round": 110, "score": 0.5, "loss": 1.0})
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == "global round 110/400  accuracy 0.5000  loss 1.0000  12.5 s  wan 4.0 MB, lan 70.0 kB"
+    fed = Fed()
+    fed.status(child("institution-0", up=1_000_000, down=2_500_000), tiers=((1_000_000, 2_500_000), (300, 4_000)))
+    assert traffic(fed.lab) == "wan 3.5 MB, lan 4.3 kB"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_on_a_terminal_the_view_stays_unless_the_run_has_finished(
+    finished: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
+    monkeypatch.setattr(showing, "Console", lambda *, stderr: terminal)
+    with show(lab_of().experiment, json_lines=False, broker="b:1883") as observe:
+        observe("run", RUN)
+        observe("child", {"node": "institution-0", "state": "lost", "reason": "gone"})
+        if finished:
+            observe("finished", {"score": 0.5, "loss": 1.0, "global_round": 2, "elapsed_s": 1.0, "model": "m"})
+    assert isinstance(terminal.file, io.StringIO)
+    text = terminal.file.getvalue()
+    assert str(RUN["run"]) in text and "institution-0: lost (gone)" in text
+    assert text.endswith(ERASED) is finished
+    assert ("test accuracy" in capsys.readouterr().out) is finished
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,10 @@ class RealSite:
 
 
 def real(test: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine in real time, at most `PATIENCE_S`."""
+    """Run a test's coroutine in real time, which is bounded: it may wait for processes."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(3 * PATIENCE_S):
             await test
 
     asyncio.run(bounded())

@@ -1,0 +1,90 @@
+"""Labs in virtual time, and what happens to them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from common.experiment.reading import parse
+from common.protocol import serialization, topics
+from common.protocol.messages import (
+    Message,
+)
+from deploy.simulation.broker import Routed
+from deploy.simulation.lab import AgentFactory, Scenario, SimulatedLab
+from deploy.simulation.outcome import LabOutcome
+from deploy.simulation.world import SimulatedWorld
+
+IDLE_S: Final = 60.0
+MODEL_BYTES: Final = 10_000
+TREE: Final[dict[str, Any]] = {
+    "name": "scenario",
+    "rounds": 2,
+    "topology": {"institutions": 2, "devices": 4},
+    "institution": {"rounds": 2},
+    "links": {"check": "off"},
+    "transfer": {"inline_bytes": 0, "chunk_bytes": 32_768, "keepalive_s": 10, "idle_s": IDLE_S},
+}
+
+
+def lab(scenario: Scenario | None = None, *, tree: dict[str, Any] | None = None, **options: Any) -> LabOutcome:
+    return SimulatedLab(
+        parse(TREE | (tree or {})), scenario=scenario, **{"model_bytes": MODEL_BYTES, "time_limit_s": 900.0} | options
+    ).run()
+
+
+def quorum(number: int, *, deadline_s: float) -> dict[str, Any]:
+    return {"rule": "quorum", "quorum": number, "deadline_s": deadline_s}
+
+
+def ended_with(outcome: LabOutcome, node: str) -> str:
+    assert node in outcome.ended, outcome
+    return outcome.ended[node]
+
+
+def warned(outcome: LabOutcome, *patterns: str) -> None:
+    """Check that each pattern is in a line of the log."""
+    for pattern in patterns:
+        assert any(re.search(pattern, line) for line in outcome.warnings), (pattern, outcome.warnings)
+
+
+# What scenarios do
+
+
+def run_of(sim: SimulatedLab) -> str:
+    """Return the id of the run whose cloud announced itself last."""
+    runs = [topic.split("/")[2] for topic in sim.broker().retained if topic.endswith("/cloud/spec")]
+    return runs[-1]
+
+
+def inbox(sim: SimulatedLab, node: str, sender: str) -> str:
+    return topics.inbox(topics.DEFAULT_LAB, run_of(sim), node, sender)
+
+
+def decoded(body: bytes) -> tuple[str, Message | None]:
+    try:
+        return serialization.decode(body)
+    except Exception:  # noqa: BLE001 - a chunk
+        return "", None
+
+
+def is_for(message: Routed, kind: type[Message], node: str = "") -> bool:
+    """Return whether a message of this kind goes to a node, to any without one."""
+    receiver, inbox, _ = message.topic.partition("/inbox/")
+    return bool(inbox) and receiver.endswith(f"/{node}" if node else "") and isinstance(decoded(message.body)[1], kind)
+
+
+class OtherAgents:
+    """In place of a lab's factory: the agents that `of` names are made by another one."""
+
+    def __init__(self, sim: SimulatedLab) -> None:
+        self.usual = sim.agents
+        self.of: dict[str, AgentFactory] = {}
+        self.resume = True
+        sim.agents = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.usual, name)
+
+    def new(self, node: str, world: SimulatedWorld, *, resume: bool, **how: Any) -> Any:
+        return self.of.get(node, self.usual).new(node, world, resume=resume and self.resume, **how)

@@ -1,0 +1,120 @@
+"""What tests of sessions send and look at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from session_lab import (
+    CHUNKED,
+    LAB,
+    LAYOUT,
+    RUN,
+    Lab,
+    Node,
+    manifest_of,
+)
+
+from common.accounting.child_report import ChildReport
+from common.accounting.traffic import Traffic
+from common.host.examination import Finding
+from common.protocol import serialization, topics
+from common.protocol.messages import (
+    Acknowledgement,
+    Alive,
+    Announcement,
+    Ask,
+    Declined,
+    Farewell,
+    FrozenOffered,
+    FrozenWanted,
+    Gone,
+    Goodbye,
+    Here,
+    Key,
+    LinkBytes,
+    Message,
+    NodeState,
+    Phase,
+    Preparing,
+    Presence,
+    Probe,
+    Probed,
+    Progress,
+    Reports,
+    Result,
+    RollCall,
+    Status,
+    StatusRequest,
+    Task,
+    WhoIsThere,
+)
+
+IDLE_S = CHUNKED.idle_s
+READY = Presence(NodeState.READY, "device", samples=10)
+BLOB = manifest_of(b"x" * 3000)
+
+
+def inject(node: Node, sender: str, session: str, message: Message, *, run: str = RUN) -> None:
+    """Hand a node a message from an inbox, whoever wrote it."""
+    topic = topics.inbox(LAB, run, node.name, sender)
+    node.session.receive(topic, serialization.encode(message, session), retained=False, now=node.lab.now)
+    node.wake()
+
+
+def messages_of(key: Key, blob: str) -> list[Message]:
+    """Return one message of each kind, about this round and blob."""
+    result = Result(key, replace(BLOB, blob=blob), None, 10, 0.5, 1, 6, 6, 1.0, 0.0, 0.0, (), "")
+    return [
+        READY,
+        Announcement("{}", LAYOUT),
+        Task(key, 1, replace(BLOB, blob=blob), None),
+        Progress(key, Phase.TRAINING, 99, 100, Traffic(), ()),
+        result,
+        Acknowledgement(key, ""),
+        Acknowledgement(key, "refused"),
+        Ask(blob, b"\xff", 0, 0, 8, True),
+        Gone(blob),
+        Reports((ChildReport("x"),)),
+        Farewell(Traffic(), ()),
+        Probe(BLOB),
+        Probed(blob, 1e6, BLOB),
+        WhoIsThere("nonce", RUN),
+        Alive("nonce", READY),
+        Preparing(7, ""),
+        FrozenWanted("0" * 16),
+        FrozenOffered(BLOB),
+        Declined(key, "no"),
+        Goodbye(),
+        RollCall("nonce"),
+        Here(
+            "nonce",
+            "device",
+            "cloud",
+            RUN,
+            "1.0",
+            "host",
+            "1 x cpu",
+            "mnist",
+            "0123456789ab",
+            1.5e9,
+            (Finding("memory", True, True, "1 GB"),),
+        ),
+        StatusRequest(RUN),
+        Status(1.0, key, True, False, (LinkBytes(1, 2),), (), ()),
+    ]
+
+
+# The remains of the dead
+
+
+def leave_remains(lab: Lab, name: str, state: NodeState = NodeState.READY, *, session: str = "dead") -> None:
+    presence = Presence(state, "device", samples=99, reason="of another time")
+    lab.broker.retained[topics.state(LAB, RUN, name)] = serialization.encode(presence, session)
+
+
+# Slots
+
+
+def silence_chunks(lab: Lab, *owners: str) -> None:
+    lost = tuple(f"fs1/{LAB}/{RUN}/{owner}/blob/" for owner in owners)
+    lab.broker.drop = lambda topic: topic.startswith(lost)

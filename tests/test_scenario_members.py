@@ -1,0 +1,451 @@
+"""Whole labs in virtual time: wrong nodes, floods, slow links, brokers that refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+import pytest
+import typer
+
+from common.accounting.child_report import ChildReport
+from common.accounting.counters import packet_bytes
+from common.experiment.reading import parse
+from common.experiment.topology import CLOUD
+from common.protocol import serialization, topics
+from common.protocol.messages import (
+    Ask,
+    NodeState,
+    Presence,
+    Reports,
+    Result,
+    Task,
+    WhoIsThere,
+)
+from common.protocol.presence import CHALLENGED_MOST
+from deploy.local.agents import run_agents
+from deploy.simulation.broker import Routed
+from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
+from deploy.simulation.lab import AgentFactory, SimulatedLab
+from deploy.simulation.machines import SimulatedProcess
+from deploy.simulation.outcome import LabOutcome
+from deploy.simulation.world import SimulatedWorld
+from device.agent import DeviceAgent
+from tests.helpers.scenarios import (
+    IDLE_S,
+    MODEL_BYTES,
+    TREE,
+    OtherAgents,
+    ended_with,
+    inbox,
+    is_for,
+    lab,
+    quorum,
+    run_of,
+    warned,
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> LabOutcome:
+    outcome = lab()
+    assert outcome.ok, outcome
+    return outcome
+
+
+@dataclass(frozen=True)
+class RefusingFactory(AgentFactory):
+    """Makes devices that allow no code of users."""
+
+    def new(self, node: str, world: SimulatedWorld, **how: Any) -> Any:
+        agent = super().new(node, world, **how)
+        if isinstance(agent, DeviceAgent):
+            agent._host = replace(agent._host, allow=())
+        return agent
+
+
+# 7. The wrong experiment, the wrong device
+
+
+@pytest.mark.parametrize("other", [{}, {"rounds": 3, "seed": 9}], ids=["the same again", "another experiment"])
+def test_a_cloud_that_begins_another_run_takes_its_children_along(
+    other: dict[str, Any], undisturbed: LabOutcome
+) -> None:
+    experiment = parse(TREE | other)
+
+    async def without_resume(sim: SimulatedLab) -> None:
+        await asyncio.sleep(3.0)
+        sim.kill(CLOUD)
+        agents = OtherAgents(sim)
+        agents.resume, agents.of[CLOUD] = False, replace(agents.usual, experiment=experiment)
+        await asyncio.sleep(2.0)
+        sim.start(CLOUD)
+
+    alone = lab(tree=other)
+    outcome = lab(without_resume)
+    assert outcome.ok, outcome
+    assert outcome.digest == alone.digest
+    assert outcome.virtual_s < 5.0 + alone.virtual_s + 10.0
+    warned(outcome, "institution-0 leaves run .*: the parent went on to run", "device-0 leaves run .*")
+
+
+def vars_of(factory: AgentFactory) -> dict[str, Any]:
+    return {field.name: getattr(factory, field.name) for field in fields(factory)}
+
+
+MINE: Final = {"model": {"name": "mine:build"}}
+
+
+def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right(undisturbed: LabOutcome) -> None:
+    wrong: list[str] = []
+
+    async def one_after_another(sim: SimulatedLab) -> None:
+        agents = OtherAgents(sim)
+        other_data = NullWorkload(MODEL_BYTES)
+        other_data.partition = "of other data"
+        usual = vars_of(agents.usual)
+        right, refusing = agents.usual, RefusingFactory(**usual)
+        wrong_data = AgentFactory(**usual | {"hardware": SimulatedHardware(other_data, Durations(), sim.seed)})
+        for node in sim.names[1:]:
+            if node != "device-0":
+                sim.start(node)
+        for factory, parent in ((refusing, None), (right, "institution-1"), (wrong_data, None)):
+            agents.of["device-0"] = factory
+            await sim.start("device-0", parent=parent).ended.wait()
+            wrong.append(sim.ended["device-0"])
+            await asyncio.sleep(2 * IDLE_S)
+        agents.of["device-0"] = right
+        sim.start("device-0")
+
+    outcome = lab(one_after_another, tree=MINE, autostart=[CLOUD])
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+    for error, words in zip(wrong, ("--allow mine", "belongs to institution-0", "splits the data"), strict=True):
+        assert error.startswith("InvalidExperiment") and words in error
+    assert outcome.virtual_s < 6 * IDLE_S + undisturbed.virtual_s + 5.0
+    warned(outcome, "institution-0 waits for its children: device-0 gave up: .*--allow mine",
+           "cloud waits for its children: institution-0 waits for .*device-0 gave up: .*splits the data")  # fmt: skip
+
+
+def test_a_device_that_is_interrupted_before_the_first_round_is_waited_for(undisturbed: LabOutcome) -> None:
+    async def interrupted(sim: SimulatedLab) -> None:
+        sim.hardware.hanging.add("device-1")
+        await asyncio.sleep(1.5)
+        for node in ("device-0", "device-1"):
+            sim.terminate(node)
+            await sim.processes[node].ended.wait()
+        sim.hardware.hanging.clear()
+        await asyncio.sleep(5 * IDLE_S)
+        for node in ("device-0", "device-1"):
+            sim.start(node)
+
+    outcome = lab(interrupted)
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+    assert outcome.virtual_s < 1.5 + 5 * IDLE_S + undisturbed.virtual_s + 5.0
+    warned(outcome, "institution-0 waits for its children: device-0 was lost, or left")
+
+
+def test_a_mistyped_institution_is_named_again_and_again() -> None:
+    async def mistyped(sim: SimulatedLab) -> None:
+        sim.start("device-0", parent="instituion-0")
+        await asyncio.sleep(400.0)
+        sim.kill("device-0")
+        sim.start("device-0")
+
+    outcome = lab(mistyped)
+    assert outcome.ok, outcome
+    lines = [line for line in outcome.warnings if line.startswith("device-0 waits for instituion-0")]
+    assert len(lines) >= 5 and all("Other parents: cloud, institution-0, institution-1" in line for line in lines)
+    warned(outcome, "institution-0 waits for its children: device-0 has not joined yet")
+    assert outcome.virtual_s < 400.0 + 15.0
+
+
+# 8. Floods and duplicates
+
+
+async def pour(sim: SimulatedLab, bodies: Iterable[tuple[str, bytes]], *, at_once: int = 100) -> None:
+    """Publish messages, so many in each 10 ms."""
+    for number, (topic, body) in enumerate(bodies):
+        sim.inject(topic, body, qos=0)
+        if number % at_once == at_once - 1:
+            await asyncio.sleep(0.01)
+
+
+def session_of(sim: SimulatedLab, node: str) -> str:
+    retained = sim.broker().retained[topics.state(topics.DEFAULT_LAB, run_of(sim), node)]
+    return serialization.decode(retained.body)[0]
+
+
+def test_a_members_flood_of_asks_does_not_delay_its_siblings(undisturbed: LabOutcome) -> None:
+    answers: list[Routed] = []
+
+    async def flood(sim: SimulatedLab) -> None:
+        sim.network.hooks.append(
+            lambda message: answers.append(message)
+            if message.topic.endswith("/device-1/inbox/institution-0") else None
+        )  # fmt: skip
+        await asyncio.sleep(2.5)
+        topic, session = inbox(sim, "institution-0", "device-1"), session_of(sim, "device-1")
+        asks = (Ask(f"{number:016x}", b"\x80", 0, 0, 8, True) for number in range(2000))
+        await pour(sim, ((topic, serialization.encode(ask, session)) for ask in asks))
+
+    links = {"check": "off", "lan": {"up_mbit": 1.0, "down_mbit": 1.0}}
+    alone, outcome = lab(tree={"links": links}), lab(flood, tree={"links": links})
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+    assert outcome.virtual_s < alone.virtual_s + 5.0
+    assert len(answers) < 500
+    warned(outcome, "institution-0: refused a message .too many. from device-1")
+
+
+def kept_of(names: set[str]) -> int:
+    """Return how many of these names any set, dictionary or queue of this process holds, `names` aside."""
+    kinds = set | dict | deque  # by type(): some of torch's objects warn when they are asked for their class
+    gc.unfreeze()  # containers that the imports made, too
+    containers = (found for found in gc.get_objects() if issubclass(type(found), kinds) and found is not names)
+    count = len({name for container in containers for name in tuple(container) if type(name) is str and name in names})
+    gc.freeze()
+    return count
+
+
+def test_a_flood_of_sessions_under_a_nodes_name_ends_with_the_flood(undisturbed: LabOutcome) -> None:
+    routed: list[Routed] = []
+    kept: list[int] = []
+
+    async def flood(sim: SimulatedLab) -> None:
+        sim.network.hooks.append(routed.append)
+        await asyncio.sleep(2.5)
+        for node in ("institution-0", "device-0"):
+            topic = topics.state(topics.DEFAULT_LAB, run_of(sim), node)
+            presence = Presence(NodeState.INIT, "institution")
+            sessions = {f"{number:016x}" for number in range(500)}
+            await pour(sim, ((topic, serialization.encode(presence, session)) for session in sorted(sessions)))
+            await asyncio.sleep(1.0)
+            kept.append(kept_of(sessions))
+
+    outcome = lab(flood)
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+    assert outcome.virtual_s < undisturbed.virtual_s + 10.0
+    assert len(routed) < 3 * 1000 + 300
+    assert max(kept) <= 2 * CHALLENGED_MOST
+
+
+def test_a_flood_of_seekers_and_of_made_up_reports_costs_nothing(undisturbed: LabOutcome) -> None:
+    kept: list[int] = []
+
+    async def flood(sim: SimulatedLab) -> None:
+        await asyncio.sleep(2.5)
+        seek = serialization.encode(WhoIsThere("feedface"), "feedface")
+        await pour(sim, ((topics.seek(topics.DEFAULT_LAB, "cloud", f"seeker-{n}"), seek) for n in range(500)))
+        session, topic = session_of(sim, "institution-0"), inbox(sim, "cloud", "institution-0")
+        made_up = {f"made-up-{number}" for number in range(500)}
+        sim.inject(topic, serialization.encode(Reports(tuple(map(ChildReport, sorted(made_up)))), session))
+        await asyncio.sleep(1.0)
+        kept.extend([kept_of(made_up), kept_of({f"seeker-{number}" for number in range(500)})])
+
+    outcome = lab(flood)
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+    assert outcome.virtual_s < undisturbed.virtual_s + 5.0
+    assert kept == [0, 0]
+
+
+async def start_again(sim: SimulatedLab, *nodes: str) -> int:
+    """Run a second process of one or more nodes to its end and return its exit code."""
+    host = f"second {nodes[0]}"
+    world, factory = SimulatedWorld(sim.network, host, generation=99), replace(sim.agents, spool=False)
+    codes: list[int] = []
+
+    async def main() -> None:
+        agents = {node: factory.new(node, world, resume=False).run for node in nodes}
+        try:
+            await run_agents(agents, shared_failure=lambda: None)
+        except typer.Exit as end:
+            codes.append(end.exit_code)
+
+    world.process = SimulatedProcess(sim.loop, host, main)
+    await world.process.ended.wait()
+    return codes[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(["device-0", "device-1"], ["device-0"]), (["device-0"], ["device-0", "device-1"]), ([], ["institution-0"])],
+    ids=["a device", "a device beside another one", "an institution"],
+)
+def test_a_second_node_of_a_name_ends_and_the_lab_does_not(
+    first: list[str], second: list[str], undisturbed: LabOutcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+
+    async def twice(sim: SimulatedLab) -> None:
+        await asyncio.sleep(2.5)
+        codes.append(await start_again(sim, *second))
+
+    others = [CLOUD, "institution-0", "institution-1", "device-2", "device-3"]
+    outcome = lab(twice, autostart=[*others, *(first or ["device-0", "device-1"])], grace_s=5.0)
+    assert outcome.ok, outcome
+    assert codes == [3] and f"{second[0]} is already alive" in capsys.readouterr().err
+    assert outcome.digest == undisturbed.digest
+    assert outcome.virtual_s < undisturbed.virtual_s + 8.0
+
+
+# 9. Slow links, chunks that never arrive, who is away at the end
+
+
+def test_a_wan_that_is_slower_than_the_lan_ends_no_run() -> None:
+    links = {"check": "off", "wan": {"up_mbit": 2.0, "down_mbit": 2.0}}
+    transfer = {"keepalive_s": 10, "idle_s": IDLE_S}
+    model_bytes = 1_000_000
+    tree = {"links": links, "transfer": transfer, "topology": {"institutions": 1, "devices": 2}}
+    outcome = lab(tree=tree, model_bytes=model_bytes)
+    assert outcome.ok, outcome
+    crossing_s = 8 * model_bytes / 2e6
+    assert 4 * crossing_s < outcome.virtual_s < 4 * crossing_s + 15.0
+
+
+@pytest.mark.parametrize("chunk_bytes", [32_768, 1_000_000])
+def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress(chunk_bytes: int) -> None:
+    async def denied(sim: SimulatedLab) -> None:
+        sim.broker().denied.append("fs1/+/+/device-0/blob/#")
+
+    outcome = lab(denied, tree={"transfer": TREE["transfer"] | {"chunk_bytes": chunk_bytes}})
+    assert re.search("NoProgress: .*device-0 made no progress for 60 s", ended_with(outcome, CLOUD))
+    assert outcome.virtual_s < 2 * IDLE_S
+
+
+@pytest.mark.parametrize("broker_each", [False, True], ids=["one broker", "brokers of their own"])
+def test_who_is_away_when_the_run_ends_learns_of_it_later(broker_each: bool) -> None:
+    back: list[float] = []
+
+    async def away(sim: SimulatedLab) -> None:
+        links = (sim.link("institution-0"), sim.link("device-3"))
+        await asyncio.sleep(3.0)
+        for link in links:
+            link.change(cut=True)
+        while CLOUD not in sim.ended:  # noqa: ASYNC110 - nothing reports it
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(20.0)
+        back.append(sim.now())
+        for link in links:
+            link.change(cut=False)
+
+    closing = quorum(1, deadline_s=0.2)
+    tree = {"cloud": {"closing": closing}, "institution": {"closing": closing}}
+    outcome = lab(away, tree=tree, broker_each=broker_each)
+    assert outcome.ok, outcome
+    assert outcome.virtual_s < back[0] + 20.0
+
+
+SHAPED: Final = ((40_000, 0.05), (1_000_000, 1.0), (10_000_000, 8.0))  # bytes of a model, Mbit/s: 6 to 10 s
+QUICK: Final = (50_000, 20.0)  # 20 ms
+
+
+@pytest.mark.parametrize(("model_bytes", "mbit"), [*SHAPED, QUICK], ids=["40 kB", "1 MB", "10 MB", "50 kB in 20 ms"])
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_a_shaped_link_takes_payload_and_headers_by_its_rate(way: str, model_bytes: int, mbit: float) -> None:
+    sender, receiver = ("cloud", "institution-0") if way == "down" else ("institution-0", "cloud")
+    announcement = Task if way == "down" else Result
+    times: list[float] = []
+    carried: list[int] = []
+    until = 0  # what comes behind the last chunk is not on its way
+
+    async def follow(sim: SimulatedLab) -> None:
+        def note(message: Routed) -> None:
+            nonlocal until
+            size = packet_bytes(message.topic, len(message.body), qos=message.qos)
+            if is_for(message, announcement, receiver) and not times:
+                times.append(sim.now())
+            elif times and f"/{sender}/" in message.topic and "/blob/" in message.topic:
+                times.append(sim.now())
+                carried.append(size)
+                until = len(carried)
+            elif times and f"/{receiver}/inbox/{sender}" in message.topic:
+                carried.append(size)
+
+        sim.network.hooks.append(note)
+
+    tree = {
+        "rounds": 1,
+        "topology": {"institutions": 1, "devices": 1},
+        "institution": {"rounds": 1},
+        "links": {"check": "off", "wan": {f"{way}_mbit": mbit}},
+        "transfer": {"inline_bytes": 0, "idle_s": IDLE_S},
+    }
+    outcome = lab(follow, tree=tree, model_bytes=model_bytes)
+    assert outcome.ok, outcome
+    expected = sum(carried[:until]) / (1e6 * mbit / 8)
+    assert sum(carried[:until]) >= model_bytes and (expected > 5.0 or mbit == QUICK[1])
+    assert times[-1] - times[0] == pytest.approx(expected, rel=0.01, abs=0.004)  # and two messages' round trips
+
+
+# 10. Brokers that refuse
+
+
+def test_a_broker_that_refuses_its_statistics_is_usable(undisturbed: LabOutcome) -> None:
+    async def refuse(sim: SimulatedLab) -> None:
+        broker = sim.broker()
+        subscribe = broker.subscribe
+        broker.subscribe = lambda session, filters, *, qos: (  # type: ignore[method-assign]
+            [0x80] * len(filters) if filters[0].startswith("$SYS") else subscribe(session, filters, qos=qos)
+        )
+
+    outcome = lab(refuse)
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+
+
+def test_a_broker_that_closes_at_its_statistics_is_asked_once(undisturbed: LabOutcome) -> None:
+    closed: list[str] = []
+
+    async def close(sim: SimulatedLab) -> None:
+        broker = sim.broker()
+        subscribe = broker.subscribe
+
+        def refusing(session: Any, filters: list[str], *, qos: int) -> list[int]:
+            if filters[0].startswith("$SYS"):
+                closed.append(session.client_id)
+                broker.abort(session)
+                return []
+            return subscribe(session, filters, qos=qos)
+
+        broker.subscribe = refusing  # type: ignore[method-assign]
+
+    outcome = lab(close)
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+    assert len(closed) <= 3
+    assert outcome.virtual_s < undisturbed.virtual_s + 5.0
+
+
+def test_a_broker_that_drops_connections_at_once_is_not_overrun(undisturbed: LabOutcome) -> None:
+    connects: list[float] = []
+
+    async def drop(sim: SimulatedLab) -> None:
+        broker = sim.broker()
+        subscribe = broker.subscribe
+
+        def dropping(session: Any, filters: list[str], *, qos: int) -> list[int]:
+            if 3.0 < sim.now() < 33.0:
+                connects.append(sim.now())
+                broker.abort(session)
+                return []
+            return subscribe(session, filters, qos=qos)
+
+        broker.subscribe = dropping  # type: ignore[method-assign]
+        await asyncio.sleep(3.0)
+        for session in list(broker.sessions.values()):
+            broker.abort(session)
+
+    outcome = lab(drop)
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+    assert outcome.virtual_s < undisturbed.virtual_s + 30.0 + 10.0
+    assert len(connects) < 15 * 9  # nine connections, which pause 2.5 to 5 s after their sixth attempt

@@ -1,0 +1,672 @@
+"""A sender and receivers: damage, strangers, slots, receivers that are gone, inline models, manifests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import RefusedModel
+from common.experiment.links import LinkDirection
+from common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
+from common.protocol.messages import Ask, Gone
+from common.protocol.receiver import (
+    LOST_LEAST,
+    PATIENCE_S,
+    REPAIR_MOST_S,
+    SPOILT_S,
+    Fetched,
+    FetchFailed,
+    FetchFailure,
+    Receiver,
+)
+from common.protocol.sender import RESTART_S, Sender
+from common.protocol.topics import ALL
+from tests.helpers.examples import examples
+from tests.helpers.transfer_line import CHUNK, OWNER, Line, blob_of, broadcast, check_complete, names_of
+
+# Damage and strangers
+
+
+class OneFetch:
+    """One `Receiver` in the hand of a test."""
+
+    def __init__(self, chunks: int = 10, *, slots: int = 4, window: int = 8) -> None:
+        self.manifest, self.data = blob_of(chunks)
+        self.window = window
+        self.core = Receiver(window=window, slots=slots)
+        self.buffer = bytearray(self.manifest.size)
+        self.core.fetch(OWNER, self.manifest, memoryview(self.buffer), now=0.0)
+        self.core.to_send()
+        self.number = 0
+        self.now = 1.0
+
+    def chunk(self, index: int, data: bytes | None = None, *, blob: str | None = None, owner: str = OWNER) -> bool:
+        self.number += 1
+        body = bytes(self.data[index * CHUNK : (index + 1) * CHUNK]) if data is None else data
+        return self.core.receive_chunk(
+            owner, blob or self.manifest.blob, stream=ALL, index=index, number=self.number, data=body, now=self.now
+        )
+
+
+@pytest.mark.parametrize("body", [b"", b"x", b"x" * CHUNK, b"x" * (CHUNK + 1), b"x" * (CHUNK - 1)])
+def test_a_damaged_chunk_is_refused_and_asked_for_again(body: bytes) -> None:
+    one = OneFetch()
+    assert not one.chunk(3, body)
+    assert one.buffer == bytes(one.manifest.size) and one.core.chunks_refused == 1
+    ((owner, ask),) = one.core.to_send()
+    assert owner == OWNER and ask.lacking == b"\xff\xc0" and ask.seen_all == 1
+    assert all(one.chunk(index) for index in range(10)) and one.buffer == one.data
+    assert one.core.next_event() == Fetched(OWNER, one.manifest.blob)
+
+
+def test_chunks_in_each_others_place_are_refused() -> None:
+    one = OneFetch()
+    assert not one.chunk(0, bytes(one.data[CHUNK : 2 * CHUNK]))
+    assert not one.chunk(9, bytes(one.data[:CHUNK]))
+    assert one.core.chunks_refused == 2 and one.core.lacks(OWNER, one.manifest.blob) == 10
+
+
+def test_foreign_chunks_touch_nothing() -> None:
+    one = OneFetch()
+    assert not one.chunk(10, b"x") and not one.chunk(10**9 - 1, b"x")
+    assert not one.chunk(0, blob="f" * 16) and not one.chunk(0, owner="stranger")
+    assert one.core.chunks_refused == 4 and one.buffer == bytes(one.manifest.size)
+    assert one.core.next_event() is None and one.core.to_send() == []
+
+
+def test_damaged_chunks_alone_fail_the_fetch() -> None:
+    one = OneFetch()
+    one.chunk(0)
+    for _ in range(3):
+        assert not one.chunk(5, b"x") and one.core.to_send()  # asked for at once
+    for _ in range(50):
+        assert not one.chunk(6, b"x") and not one.core.to_send()  # but not for ever
+    one.core.note_arrival(one.now)  # others keep the connection busy
+    begun, asks = one.now, 0
+    while (due := one.core.next_deadline()) < begun + SPOILT_S:
+        one.now = due
+        one.core.tick(one.now)
+        asks += len(one.core.to_send())
+        assert not one.chunk(6, b"x") and one.core.next_event() is None
+    assert 2 <= asks <= 5  # less and less often
+    one.now = begun + SPOILT_S
+    assert not one.chunk(5, b"x")
+    event = one.core.next_event()
+    assert isinstance(event, FetchFailed) and (event.owner, event.blob) == (OWNER, one.manifest.blob)
+    assert event.cause is FetchFailure.DAMAGED
+    assert "wrong digests" in event.reason
+    assert one.core.next_event() is None and not one.core.wanted() and not one.core.to_send()
+
+
+def test_two_damaged_chunks_or_one_sound_one_among_them_fail_no_fetch() -> None:
+    one = OneFetch()
+    for body in (b"x", b"y", None, b"z", b""):
+        one.chunk(5, body)
+        one.chunk(6, b"x") if body == b"z" else None
+    one.now += 100 * SPOILT_S
+    assert not one.chunk(5, b"x")
+    assert one.core.next_event() is None and one.core.wanted()
+
+
+def test_an_owner_whose_chunks_never_fit_its_manifest_is_left_soon_and_at_little_cost() -> None:
+    line = Line()
+    manifest, data = blob_of(200)
+    line.owner.offer(manifest, memoryview(bytes(len(data))), ["device-0"])
+    line.fetch(line.add("device-0"), manifest)
+    begun = line.now
+    line.run()
+    (event,) = line.receivers["device-0"].events
+    assert isinstance(event, FetchFailed) and line.now - begun < SPOILT_S + REPAIR_MOST_S
+    assert len(line.published) <= 7 * 8
+
+
+def test_damage_on_the_way_is_repaired() -> None:
+    line = Line()
+    manifest, data = broadcast(line, 20, names_of(2))
+    victim, damaged = line.receivers["device-1"], []
+    inner = victim.core.receive_chunk
+
+    def damage(owner: str, blob: str, *, data: bytes, **more: object) -> bool:
+        if more["index"] in (4, 19) and more["index"] not in damaged:
+            damaged.append(more["index"])
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        return inner(owner, blob, data=data, **more)  # type: ignore[arg-type]
+
+    victim.core.receive_chunk = damage  # type: ignore[method-assign, assignment]
+    line.run()
+    check_complete(line, manifest, data)
+    assert victim.core.chunks_refused == 2 and len(line.published) == 22
+
+
+def test_a_duplicate_is_counted_and_changes_nothing() -> None:
+    one = OneFetch()
+    assert one.chunk(0) and not one.chunk(0) and not one.chunk(0, b"other bytes")
+    assert one.core.chunks_duplicate == 1 and one.core.chunks_refused == 1
+    assert one.buffer[:CHUNK] == one.data[:CHUNK]
+
+
+def test_gaps_in_the_numbers_are_chunks_that_the_broker_dropped() -> None:
+    one = OneFetch(30)
+    one.chunk(0)
+    for index in range(1, LOST_LEAST):
+        one.number += 1
+        one.chunk(index)
+        assert one.core.chunks_lost == index and not one.core.loses
+    one.number += 10**12  # another process of the owner
+    one.chunk(LOST_LEAST)
+    assert one.core.chunks_lost == LOST_LEAST - 1 + one.window and one.core.loses
+
+
+def test_chunks_lost_with_their_connection_are_not_the_brokers() -> None:
+    one = OneFetch()
+    one.chunk(0)
+    one.core.reconnected(1.0)
+    one.core.to_send()
+    one.number += 5
+    one.chunk(6)
+    assert one.core.chunks_lost == 0 and one.core.chunks_arrived == 2
+
+
+@examples(60)
+@given(
+    seed=st.integers(0, 2**32),
+    chunks=st.integers(2, 60),
+    receivers=st.integers(1, 3),
+    loss=st.sampled_from([0.0, 0.0, 0.1]),
+    some=st.sets(st.integers(0, 8), min_size=1),
+)
+def test_a_thousand_hostile_chunks_are_refused_and_the_blob_is_exact(
+    forge: Callable[..., Any], seed: int, chunks: int, receivers: int, loss: float, some: set[int]
+) -> None:
+    line, draw = Line(seed=seed, loss=loss, pace_s=0.01), random.Random(seed)
+    forged = forge(OWNER, streams=[ALL, "device-0", "device-9"])
+    manifest, data = broadcast(line, chunks, names_of(receivers))
+    victim = line.receivers["device-0"]
+    refused = duplicate = true = 0
+
+    def attack(kind: str) -> None:
+        nonlocal refused, duplicate, true
+        it = forged(draw, kind, manifest, data, published=[(p.stream, p.index, p.number) for p in line.published])
+        counts = victim.core.chunks_refused, victim.core.chunks_duplicate
+        known = (it.owner, it.blob) in victim.core.wanted() and it.index < chunks
+        sound = known and it.data == data[manifest.span(it.index)]
+        fresh = victim.core.receive_chunk(
+            it.owner, it.blob, stream=it.stream, index=it.index, number=it.number, data=it.data, now=line.now
+        )
+        assert fresh == (sound and it.index not in victim.has[manifest.blob])
+        if fresh:
+            victim.has[manifest.blob].add(it.index)
+        refused, duplicate, true = refused + (not sound), duplicate + (sound and not fresh), true + fresh
+        seen = victim.core.chunks_refused - counts[0], victim.core.chunks_duplicate - counts[1]
+        assert seen == (not sound, sound and not fresh)
+
+    for kind in draw.choices([forged.kinds[place] for place in sorted(some)], k=1000):
+        line.after(draw.uniform(0.0, 0.01 * chunks), lambda kind=kind: attack(kind))  # type: ignore[misc]
+    line.run()
+    check_complete(line, manifest, data)
+    assert refused + duplicate + true == 1000
+    if not loss:
+        assert len(line.published) <= 2 * chunks + 16
+
+
+def test_a_gap_in_the_numbers_is_asked_about_at_once() -> None:
+    one = OneFetch(window=64)
+    one.chunk(0)
+    assert not one.core.to_send()  # no quarter of a window yet, and nothing is missing
+    one.number += 1
+    one.chunk(2)
+    ((_, ask),) = one.core.to_send()
+    assert ask.seen_all == 3 and ask.lacking == b"\x5f\xc0" and not ask.restart
+
+
+def test_an_ask_that_comes_late_does_not_undo_a_newer_one() -> None:
+    manifest, data = blob_of(8)
+    owner = Sender(first_number=0)
+    owner.offer(manifest, data, ["a"])
+
+    def ask(lacking: int, seen: int, restart: bool) -> None:
+        owner.receive("a", Ask(manifest.blob, bytes([lacking]), seen, 0, 8, restart), now=0.0)
+
+    ask(0xFF, 0, True)
+    while (publication := owner.next_publication(0.0, lambda peers: True)) is not None:
+        owner.left(publication)
+    ask(0x01, 7, False)  # seven have arrived, the last is in flight
+    ask(0xC0 | 0x3F, 7, False)  # said before that
+    assert owner.next_publication(0.0, lambda peers: True) is None
+    ask(0x01, 8, False)  # now it is lost, and it alone
+    publication = owner.next_publication(0.0, lambda peers: True)
+    assert publication is not None and publication.index == 7 and publication.stream == "a"
+    assert owner.next_publication(0.0, lambda peers: True) is None
+
+
+def test_duplicates_count_as_publications_seen() -> None:
+    """What fills the window must be reported, or the owner waits for an ask that nobody makes."""
+    one = OneFetch()
+    for index in (0, 1):
+        one.chunk(index)
+    one.core.to_send()
+    for _ in range(2):
+        one.chunk(0)
+    ((_, ask),) = one.core.to_send()
+    assert ask.seen_all == 4
+
+
+@examples(200)
+@given(
+    seen=st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1)),
+    bitmap=st.binary(max_size=4),
+    window=st.integers(0, 2**63 - 1),
+    restart=st.booleans(),
+    known=st.booleans(),
+)
+def test_any_ask_leaves_the_owner_sane(
+    seen: tuple[int, int], bitmap: bytes, window: int, restart: bool, known: bool
+) -> None:
+    manifest, data = blob_of(10)
+    owner = Sender(first_number=7)
+    owner.offer(manifest, data, ["a"])
+    foreign = Ask(manifest.blob if known else "f" * 16, bitmap, *seen, window, restart)
+    for _ in range(3):
+        answer = owner.receive("liar", foreign, now=0.0)
+        assert answer == (None if known or not bitmap else Gone("f" * 16))
+        if (publication := owner.next_publication(1.0, lambda peers: True)) is not None:
+            owner.left(publication)
+    owner.receive("a", Ask(manifest.blob, b"\xff\xc0", 0, 0, 64, True), now=0.0)
+    got = set()
+    while (publication := owner.next_publication(1.0, lambda peers: True)) is not None:
+        if publication.stream in (ALL, "a"):
+            got.add(publication.index)
+    assert got == set(range(10))
+
+
+# Gone, slots, drop, inline
+
+
+def test_a_blob_that_is_gone_fails_the_fetch() -> None:
+    line = Line()
+    manifest, _ = broadcast(line, 10, names_of(2))
+    line.owner.retire(manifest.blob)
+    line.run()
+    for receiver in line.receivers.values():
+        (event,) = receiver.events
+        assert isinstance(event, FetchFailed) and event.cause is FetchFailure.GONE
+        assert "no longer holds" in event.reason
+    assert not line.published
+
+
+def test_gone_of_another_blob_or_owner_is_ignored() -> None:
+    one = OneFetch()
+    one.core.gone(OWNER, "f" * 16, now=0.0)
+    one.core.gone("stranger", one.manifest.blob, now=0.0)
+    assert one.core.next_event() is None and one.core.lacks(OWNER, one.manifest.blob) == 10
+
+
+def test_a_finished_receiver_of_a_retired_blob_gets_no_answer() -> None:
+    assert Sender(first_number=1).receive("a", Ask("f" * 16, b"", 0, 0, 8, False), now=0.0) is None
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_uploads_take_slots_in_order(slots: int) -> None:
+    core = Receiver(window=8, slots=slots)
+    blobs = [blob_of(2, seed) for seed in range(6)]
+    for number, (manifest, _) in enumerate(blobs):
+        core.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    for number, (manifest, data) in enumerate(blobs):
+        active = {(f"device-{n}", blobs[n][0].blob) for n in range(number, min(number + slots, 6))}
+        assert core.wanted() == active
+        asked = {owner for owner, ask in core.to_send() if ask.lacking}
+        assert asked <= {owner for owner, _ in active}
+        for index in range(2):
+            span = manifest.span(index)
+            assert core.receive_chunk(
+                f"device-{number}", manifest.blob, stream="parent", index=index, number=index, data=bytes(data[span]),
+                now=0.0,
+            )  # fmt: skip
+        assert core.next_event() == Fetched(f"device-{number}", manifest.blob)
+    assert not core.wanted() and core.next_deadline() is None
+
+
+def test_slow_links_share_slots() -> None:
+    ways = {f"device-{n}": LinkDirection(2_500_000.0) for n in range(10)} | {
+        f"device-{n}": LinkDirection(125e6) for n in (10, 11)
+    }
+    core = Receiver(window=8, slots=2, ways=ways)
+    for number in range(14):
+        manifest, _ = blob_of(2, number)
+        core.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    # Ten of 20 Mbit/s take 0.8 of a slot, one of 1 Gbit/s a whole one, the next one more; undeclared ones wait.
+    assert {owner for owner, _ in core.wanted()} == {f"device-{n}" for n in range(12)}
+
+
+def test_a_dropped_fetch_frees_its_slot() -> None:
+    one = OneFetch(slots=1)
+    other, _ = blob_of(3, 9)
+    one.core.fetch("device-1", other, memoryview(bytearray(other.size)), now=0.0)
+    one.core.fetch("device-2", other, memoryview(bytearray(other.size)), now=0.0)
+    one.core.drop("device-1", now=0.0)  # it still waited
+    one.core.drop(OWNER, blob="f" * 16, now=0.0)  # not this one
+    assert one.core.wanted() == {(OWNER, one.manifest.blob)}
+    one.core.drop(OWNER, blob=one.manifest.blob, now=0.0)
+    assert one.core.wanted() == {("device-2", other.blob)} and not one.chunk(0)
+    assert one.core.next_event() is None
+
+
+def test_a_known_fetch_goes_on() -> None:
+    one = OneFetch()
+    one.chunk(0)
+    one.core.fetch(OWNER, one.manifest, memoryview(bytearray(one.manifest.size)), now=5.0)
+    assert one.core.lacks(OWNER, one.manifest.blob) == 9 and not one.core.to_send()
+
+
+def test_an_inline_blob_is_taken_whole() -> None:
+    manifest, data = blob_of(3)
+    core, buffer = Receiver(window=8, slots=1), bytearray(manifest.size)
+    core.take(OWNER, manifest, memoryview(buffer), bytes(data))
+    assert core.next_event() == Fetched(OWNER, manifest.blob) and buffer == data
+    assert not core.to_send() and not core.wanted()
+
+
+@pytest.mark.parametrize("lie", ["short", "long", "empty", "first bit", "last bit"])
+def test_an_inline_blob_that_is_not_what_it_claims_is_refused(lie: str) -> None:
+    manifest, data = blob_of(3)
+    body = bytes(data)
+    body = {
+        "short": body[:-1],
+        "long": body + b"\0",
+        "empty": b"",
+        "first bit": bytes([body[0] ^ 128]) + body[1:],
+        "last bit": body[:-1] + bytes([body[-1] ^ 1]),
+    }[lie]
+    core, buffer = Receiver(window=8, slots=1), bytearray(manifest.size)
+    core.take(OWNER, manifest, memoryview(buffer), body)
+    event = core.next_event()
+    assert isinstance(event, FetchFailed) and event.cause is FetchFailure.DAMAGED and "wrong digest" in event.reason
+    assert buffer == bytes(manifest.size) and core.chunks_refused == 1
+
+
+def test_a_row_of_an_array_is_assembled_in_place() -> None:
+    manifest, data = blob_of(3)
+    rows = np.zeros((2, manifest.size), np.uint8)
+    core = Receiver(window=8, slots=1)
+    core.fetch(OWNER, manifest, rows[1].data, now=0.0)
+    for index in reversed(range(3)):
+        core.receive_chunk(
+            OWNER, manifest.blob, stream=ALL, index=index, number=index, data=bytes(data[manifest.span(index)]), now=0.0
+        )
+    assert rows[1].tobytes() == data and not rows[0].any()
+
+
+# Manifest
+
+
+def test_a_blob_is_named_by_its_content() -> None:
+    manifest, data = blob_of(5)
+    assert manifest.chunks == 5 and manifest.size == len(data)
+    assert manifest.digests == b"".join(chunk_digest(data[manifest.span(index)]) for index in range(5))
+    assert describe(memoryview(bytes(data)), chunk_bytes=CHUNK, codec="fp32", layout="l") == manifest
+    changed = bytes([data[0] ^ 1]) + bytes(data[1:])
+    others = [
+        describe(memoryview(changed), chunk_bytes=CHUNK, codec="fp32", layout="l"),
+        describe(data, chunk_bytes=2 * CHUNK, codec="fp32", layout="l"),
+        describe(data, chunk_bytes=CHUNK, codec="fp16", layout="l"),
+        describe(data, chunk_bytes=CHUNK, codec="fp32", layout="m"),
+        describe(data[:-1], chunk_bytes=CHUNK, codec="fp32", layout="l"),
+        describe(data, chunk_bytes=CHUNK, codec="fp32", layout="l", salt="s"),
+        describe(data, chunk_bytes=CHUNK, codec="fp32", layout="l", reference=manifest.blob),
+    ]
+    assert len({manifest.blob, *(other.blob for other in others)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("lie", "reports"),
+    [
+        ({"layout": "other"}, "wrong layout 'other', this run's is 'l'"),
+        ({"codec": "zip"}, "codec 'zip' is not used here: fp32"),
+        ({"size": 4819}, "4819 bytes, a model of this run has 4820"),
+        ({"size": 4821}, "4821 bytes"),
+        ({"layout": "x" * 5000}, "wrong layout"),
+        ({"codec": "x" * 5000}, "is not used here"),
+        ({"reference": "0123456789abcdef"}, "wrong reference model '0123456789abcdef', expected ''"),
+    ],
+)
+def test_a_manifest_of_another_run_is_refused(lie: dict[str, object], reports: str) -> None:
+    manifest, _ = blob_of(5)
+    form = ModelForm("l", "fp32", 4820, exact=True, delta=False)
+    form.check(manifest)
+    with pytest.raises(RefusedModel) as caught:
+        form.check(replace(manifest, **lie))  # type: ignore[arg-type]
+    assert reports in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_a_manifest_may_be_smaller_where_sizes_vary_and_names_its_reference_where_it_is_a_delta() -> None:
+    manifest, _ = blob_of(5)
+    against = "0123456789abcdef"
+    ModelForm("l", "fp32", 9000, exact=False, delta=False).check(manifest)
+    delta = ModelForm("l", "fp32", 4820, exact=True, delta=True)
+    delta.check(replace(manifest, reference=against), reference=against)
+    for form, reference in ((delta, against), (ModelForm("l", "fp32", 4819, exact=False, delta=False), "")):
+        with pytest.raises(RefusedModel):
+            form.check(manifest, reference=reference)
+
+
+def test_chunks_follow_the_link() -> None:
+    assert chunk_bytes_for(None, 1_000_000) == 1_000_000
+    assert chunk_bytes_for(256_000 / 8, 1_000_000) == 32_768
+    assert chunk_bytes_for(1e6, 1_000_000) == 500_000
+    assert chunk_bytes_for(125e6, 1_000_000) == 1_000_000
+
+
+@given(
+    rate=st.floats(1e3, 1e9),
+    chunk_bytes=st.integers(1024, 4_000_000),
+    most=st.integers(2, 64),
+    keepalive_s=st.integers(5, 65_535),
+)
+def test_a_window_leaves_room_for_pings(rate: float, chunk_bytes: int, most: int, keepalive_s: int) -> None:
+    window = window_for(LinkDirection(rate), chunk_bytes, most, keepalive_s)
+    third = keepalive_s / 3 * (1 + 1e-9)
+    assert 2 <= window <= most and (window == 2 or window * chunk_bytes / rate <= third)
+    assert window == most or (window + 1) * chunk_bytes / rate > keepalive_s / 3  # not smaller than it must be
+    assert window_for(LinkDirection(), chunk_bytes, most, keepalive_s) == most
+
+
+@given(st.floats(1e5, 1e9), st.floats(0, 0.5), st.integers(32_768, 1_000_000))
+def test_a_window_fills_a_link_with_delay(rate: float, delay_s: float, chunk_bytes: int) -> None:
+    window = window_for(LinkDirection(rate, delay_s), chunk_bytes, 8, 3600.0)
+    assert 8 <= window <= 64
+    assert window == 64 or window * chunk_bytes >= 2 * rate * 2 * delay_s
+
+
+def test_a_receiver_asks_for_what_its_link_can_carry() -> None:
+    """At 64 kbit/s a chunk of 32 KB takes 4.1 s: two of them are a third of a keep-alive of 30 s."""
+    data = memoryview(bytes(40 * 32_768))
+    manifest = describe(data, chunk_bytes=32_768, codec="fp32", layout="l")
+    ways = {"slow": LinkDirection(8000.0), "fast": LinkDirection(1e6), "free": LinkDirection()}
+    core = Receiver(window=8, slots=4, ways=ways, keepalive_s=30)
+    for owner in (*ways, "stranger"):
+        core.fetch(owner, manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    assert {owner: ask.window for owner, ask in core.to_send()} == {"slow": 2, "fast": 8, "free": 8, "stranger": 8}
+    for index in range(2):
+        core.receive_chunk(
+            "slow", manifest.blob, stream=ALL, index=index, number=index + 1, data=bytes(32_768), now=1.0
+        )
+        assert [ask.window for _, ask in core.to_send()] == [2]  # a quarter of two is each one
+
+
+def test_a_dead_owner_gives_its_slot_to_those_that_wait_and_keeps_what_it_sent() -> None:
+    data = random.Random(5).randbytes(4 * 1024)
+    manifest = describe(memoryview(data), chunk_bytes=1024, codec="fp32", layout="layout")
+    core = Receiver(window=8, slots=1)
+    buffers = {owner: bytearray(len(data)) for owner in ("dead", "alive")}
+    for owner, buffer in buffers.items():
+        core.fetch(owner, manifest, memoryview(buffer), now=0.0)
+    core.receive_chunk("dead", manifest.blob, stream="all", index=0, number=1, data=data[:1024], now=0.1)
+    core.to_send()
+    core.yield_slot("dead", now=0.2)
+    assert {owner for owner, _ in core.to_send()} == {"alive"}
+    for index in range(4):
+        chunk = data[manifest.span(index)]
+        core.receive_chunk("alive", manifest.blob, stream="all", index=index, number=index, data=chunk, now=0.3)
+    assert core.wanted() == {("dead", manifest.blob)}
+    asks = [ask for owner, ask in core.to_send() if owner == "dead"]
+    assert [ask.lacking for ask in asks] == [bytes([0b01110000])]
+    assert buffers["alive"] == data
+
+
+def test_an_owner_that_reconnected_is_asked_again_at_once() -> None:
+    data = bytes(4 * 1024)
+    manifest = describe(memoryview(data), chunk_bytes=1024, codec="fp32", layout="layout")
+    core = Receiver(window=8, slots=2)
+    core.fetch("owner", manifest, memoryview(bytearray(len(data))), now=0.0)
+    assert len(core.to_send()) == 1
+    core.ask_again("other", now=1.0)
+    assert core.to_send() == []
+    core.ask_again("owner", now=1.0)
+    assert [(owner, ask.restart) for owner, ask in core.to_send()] == [("owner", True)]
+
+
+# Slots
+
+
+class Slots:
+    """A receiver of one slot and several owners."""
+
+    def __init__(self, *owners: str, slots: int = 1, chunks: int = 4) -> None:
+        self.manifest, self.data = blob_of(chunks)
+        self.core = Receiver(window=8, slots=slots)
+        self.buffers = {owner: bytearray(self.manifest.size) for owner in owners}
+        self.now = 0.0
+        self.number = 0
+        for owner, buffer in self.buffers.items():
+            self.core.fetch(owner, self.manifest, memoryview(buffer), now=0.0)
+
+    def asked(self) -> dict[str, Ask]:
+        """Return the last ask that is due to each owner."""
+        return dict(self.core.to_send())
+
+    def chunk(self, owner: str, index: int) -> bool:
+        self.number += 1
+        data = bytes(self.data[self.manifest.span(index)])
+        return self.core.receive_chunk(
+            owner, self.manifest.blob, stream=ALL, index=index, number=self.number, data=data, now=self.now
+        )
+
+    def wait(self, seconds: float, *, busy: bool = True) -> dict[str, Ask]:
+        """Let time pass on a connection that others keep `busy`, or that is silent; return what is asked meanwhile."""
+        asked: dict[str, Ask] = {}
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            if busy:
+                self.core.note_arrival(self.now)
+            self.core.tick(self.now)
+            asked |= self.asked()
+        return asked
+
+
+def test_a_fetch_that_starves_goes_behind_those_that_wait_and_keeps_its_chunks() -> None:
+    slots = Slots("silent", "second", "third")
+    assert set(slots.asked()) == {"silent"}
+    assert slots.chunk("silent", 2)
+    assert set(slots.wait(PATIENCE_S + 1)) == {"second"}
+    assert slots.core.wanted() == {(owner, slots.manifest.blob) for owner in ("silent", "second")}
+    assert all(slots.chunk("second", index) for index in range(4))
+    assert set(slots.asked()) == {"second", "third"}  # the first of them: complete
+    assert slots.chunk("silent", 0)  # it was minutes on its way
+    assert all(slots.chunk("third", index) for index in range(4))
+    ask = slots.asked()["silent"]
+    assert ask.lacking == bytes([0b01010000])
+    assert slots.chunk("silent", 1) and slots.chunk("silent", 3)
+    assert slots.buffers["silent"] == slots.data and not slots.core.wanted()
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_silent_connection_and_repeated_chunks_hold_no_slot(busy: bool) -> None:
+    slots = Slots("silent", "second")
+    slots.asked()
+    assert slots.chunk("silent", 0)
+    asked: dict[str, Ask] = {}
+    for _ in range(5):
+        asked |= slots.wait(4, busy=busy)
+        slots.chunk("silent", 0)
+    assert "second" in asked
+
+
+def test_a_parked_fetch_may_end_without_a_slot() -> None:
+    slots = Slots("silent", "second")
+    slots.asked()
+    slots.wait(PATIENCE_S + 1)
+    assert all(slots.chunk("silent", index) for index in range(4))
+    assert slots.core.next_event() == Fetched("silent", slots.manifest.blob)
+    assert slots.core.wanted() == {("second", slots.manifest.blob)}
+    assert all(slots.chunk("second", index) for index in range(4)) and not slots.core.wanted()
+
+
+def test_what_was_parked_before_a_new_connection_begins_anew() -> None:
+    slots = Slots("silent", "second")
+    slots.asked()
+    slots.wait(PATIENCE_S + 1)
+    slots.core.reconnected(slots.now)
+    assert slots.asked()["second"].restart
+    assert all(slots.chunk("second", index) for index in range(4))
+    assert slots.asked()["silent"].restart
+
+
+def test_a_parked_fetch_can_be_dropped_and_written_no_more() -> None:
+    slots = Slots("silent", "second")
+    slots.asked()
+    slots.wait(PATIENCE_S + 1)
+    slots.core.drop("silent", now=slots.now)
+    assert slots.core.wanted() == {("second", slots.manifest.blob)} and not slots.chunk("silent", 0)
+    assert slots.core.lacks("silent", slots.manifest.blob) == 0
+
+
+def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -> None:
+    """On a slow link a chunk may take longer than a turn; asked for again each time, it would never be here."""
+    slots = Slots("silent", "other")
+    first = slots.asked()["silent"]
+    assert first.restart
+    restarts = []
+    for _ in range(6):
+        restarts += [ask.restart for owner, ask in slots.wait(PATIENCE_S).items() if owner == "silent"]
+    assert restarts[0] is False and any(restarts)
+
+
+@examples(60)
+@given(
+    slots=st.integers(1, 4),
+    silent=st.integers(0, 8),
+    serving=st.integers(1, 20),
+    draw=st.randoms(use_true_random=False),
+)
+def test_owners_that_never_serve_hold_nobody_back(slots: int, silent: int, serving: int, draw: random.Random) -> None:
+    owners = [*(f"silent-{i}" for i in range(silent)), *(f"serves-{i}" for i in range(serving))]
+    draw.shuffle(owners)
+    case = Slots(*owners, slots=slots)
+    waiting = {owner for owner in owners if owner.startswith("serves")}
+    for _ in range(int((silent // slots + 2) * (PATIENCE_S + 1))):
+        asked = case.asked() | case.wait(1)
+        while ready := sorted(asked.keys() & waiting):
+            waiting -= {owner for owner in ready if all(case.chunk(owner, index) for index in range(4))}
+            asked = case.asked()
+    assert not waiting
+
+
+def test_a_flood_of_restarts_publishes_each_chunk_once_in_a_while() -> None:
+    owner = Sender(first_number=1)
+    manifest, data = blob_of(8)
+    owner.offer(manifest, data, ["a"])
+    published = 0
+    for hundredth in range(1000):
+        now = hundredth / 100
+        owner.receive("a", Ask(manifest.blob, b"\xff", 0, 0, 8, True), now=now)
+        while (publication := owner.next_publication(now, lambda peers: True)) is not None:
+            owner.left(publication)
+            published += 1
+    assert published <= 8 * (10 / RESTART_S + 1)

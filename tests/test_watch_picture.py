@@ -1,0 +1,511 @@
+"""The picture of a watched lab, and watching on a broker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiomqtt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ConnectionFailed
+from common.experiment.reading import parse
+from common.host.processes import free_port
+from common.net.address import BrokerAddress
+from common.protocol import serialization, topics
+from common.protocol.messages import (
+    Announcement,
+    ChildCount,
+    Goodbye,
+    Key,
+    Message,
+    NodeState,
+    Presence,
+    RoundScore,
+    RunStatus,
+    StatusRequest,
+    Step,
+)
+from deploy.brokers import broker
+from deploy.watching import formatting
+from deploy.watching import runs as watched_runs
+from deploy.watching.follower import Follower
+from deploy.watching.lab import Event, WatchedLab
+from deploy.watching.runs import NAMES_COST, SETTLE_S, Runs
+from deploy.watching.screens import look
+from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
+from tests.helpers.null_lab import MODEL_BYTES
+from tests.helpers.sites import real
+from tests.helpers.status import child, record
+from tests.helpers.watched import BODIES, LAB, RUN, Watched, drawn, experiment_of
+
+# Which run
+
+
+def announce(runs: Runs, run: str, *, node: str = "cloud", text: str | None = None, now: float = 0.0) -> None:
+    announcement = Announcement(experiment_of().to_json() if text is None else text, "[]")
+    runs.receive(topics.SpecTopic(LAB, run, node), serialization.encode(announcement, "s"), now)
+
+
+def live(runs: Runs, run: str, *, node: str = "cloud", state: NodeState = NodeState.READY) -> None:
+    runs.receive(topics.StateTopic(LAB, run, node), serialization.encode(Presence(state, "cloud"), "s"), 0.0)
+
+
+def test_the_newest_living_run_is_watched() -> None:
+    runs = Runs(None)
+    for run, state in (("r-1", NodeState.READY), ("r-2", NodeState.INIT), ("r-3", NodeState.FAILED)):
+        live(runs, run, state=state)
+        assert runs.choose(99.0) is None or run != "r-1"
+        announce(runs, run)
+    live(runs, "r-4")  # and nothing announced
+    assert runs.choose(SETTLE_S / 2) is None  # more may be kept there
+    chosen = runs.choose(SETTLE_S)
+    assert chosen is not None and chosen[0] == "r-2" and chosen[1] == experiment_of()
+
+
+def test_a_run_may_be_chosen_dead_or_alive() -> None:
+    runs = Runs("r-3")
+    live(runs, "r-4")
+    announce(runs, "r-4")
+    assert runs.choose(99.0) is None
+    announce(runs, "r-3")
+    chosen = runs.choose(99.0)
+    assert chosen is not None and chosen[0] == "r-3"
+
+
+def test_a_run_whose_experiment_cannot_be_read_is_passed_over() -> None:
+    runs = Runs(None)
+    huge = '{"topology": {"devices": 1000000000}}'
+    for run, text in (("r-1", None), ("r-2", "{"), ("r-3", '{"seed": "x"}'), ("r-4", huge)):
+        live(runs, run)
+        announce(runs, run, text=text)
+    chosen = runs.choose(SETTLE_S)
+    assert chosen is not None and chosen[0] == "r-1" and runs.ignored == 3
+
+
+def test_an_institutions_announcement_serves_where_the_cloud_is_not_received() -> None:
+    runs = Runs(None)
+    announce(runs, "r-1", node="institution-0")
+    assert runs.choose(99.0) is None
+    live(runs, "r-1", node="institution-0")
+    assert runs.choose(99.0) is not None
+
+
+def test_a_run_that_ends_while_it_is_looked_for_is_not_chosen() -> None:
+    runs = Runs(None)
+    live(runs, "r-1")
+    announce(runs, "r-1")
+    for topic in (topics.SpecTopic(LAB, "r-1", "cloud"), topics.StateTopic(LAB, "r-1", "cloud")):
+        runs.receive(topic, b"", 0.0)
+    assert runs.choose(SETTLE_S) is None and runs.names() == []
+
+
+RUN_TOPICS = st.sampled_from(
+    [
+        topics.SpecTopic(LAB, "a-1", "n"), topics.StateTopic(LAB, "a-1", "n"), topics.SpecTopic(LAB, "b-1", "m"),
+        topics.SeekTopic(LAB, "a", "b"), topics.SpecTopic("x", "a-1", "n"),
+    ]
+)  # fmt: skip
+
+
+@given(said=st.lists(st.tuples(RUN_TOPICS, BODIES)))
+def test_no_announcement_is_fatal(said: list[tuple[topics.Topic, bytes]]) -> None:
+    runs = Runs(None)
+    for topic, body in said:
+        runs.receive(topic, body, 0.0)
+    assert runs.choose(99.0) is None
+
+
+def test_the_runs_of_another_lab_are_not_watched() -> None:
+    runs = Runs(None, lab="north")
+    live(runs, "r-9")
+    announce(runs, "r-9")
+    assert runs.choose(99.0) is None and runs.names() == [] and runs.ignored == 2
+
+
+def test_what_is_kept_of_announcements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, text = 16_000, "x" * 900
+    monkeypatch.setattr(watched_runs, "HELD_MOST", most)
+    runs = Runs(None)
+    for run in range(20):
+        announce(runs, f"r-{run}", text=text)
+    assert len(runs.names()) == most // (NAMES_COST + len(text)) and runs.ignored == 20 - len(runs.names())
+    announce(runs, "r-0", text="y")  # one that is said again replaces itself
+    rest = most - 13 * (NAMES_COST + len(text)) - (NAMES_COST + 1)
+    announce(runs, "r-20", text="z" * (rest - NAMES_COST + 1))
+    assert "r-20" not in runs.names()
+    announce(runs, "r-20", text="z" * (rest - NAMES_COST))
+    assert "r-20" in runs.names()  # to the last character
+    for run in (*range(20), 20):
+        runs.receive(topics.SpecTopic(LAB, f"r-{run}", "cloud"), b"", 0.0)
+    announce(runs, "r-21", text="z" * (most - NAMES_COST))
+    assert runs.names() == ["r-21"]
+
+
+# The picture
+
+
+def scene() -> Watched:
+    """Return two institutions of two devices in the third global round: one trains, one has been reported."""
+    watched = Watched()
+    watched.all_ready()
+    scores = tuple(RoundScore(each, 1 / each, 0.3 * each, 1.2 / each) for each in (1, 2))
+    run = RunStatus(2, 20.0, 10.0, (), scores)
+    for second in (0, 2):
+        watched.now = 18.0 + second
+        watched.status(
+            "cloud",
+            child("institution-0", Step.TRAINING, epochs=3, up=1_500_000 + 3000 * second, down=900_000, loss=0.4321,
+                  seconds=2.0),
+            child("institution-1", Step.ASSIGNED, epochs=3),
+            key=Key(0, 2, 0), tiers=((1_500_000 + 3000 * second, 930_000), (4_000_000, 3_000_000 + second)), run=run,
+        )  # fmt: skip
+        watched.status(
+            "institution-0",
+            child("device-0", Step.TRAINING, done=30, total=120, epochs=3, up=50, down=60_000 * second),
+            child("device-1", Step.FETCHING, done=4, total=16, size=16_000, epochs=3),
+            key=Key(0, 2, 1),
+        )
+    watched.state("device-2", NodeState.LOST, reason="connection lost")
+    return watched
+
+
+PICTURES = {
+    60: """
+small  global round 3/10  about 78 s left
+accuracy 0.6000 ▁█   loss 0.6000 █▁
+20260101T000000Z-abcdef
+WAN  up    1.5 MB    3.0 kB/s  down  930.0 kB       0 B/s
+LAN  up    4.0 MB       0 B/s  down    3.0 MB       1 B/s
+
+node               state     round
+cloud              ready      3/10 ░░░░░░░░ 0/2 results
+  institution-0    ready       2/2 ████░░░░ 0/2 devices
+    device-0       ready       3.2 ██░░░░░░ training 25 %
+    device-1       ready       3.2 ██░░░░░░ fetching 25 %
+  institution-1    ready           assigned
+    device-2       lost            connection lost
+    device-3       ready
+device-2: lost
+""",
+    80: """
+small  global round 3/10  about 78 s left
+accuracy 0.6000 ▁█   loss 0.6000 █▁
+20260101T000000Z-abcdef
+WAN  up    1.5 MB    3.0 kB/s  down  930.0 kB       0 B/s
+LAN  up    4.0 MB       0 B/s  down    3.0 MB       1 B/s
+
+node               state     round
+cloud              ready      3/10 ░░░░░░░░ 0/2 results
+  institution-0    ready       2/2 ████░░░░ 0/2 devices
+    device-0       ready       3.2 ██░░░░░░ training 25 %
+    device-1       ready       3.2 ██░░░░░░ fetching 25 %  4.0 kB of 16.0 kB
+  institution-1    ready           assigned
+    device-2       lost            connection lost
+    device-3       ready
+device-2: lost
+""",
+    200: """
+small  global round 3/10  about 78 s left
+accuracy 0.6000 ▁█   loss 0.6000 █▁
+20260101T000000Z-abcdef
+WAN  up    1.5 MB    3.0 kB/s  down  930.0 kB       0 B/s
+LAN  up    4.0 MB       0 B/s  down    3.0 MB       1 B/s
+
+node                   state           round          up        down     loss epochs
+cloud                  ready            3/10                                         ░░░░░░░░░░░░░░░░░░░░ 0/2 results
+  institution-0        ready             2/2    3.0 kB/s       0 B/s   0.4321      3 ██████████░░░░░░░░░░ 0/2 devices
+    device-0           ready             3.2       0 B/s   60.0 kB/s               3 █████░░░░░░░░░░░░░░░ training 25 %
+    device-1           ready             3.2       0 B/s       0 B/s               3 █████░░░░░░░░░░░░░░░ fetching 25 %  4.0 kB of 16.0 kB
+  institution-1        ready                       0 B/s       0 B/s               3 assigned
+    device-2           lost                                                          connection lost
+    device-3           ready
+device-2: lost
+""",  # noqa: E501
+}
+
+
+def test_a_lab_of_four_layers_has_its_own_words_rounds_and_flows() -> None:
+    tiers = [{"name": "wan", "children": "region", "fan_out": 2}, {"name": "metro", "children": "institution",
+             "rounds": 3}, {"name": "lan", "fan_out": 2, "rounds": 2}]  # fmt: skip
+    watched = Watched(parse({"tiers": tiers}))
+    watched.all_ready()
+    region = "region-0"
+    watched.status("cloud", child(region, Step.TRAINING), key=Key(0, 0, 0), tiers=((7, 8), (41, 32), (1200, 1000)))
+    watched.status(region, child("institution-0", Step.TRAINING), key=Key(0, 0, 1))
+    watched.status("institution-0", child("device-0", Step.TRAINING), key=Key(0, 0, 3))
+    totals = {name: flow.total for name, flow in watched.lab.flows().items()}
+    assert totals == {
+        "wan_up": 7, "wan_down": 8, "metro_up": 41, "metro_down": 32, "lan_up": 1200, "lan_down": 1000,
+    }  # fmt: skip
+    for width in (80, 100, 200):
+        lines = {line.split()[0]: line.split() for line in drawn(watched, width).splitlines() if line.strip()}
+        assert lines["METRO"][1:4] == ["up", "41", "B"] and "2/3" in lines[region]
+        assert lines[region][-1] == "institutions" and "4/6" in lines["institution-0"] and "1.4" in lines["device-0"]
+
+
+def test_a_lab_of_two_layers_has_devices_below_its_cloud() -> None:
+    watched = Watched(parse({"tiers": [{"name": "wan", "fan_out": 3}]}))
+    watched.all_ready()
+    steps = (Step.DONE, Step.TRAINING, Step.OFFERING)
+    children = [child(f"device-{place}", step, done=1, total=2) for place, step in enumerate(steps)]
+    watched.status("cloud", *children, key=Key(0, 4, 0), tiers=((10, 20),))
+    for width in (80, 200):
+        lines = {line.split()[0]: line for line in drawn(watched, width).splitlines() if line.strip()}
+        assert lines["cloud"].endswith("1/3 results") and lines["device-0"].endswith("done")
+        assert lines["device-1"].endswith("training 50 %") and "5.1" in lines["device-2"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_picture(width: int) -> None:
+    assert drawn(scene(), width) == PICTURES[width].strip("\n")
+
+
+def test_a_picture_in_ascii() -> None:
+    assert drawn(scene(), 100, plain=True).isascii()
+
+
+def test_a_large_lab_is_drawn_as_the_height_permits_lost_and_slow_devices_first() -> None:
+    watched = Watched(experiment_of(5, 200))
+    watched.all_ready()
+    assert drawn(watched, 80, height=30, devices=False).count("40 devices: 40 ready") == 5
+    assert len(drawn(watched, 80, height=30).splitlines()) <= 30
+    entries = [child(f"device-{place}", Step.TRAINING, done=place, total=40) for place in range(1, 30) if place != 7]
+    watched.state("device-0", NodeState.LOST)
+    watched.status(
+        "institution-0",
+        child("device-0", Step.TRAINING, state=NodeState.LOST),
+        *entries,
+        key=Key(0, 0, 0),
+        others=(ChildCount(NodeState.READY, Step.OFFERING, 1), ChildCount(NodeState.READY, Step.DONE, 10)),
+    )
+    counts = formatting.counts(watched["institution-0"])
+    assert counts == "1 lost, 28 training, 1 offering, 10 done; slowest device-1, training 2 %"
+    lines = drawn(watched, 80, height=20).splitlines()
+    rows = [line.split()[0] for line in lines if line.startswith("    device-")]
+    assert rows == [f"device-{device}" for device in range(len(rows))] and len(rows) >= 2
+    hidden = next(line for line in lines if line.split()[:3] == [str(40 - len(rows)), "more", "devices:"])
+    assert hidden.startswith(f"    {40 - len(rows)} more devices: {29 - len(rows)} training, 1 offering, 10 done")
+    assert len(lines) <= 20
+    assert drawn(watched, 80, height=300).count("device-") >= 200
+
+
+# On a broker
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[BrokerAddress]:
+    with broker.start(directory=tmp_path) as served:
+        yield BrokerAddress(served.host, served.port)
+
+
+class Seen:
+    """A screen that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.changed = asyncio.Event()
+
+    def waiting(self, runs: Runs, brokers: str) -> None:
+        pass
+
+    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
+        self.events.append((event, facts))
+        self.changed.set()
+
+    def draw(self, lab: WatchedLab, now: float) -> None:
+        pass
+
+    async def sees(self, event: str, **facts: object) -> None:
+        while not any(name == event and facts.items() <= reported.items() for name, reported in self.events):
+            self.changed.clear()
+            await self.changed.wait()
+
+
+async def keep(address: BrokerAddress, name: str, message: Message | None) -> None:
+    """Leave a retained message of the cloud's, or clear it."""
+    body = b"" if message is None else serialization.encode(message, "cloud-1")
+    async with aiomqtt.Client(address.host, address.port) as client:
+        await client.publish(f"fs1/{LAB}/{RUN}/cloud/{name}", body, qos=1, retain=True)
+
+
+def follower(*addresses: BrokerAddress) -> Follower:
+    return Follower(addresses, run=None, connect_timeout_s=PATIENCE_S)
+
+
+def test_a_watch_survives_its_brokers_restart(tmp_path: Path) -> None:
+    async def run() -> None:
+        port = free_port()
+        address, seen = BrokerAddress("127.0.0.1", port), Seen()
+        announcement = Announcement(experiment_of().to_json(), "[]")
+        with broker.start(directory=tmp_path, port=port):
+            await keep(address, "spec", announcement)
+            await keep(address, "state", Presence(NodeState.READY, "cloud"))
+            following = asyncio.create_task(follower(address).follow(seen))
+            await seen.sees("state", node="cloud", state="ready")
+        await seen.sees("broker", state="away")
+        with broker.start(directory=tmp_path, port=port):
+            await seen.sees("broker", state="connected")
+            for state in (NodeState.READY, NodeState.FINISHED, None):
+                await keep(address, "state", Presence(state, "cloud") if state is not None else None)
+            await following
+        assert seen.events[-1] == ("end", {"state": "finished"})
+
+    real(run())
+
+
+class Recording(Follower):
+    """A watch that keeps the topics that it receives."""
+
+    seen: list[topics.Topic]
+
+    def _received(self, place: int, topic: topics.Topic, body: bytes, retained: bool) -> None:
+        self.seen.append(topic)
+        super()._received(place, topic, body, retained)
+
+
+def test_a_watch_asks_for_the_status_and_receives_no_models(address: BrokerAddress) -> None:
+    async def run() -> None:
+        seen = Seen()
+        await keep(address, "spec", Announcement(experiment_of().to_json(), "[]"))
+        await keep(address, "state", Presence(NodeState.READY, "cloud"))
+        async with aiomqtt.Client(address.host, address.port) as client:
+            await client.subscribe(topics.watch(LAB, "+"))
+            watch = Recording([address], run=None, connect_timeout_s=PATIENCE_S)
+            watch.seen = []
+            following = asyncio.create_task(watch.follow(seen))
+            message = await anext(client.messages)
+            assert message.topic.value == topics.watch(LAB, "operator") and isinstance(message.payload, bytes)
+            assert serialization.decode(message.payload)[1] == StatusRequest(RUN)
+            status = record(
+                child("institution-0"), at_s=1.0, run=RunStatus(1, 1.0, 1.0, (), (RoundScore(1, 0.5, 0.25, 1.0),))
+            )
+            for topic, body in (
+                (topics.chunk(LAB, RUN, "cloud", "all", "0123456789abcdef", 0, 0), bytes(1000)),
+                (topics.inbox(LAB, RUN, "institution-0", "cloud"), serialization.encode(Goodbye(), "cloud-1")),
+                (topics.status(LAB, RUN, "cloud"), serialization.encode(status, "cloud-1")),
+            ):
+                await client.publish(topic, body, qos=1)
+            await seen.sees("evaluated", global_round=1, score=0.25)
+            for state in (NodeState.FINISHED, None):
+                await keep(address, "state", Presence(state, "cloud") if state is not None else None)
+            await following
+        assert {type(topic) for topic in watch.seen} == {topics.SpecTopic, topics.StateTopic, topics.StatusTopic}
+
+    real(run())
+
+
+def test_a_login_that_may_not_read_learns_it() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (head := await reader.read(1)) and head[0] >> 4 != 14:
+            (length,) = await reader.readexactly(1)
+            body = await reader.readexactly(length)
+            if head[0] >> 4 == 1:
+                writer.write(b"\x20\x02\x00\x00")
+            elif head[0] >> 4 == 8:
+                writer.write(b"\x90\x04" + body[:2] + b"\x80\x01")
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(ConnectionFailed, match=r"does not let login 'guest' read fs1/lab/\+/\+/spec"):
+                await follower(BrokerAddress("127.0.0.1", port, "guest", "x")).follow(Seen())
+
+    real(run())
+
+
+def test_a_look_shows_the_present_state(
+    address: BrokerAddress, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deploy.watching.follower.LOOK_S", 0.2)
+
+    async def run() -> None:
+        await keep(address, "spec", Announcement(experiment_of().to_json(), "[]"))
+        await keep(address, "state", Presence(NodeState.READY, "cloud"))
+        for json_lines in (False, True):
+            await follower(address).look(partial(look, json_lines=json_lines, devices=None), timeout_s=PATIENCE_S)
+
+    real(run())
+    *picture, tree = capsys.readouterr().out.splitlines()
+    assert picture[0] == "small  global round 0/10"
+    assert any(line.split() == ["cloud", "ready?", "0/10", "0/2", "present"] for line in picture)
+    cloud = json.loads(tree)["nodes"]["cloud"]
+    assert (cloud["state"], cloud["proven"]) == ("ready", False)  # nobody has sent anything: it may be a dead run's
+    assert json.loads(tree)["nodes"]["cloud"]["children"]["institution-1"]["children"]["device-3"]["state"] == "absent"
+
+
+def test_a_look_at_a_broker_that_is_not_there_ends_with_3() -> None:
+    done = invoke("watch", "--broker", "127.0.0.1:1", "--once", "--timeout", "0.1", "--connect-timeout", "0.3")
+    assert done.exit_code == 3 and "connection refused" in done.stderr
+
+
+def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_130(address: BrokerAddress) -> None:
+    watch = command("watch", "--broker", address)
+    done = subprocess.run(
+        [*watch, "--once", "--timeout", "0.5"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (5, "")
+    assert f"no active run of lab lab on broker {address}" in done.stderr
+    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stderr is not None and "waiting for a run of lab lab" in waiting.stderr.readline()
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(PATIENCE_S) == 130
+
+
+@pytest.mark.timeout(300)  # its devices are started twice
+@pytest.mark.slow
+def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_path: Path) -> None:
+    """Its devices are killed in the second global round, and started again."""
+    slow = "hardware.default.overhead_s=1.5"  # a global round: else a record every second may miss some
+    pairs = ("topology.institutions=1", "topology.devices=2", "rounds=3", "institution.rounds=1", slow)
+    names = ("device-0", "device-1")
+    with ExitStack() as stack:
+
+        def start(*arguments: str | Path, output: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+            words = command(*arguments, "--broker", address, null=True)
+            process = subprocess.Popen(words, stdout=output, stderr=subprocess.DEVNULL, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        def start_devices() -> subprocess.Popen[str]:
+            return start("device", "--parent", "institution-0", *(w for name in names for w in ("--name", name)))
+
+        watch = start("watch", "--format", "json", output=subprocess.PIPE)
+        start("cloud", DEMO, "--runs", tmp_path, *sets(*pairs))
+        start("institution", "--name", "institution-0", "--spool", "none")
+        devices = start_devices()
+        reported: list[dict[str, Any]] = []
+        assert watch.stdout is not None
+        for line in watch.stdout:
+            reported.append(json.loads(line))
+            if reported[-1]["event"] == "global_round" and reported[-1]["global_round"] == 1:
+                devices.kill()
+                start_devices()
+        assert watch.wait(PATIENCE_S) == 0
+    states = {
+        name: [line["state"] for line in reported if line["event"] == "state" and line["node"] == name]
+        for name in ("cloud", "institution-0", *names)
+    }
+    for name in names:  # which may be ready before the watch finds the run, or at once, and may leave after its end
+        seen = [state for state in states[name] if state not in ("init", "left")]
+        assert seen[-4:] == ["ready", "lost", "ready", "finished"]
+    assert states["cloud"] == ["ready", "finished", "left"]
+    assert [line["node"] for line in reported if line["event"] == "restarted"] in ([*names], [*reversed(names)])
+    assert [line["global_round"] for line in reported if line["event"] == "global_round"] == [1, 2, 3]
+    scores = {line["global_round"]: line["score"] for line in reported if line["event"] == "evaluated"}
+    assert list(scores) == [1, 2, 3]
+    last = reported[-1]
+    assert (last["event"], last["state"]) == ("end", "finished")
+    assert last["train_loss"] > 0 and last["score"] == scores[3]
+    assert min(last[f"{tier}_{way}_bytes"] for tier in ("wan", "lan") for way in ("up", "down")) > 3 * MODEL_BYTES
