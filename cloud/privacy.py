@@ -76,10 +76,9 @@ class PrivacyLedger:
 
     def spent(self, epochs: Mapping[str, int]) -> str:
         """Return the tier whose budget the next global round could exceed; empty if there is none."""
-        experiment, most = self._experiment, max(epochs.values())
-        for place, tier in enumerate(experiment.tiers):
+        for place, tier in enumerate(self._experiment.tiers):
             if tier.name in self._counts:
-                once = experiment.rounds_of(place) * tier.privacy.releases(most)
+                once = self._experiment.rounds_of(place) * tier.privacy.releases(max(epochs.values()))
                 if not tier.privacy.affords(self._worst(tier.name) + once):
                     return tier.name
         return ""
