@@ -174,7 +174,8 @@ def test_links_csv_counts_models_as_they_travel(coded: Path, null_reference: str
         assert int(row["payload_bytes"]) == global_rounds * (up if upward else down), row
     manifest = json.loads((coded / "manifest.json").read_text())
     assert manifest["model_bytes"] == layout.row_bytes
-    assert manifest["codecs"] == {tier: {"up": "delta+int8", "down": "fp16"} for tier in ("wan", "lan")}
+    coded_up = {"name": "delta+int8", "feedback": False}
+    assert manifest["codecs"] == {tier: {"up": coded_up, "down": "fp16"} for tier in ("wan", "lan")}
     assert model_digest(coded.parent) != null_reference
 
 
