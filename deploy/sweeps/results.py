@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from statistics import mean
 from typing import Final, TypeAlias
 
@@ -57,8 +58,15 @@ def _path_steps(done: Rows, measure: Measure) -> float:
     return float(sum(row.path_steps for row in done))
 
 
-COSTS: Final[Mapping[str, Callable[[Rows, Measure], float]]] = {
-    "rounds": _rounds, "seconds": _seconds, "bytes": _bytes, "steps": _steps, "path_steps": _path_steps
+def _epsilon(done: Rows, measure: Measure) -> float | None:
+    """Return the largest epsilon of the tiers so far, infinite without noise; None without privacy."""
+    found = [inf if each is None else each for each in done[-1].epsilon.values()]
+    return max(found, default=None)
+
+
+COSTS: Final[Mapping[str, Callable[[Rows, Measure], float | None]]] = {
+    "rounds": _rounds, "seconds": _seconds, "bytes": _bytes, "steps": _steps, "path_steps": _path_steps,
+    "epsilon": _epsilon,
 }  # fmt: skip
 
 
@@ -75,7 +83,8 @@ def value_of(rows: Rows, measure: Measure, *, target: float | None, rounds: int)
         return 0.0 if last is None else 1.0
     if last is None or last < 0:
         return None
-    return COSTS[measure.name](rows[: last + 1], measure) / SCALES.get(unit_of(measure), 1.0)
+    cost = COSTS[measure.name](rows[: last + 1], measure)
+    return None if cost is None else cost / SCALES.get(unit_of(measure), 1.0)
 
 
 def reached(rows: Rows, target: float | None) -> int | None:

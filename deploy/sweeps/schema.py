@@ -57,8 +57,9 @@ class Measure(SettingsTable):
     """What is measured in each run: an accuracy, or a cost of reaching one."""
 
     # accuracy in percent; or rounds (global rounds), seconds, bytes, steps, path_steps (of each round the slowest
-    # device's steps): until the target is reached; or reached: how many runs reached it.
-    name: Literal["accuracy", "rounds", "seconds", "bytes", "steps", "path_steps", "reached"] = "accuracy"
+    # device's steps), epsilon (of privacy, the worst unit's): until the target is reached; or reached: how many runs
+    # reached it.
+    name: Literal["accuracy", "rounds", "seconds", "bytes", "steps", "path_steps", "epsilon", "reached"] = "accuracy"
     label: str = ""  # the column's head; without it, made from the other keys
     last: Count | None = None  # accuracy: the mean of the last evaluations; without any of these four, of the last one
     best: bool = False  # accuracy: the best of the run
