@@ -112,8 +112,8 @@ def _changed(tree: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any
         if isinstance(value, Mapping) and isinstance(other, Mapping) and value.get("name") == other.get("name"):
             if inner := _changed(value, other):
                 found[key] = inner
-        elif value != other:
-            found[key] = value
+        elif value != other:  # TOML as we write it has no empty tables
+            found[key] = {k: v for k, v in value.items() if v != {}} if isinstance(value, Mapping) else value
     return found
 
 
