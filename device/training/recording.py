@@ -126,6 +126,8 @@ class Program:
         """
         recording = self.recording
         lists = [[state[place] for place in places] for places in recording.lists]
+        # Optimised it would merge matrix products, and have other bits. The switch is each thread's own.
+        torch._C._set_graph_executor_optimize(False)
         with torch.no_grad():  # the weights are leaves
             self.loop(list(state), list(batches), recording.constants, lists, recording.numbers, rate, losses)
 
@@ -337,8 +339,6 @@ def _compiled(text: str) -> Loop:
     """Return the function of a text. It alone needs TorchScript; without it, no step is recorded."""
     from torch.jit import CompilationUnit  # type: ignore[attr-defined, unused-ignore]
 
-    # Optimised it would merge matrix products. Of the whole process, as several of its threads may train.
-    torch._C._set_graph_executor_optimize(False)
     loop: Loop = CompilationUnit(text).loop
     return loop
 
