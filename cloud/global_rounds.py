@@ -350,7 +350,7 @@ class GlobalRounds:
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
         """Return the distances of the children's models to the new mean, as the epoch control measures them."""
         found: Mapping[str, float] = outcome.distances
-        if self._experiment.cloud.epoch_control.variant == "plato" and not self._privacy.hides_uploads:
+        if self._experiment.cloud.epoch_control.variant == "plato" and not self._rule.hides_uploads:
             distances_K = tensor_distances(list(closed_round.models.values()), self._rule.model, layout=self._layout)
             found = dict(zip(closed_round.models, distances_K.tolist(), strict=True))
         lost = closed_round.models.keys() - found.keys() - outcome.left_out.keys()

@@ -63,13 +63,6 @@ class PrivacyLedger:
         self.take(selected, plans, epochs)
 
     @property
-    def hides_uploads(self) -> bool:
-        """Whether the cloud adds noise to the mean alone, so that its uploads have none."""
-        experiment, tier = self._experiment, self._experiment.tiers[0]
-        fixed = experiment.cloud.epoch_control.name == "fixed"
-        return tier.privacy.by_parent and fixed and tier.aggregation.of_mean is not None
-
-    @property
     def epsilons(self) -> dict[str, float]:
         """Epsilon of the worst unit by tier; infinite without noise."""
         return {name: settings.epsilon(self._worst(name)) for name, settings in self.settings.items()}

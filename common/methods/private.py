@@ -128,6 +128,11 @@ class PrivateRule(WrappedRule):
         self._bound = settings.clip_norm
         self._received: Mapping[str, Row] = {}
 
+    @property
+    def hides_uploads(self) -> bool:
+        """Whether the mean alone has noise."""
+        return self._mean is not None
+
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the rule's models."""
         found = self._rule.dispatch(r, children)
@@ -155,9 +160,7 @@ class PrivateRule(WrappedRule):
             self._bound = bound * exp(-self._settings.quantile_rate * (share - self._settings.quantile))
         done = self._rule.aggregate(r, uploads)
         facts = {**done.facts, "clip_norm": bound, "noise": std}
-        if self._mean is not None:  # of uploads without noise
-            return replace(done, facts=facts, distances={})
-        return replace(done, facts=facts)
+        return replace(done, facts=facts, distances={} if self.hides_uploads else done.distances)
 
     @staticmethod
     def _heaviest(weights: Weights, uploads: Uploads) -> int:

@@ -122,6 +122,11 @@ class Rule:
         return None
 
     @property
+    def hides_uploads(self) -> bool:
+        """Whether the uploads have no noise that the next model has: then nobody else may read them."""
+        return False
+
+    @property
     def model(self) -> Row:
         """The mean: evaluated, uploaded and deployed. One array, written by each `aggregate`."""
         raise NotImplementedError
