@@ -31,6 +31,7 @@ from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
 from tests.helpers.commands import DEMO, null_model, run_lab, table
 from tests.helpers.netns import in_namespaces
+from tests.helpers.scenarios import restarted
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.drawn import draw_lab
 from tests.simulation.runs import run_lab as run_drawn
@@ -300,13 +301,7 @@ def test_random_labs_end_with_the_same_model_whoever_is_away_meanwhile(seed: int
 
 @pytest.mark.parametrize("node", [CLOUD, "institution-0", "device-0"])
 def test_a_killed_node_continues_at_its_place_of_the_trace(node: str) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(6.0)
-        lab.kill(node)
-        await asyncio.sleep(1.0)
-        lab.start(node)
-
-    found = run({"device-0": [0, 4, 34]}, scenario=kill)
+    found = run({"device-0": [0, 4, 34]}, scenario=restarted(node, at_s=6.0))
     assert found.ok and found.digest == run({}).digest, found
     assert 34 < found.virtual_s < 60
 

@@ -44,6 +44,7 @@ from device.training.vectors import finish, vectors_of
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.examples import examples, slow
+from tests.helpers.scenarios import restarted
 from tests.helpers.steps import run_steps
 from tests.test_aggregators import Report
 
@@ -461,13 +462,7 @@ KILLS: Final = (("cloud", 0.8), ("institution-0", 0.55), ("device-0", 0.3), ("de
     slow(product(("cloud", "institution-0", "device-0", "device-3"), (0.3, 0.55, 0.8)), but=KILLS),
 )
 def test_a_killed_node_continues_with_the_same_vectors(node: str, share: float, undisturbed: LabOutcome) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(share * undisturbed.virtual_s)
-        lab.kill(node)
-        await asyncio.sleep(1.0)
-        lab.start(node)
-
-    assert played(scenario=kill).digest == undisturbed.digest
+    assert played(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
 
 
 def test_without_files_results_may_be_refused_too(undisturbed: LabOutcome) -> None:

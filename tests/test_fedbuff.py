@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Collection, Mapping
@@ -34,6 +33,7 @@ from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
+from tests.helpers.scenarios import restarted
 from tests.session_lab import manifest_of
 from tests.simulation.labs import LABS, read_lab
 from tests.simulation.runs import check_lab
@@ -370,14 +370,8 @@ def test_the_slow_devices_step_comes_with_its_age() -> None:
 
 @pytest.mark.parametrize("node", ["cloud", "device-0", "device-1"])
 def test_a_lab_goes_on_after_a_node_was_killed(node: str) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(3.0)
-        lab.kill(node)
-        await asyncio.sleep(1.0)
-        lab.start(node)
-
     tree = {**LAB, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}}
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, scenario=kill).run()
+    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, scenario=restarted(node, at_s=3.0)).run()
     assert outcome.ok, outcome.result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +27,7 @@ from device.jobs import LocalResult, Order, Prepared
 from device.training.work import LocalWork
 from tests.helpers.commands import tensors
 from tests.helpers.real_workload import RealWorkload
+from tests.helpers.scenarios import restarted
 from tests.test_sent_models import LAB, run
 
 LAYOUT: Final = ModelLayout.build(
@@ -215,13 +215,7 @@ def test_a_killed_node_continues_with_what_it_left_out(node: str, share: float) 
 
     undisturbed = played()
 
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(share * undisturbed.virtual_s)
-        lab.kill(node)
-        await asyncio.sleep(1.0)
-        lab.start(node)
-
-    assert played(scenario=kill).digest == undisturbed.digest
+    assert played(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
 
 
 # Settings and their warnings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from deploy.brokers import broker
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
 from tests.helpers.commands import PATIENCE_S, command, null_model, table, tensors
+from tests.helpers.scenarios import restarted
 
 # Each rule remembers something between its tasks, so a repeated task shows whether that was restored.
 FOUR: Final[dict[str, Any]] = {
@@ -83,13 +83,7 @@ def test_a_node_that_is_killed_changes_no_bit_and_no_byte_is_counted_twice(
 ) -> None:
     expected, whole, devices = undisturbed
 
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(share * expected.virtual_s)
-        lab.kill(node)
-        await asyncio.sleep(1.0)
-        lab.start(node)
-
-    outcome, counted, work = play(scenario=kill)
+    outcome, counted, work = play(scenario=restarted(node, at_s=share * expected.virtual_s))
     assert outcome.digest == expected.digest
     assert [row["node"] for row in work] == [row["node"] for row in devices]
     for link, count in counted.items():  # a global round is repeated at most, and what it had counted is lost at most

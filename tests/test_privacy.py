@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import stat
 import tomllib
@@ -43,6 +42,7 @@ from deploy.simulation.outcome import LabOutcome, model_digest
 from deploy.simulation.world import SimulatedWorld
 from tests.helpers.commands import null_model, run_lab, tensors
 from tests.helpers.rules import LEAST
+from tests.helpers.scenarios import restarted
 from tests.test_aggregators import Report
 
 LAYOUT: Final = ModelLayout.build([("weight", (40, 1000), Section.PARAMETER)])
@@ -512,13 +512,7 @@ def test_a_killed_node_adds_the_noise_that_it_would_have_added(tree: dict[str, A
     """A secret is drawn once: by the processes that begin, in both labs alike."""
     whole = labs(tree, spool=True)
 
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(share * whole.virtual_s)
-        lab.kill(node)
-        await asyncio.sleep(1.0)
-        lab.start(node)
-
-    assert labs(tree, spool=True, scenario=kill).digest == whole.digest
+    assert labs(tree, spool=True, scenario=restarted(node, at_s=share * whole.virtual_s)).digest == whole.digest
 
 
 def test_secrets_of_nodes_differ_and_decide_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:

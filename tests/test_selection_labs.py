@@ -20,6 +20,7 @@ from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome
 from tests.helpers.commands import DEMO, run_lab, tensors
+from tests.helpers.scenarios import restarted
 
 MODEL_BYTES: Final = 10_000
 
@@ -46,13 +47,7 @@ def undisturbed() -> LabOutcome:
 @pytest.mark.parametrize("node", ["cloud", "institution-0", "institution-1", "device-3"])
 @pytest.mark.parametrize("share", [0.4, 0.8])
 def test_a_node_that_is_killed_selects_as_if_it_had_not_been(node: str, share: float, undisturbed: LabOutcome) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(share * undisturbed.virtual_s)
-        lab.kill(node)
-        await asyncio.sleep(1.0)
-        lab.start(node)
-
-    assert digest_of(scenario=kill).digest == undisturbed.digest
+    assert digest_of(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -35,6 +35,7 @@ from tests.helpers.codecs import codecs_of
 from tests.helpers.commands import tensors
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.rules import LEAST
+from tests.helpers.scenarios import restarted
 from tests.test_aggregators import Report as Trained
 from tests.test_aggregators import label
 
@@ -308,10 +309,4 @@ def test_a_killed_node_continues_with_what_was_decoded(node: str, share: float) 
 
     undisturbed = played()
 
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(share * undisturbed.virtual_s)
-        lab.kill(node)
-        await asyncio.sleep(1.0)
-        lab.start(node)
-
-    assert played(scenario=kill).digest == undisturbed.digest
+    assert played(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, Final
 
@@ -49,6 +50,18 @@ def warned(outcome: LabOutcome, *patterns: str) -> None:
 
 
 # What scenarios do
+
+
+def restarted(node: str, *, at_s: float) -> Scenario:
+    """Return the scenario in which a node is killed, and started again a second later."""
+
+    async def kill(sim: SimulatedLab) -> None:
+        await asyncio.sleep(at_s)
+        sim.kill(node)
+        await asyncio.sleep(1.0)
+        sim.start(node)
+
+    return kill
 
 
 def run_of(sim: SimulatedLab) -> str:
