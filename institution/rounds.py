@@ -138,9 +138,7 @@ class LocalRounds:
                 for name, found in plans_of(result).items():
                     plans.setdefault(name, []).extend(found)
             if not task.epochs:
-                return self._scored(
-                    closed_round, {**plans, self._name: [decided]}, samples=self._samples(closed_round.absent)
-                )
+                return self._scored(closed_round, {**plans, self._name: [decided]})
             aggregate = partial(rule.aggregate, r, closed_round.uploads)
             outcome = await run_refining(aggregate, self._refiner, report=progressed)
             facts = closed_round.facts
