@@ -76,7 +76,7 @@ def test_a_plug_on_a_broker_is_integrated_within_a_thousandth(counter: bool, tmp
     clock.now = 0.0
     ends = seconds_of(300, 1.0)
 
-    def body(at_s: float) -> str:
+    def reported(at_s: float) -> str:
         if not counter:
             return f"{watts(at_s):.2f}"
         total = round(500 + watts_integral(at_s) / 3600, 3)
@@ -91,21 +91,21 @@ def test_a_plug_on_a_broker_is_integrated_within_a_thousandth(counter: bool, tmp
                 assert isinstance(plug, PlugMeter) and plug.source is EnergySource.PLUG and plug.joules() is None
                 arrived, take = asyncio.Queue[bytes](), plug.report
 
-                def report(payload: bytes) -> None:
-                    take(payload)
-                    arrived.put_nowait(payload)
+                def report(body: bytes) -> None:
+                    take(body)
+                    arrived.put_nowait(body)
 
                 plug.report = report  # type: ignore[method-assign]
                 plug._now = lambda: clock.now
                 publisher.publish(topic, b"3000", retain=True)  # of an unknown time: it is ignored
                 while arrived.empty():  # until the subscription is there
-                    publisher.publish(topic, body(0.0))
+                    publisher.publish(topic, reported(0.0))
                     await asyncio.sleep(0.02)
                 publisher.publish(topic, b"the last one")
                 while await arrived.get() != b"the last one":
                     pass
                 for clock.now in ends:
-                    publisher.publish(topic, body(clock.now))
+                    publisher.publish(topic, reported(clock.now))
                     await arrived.get()
                 found = plug.joules()
                 assert found is not None
