@@ -8,9 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from unittest.mock import patch
 
+import typer
 from typer.testing import CliRunner, Result
 
 from common.experiment.schema import Experiment
@@ -24,9 +27,15 @@ NULL_LAB: Final = Path(__file__).with_name("null_lab.py")
 PATIENCE_S: Final = 90
 
 
-def invoke(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Result:
-    """Run a command in this process, for one that starts no role."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
+@cache
+def _tree() -> Any:
+    return typer.main.get_command(app)
+
+
+def invoke(*arguments: str | Path, env: Mapping[str, str] | None = None, answers: str = "") -> Result:
+    """Run a command in this process, for one that starts no role; `answers` are lines of standard input."""
+    with patch("typer.testing._get_command", lambda _: _tree()):  # else each call builds all commands: 20 ms
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env, input=answers or None)
 
 
 def command(*arguments: str | Path, null: bool = False, stay: bool = False) -> list[str]:
