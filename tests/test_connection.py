@@ -410,12 +410,15 @@ def test_kinds_of_failures_are_bounded() -> None:
 # What is reported at once, and what ends at once
 
 
-def outcome_of(address: BrokerAddress, caplog: pytest.LogCaptureFixture) -> str:
+def outcome_of(
+    address: BrokerAddress, caplog: pytest.LogCaptureFixture, then: Callable[[], object] = lambda: None
+) -> str:
     """Connect, with a thousand seconds of patience; return the error, or the first line that is logged."""
 
     async def run() -> str:
         running = asyncio.create_task(connection_to(address).run(connect_timeout_s=1000.0))
         await until(lambda: running.done() or bool(logged(caplog)))
+        then()
         running.cancel()
         await asyncio.wait((running,))
         if not running.cancelled():
@@ -453,7 +456,7 @@ def test_what_may_come_yet_is_reported_at_once_and_waited_for(caplog: pytest.Log
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.MonkeyPatch.context() as patch:
         patch.setattr("common.net.connection.ANSWER_S", 0.01)
         where = BrokerAddress(*silent.getsockname())
-        assert outcome_of(where, caplog) == f"broker {where}: no answer yet"
+        assert outcome_of(where, caplog, then=silent.close) == f"broker {where}: no answer yet"
 
 
 @pytest.mark.parametrize(
