@@ -301,7 +301,7 @@ def test_random_labs_end_with_the_same_model_whoever_is_away_meanwhile(seed: int
 
 @pytest.mark.parametrize("node", [CLOUD, "institution-0", "device-0"])
 def test_a_killed_node_continues_at_its_place_of_the_trace(node: str) -> None:
-    found = run({"device-0": [0, 4, 34]}, scenario=restarted(node, at_s=6.0))
+    found = run({"device-0": [0, 4, 34]}, scenario=restarted(node, 6.0))
     assert found.ok and found.digest == run({}).digest, found
     assert 34 < found.virtual_s < 60
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -34,8 +33,6 @@ from common.protocol.manifest import describe
 from common.protocol.messages import Key, Task
 from common.storage.spool import Spool
 from deploy.local.direct import run_in_process
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome
 from device.memory import DeviceMemory
 from device.training.batches import load_local_dataset
 from device.training.objectives.objective import LocalUpdate
@@ -44,7 +41,7 @@ from device.training.vectors import finish, vectors_of
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.examples import examples, slow
-from tests.helpers.scenarios import restarted
+from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import run_steps
 from tests.test_aggregators import Report
 
@@ -443,17 +440,7 @@ FAULTY: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 
-def played(**options: Any) -> LabOutcome:
-    outcome = SimulatedLab(parse(FAULTY), seed=1, model_bytes=10_000, **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> LabOutcome:
-    return played()
-
-
+KILLED: Final = KilledLab(FAULTY, model_bytes=10_000)
 KILLS: Final = (("cloud", 0.8), ("institution-0", 0.55), ("device-0", 0.3), ("device-3", 0.55), ("device-0", 0.8))
 
 
@@ -461,22 +448,16 @@ KILLS: Final = (("cloud", 0.8), ("institution-0", 0.55), ("device-0", 0.3), ("de
     ("node", "share"),
     slow(product(("cloud", "institution-0", "device-0", "device-3"), (0.3, 0.55, 0.8)), but=KILLS),
 )
-def test_a_killed_node_continues_with_the_same_vectors(node: str, share: float, undisturbed: LabOutcome) -> None:
-    assert played(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
+def test_a_killed_node_continues_with_the_same_vectors(node: str, share: float) -> None:
+    KILLED.assert_same_if_killed(node, share)
 
 
-def test_without_files_results_may_be_refused_too(undisturbed: LabOutcome) -> None:
-    assert played(spool=False).digest == undisturbed.digest
+def test_without_files_results_may_be_refused_too() -> None:
+    assert KILLED.run(spool=False).digest == KILLED.undisturbed.digest
 
 
-def test_a_device_that_lost_its_vectors_ends_the_run(undisturbed: LabOutcome) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(0.8 * undisturbed.virtual_s)
-        lab.kill("device-0")
-        lab.start("device-0", keep_files=False)
-
-    outcome = SimulatedLab(parse(FAULTY), seed=1, model_bytes=10_000, scenario=kill).run()
-    assert "what this device kept after its task" in outcome.result
+def test_a_device_that_lost_its_vectors_ends_the_run() -> None:
+    assert "what this device kept after its task" in KILLED.loses_files("device-0", share=0.8).result
 
 
 # Bad input

@@ -21,13 +21,14 @@ from common.runtime.models import decode_row
 from common.runtime.uploads import UploadEncoder
 from common.storage.spool import Spool
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome, model_digest
+from deploy.simulation.outcome import model_digest
 from deploy.sweeps.grid import merged
 from device.jobs import LocalResult, Order, Prepared
 from device.training.work import LocalWork
 from tests.helpers.commands import tensors
+from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
-from tests.helpers.scenarios import restarted
+from tests.helpers.scenarios import KilledLab
 from tests.test_sent_models import LAB, run
 
 LAYOUT: Final = ModelLayout.build(
@@ -203,19 +204,13 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(which: str, tmp_pat
     assert tensors(broken) == tensors(whole)
 
 
+KILLED: Final = KilledLab(merged(LAB, tiers("both", inline_bytes=0)), model_bytes=40_000)
+
+
 @pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0"])
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("share", slow([0.3, 0.6, 0.8], but=[0.6]))
 def test_a_killed_node_continues_with_what_it_left_out(node: str, share: float) -> None:
-    tree = merged(LAB, tiers("both", inline_bytes=0))
-
-    def played(**options: Any) -> LabOutcome:
-        outcome = SimulatedLab(parse(tree), seed=1, model_bytes=40_000, **options).run()
-        assert outcome.ok, outcome.result
-        return outcome
-
-    undisturbed = played()
-
-    assert played(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
+    KILLED.assert_same_if_killed(node, share)
 
 
 # Settings and their warnings

@@ -83,7 +83,7 @@ def test_a_node_that_is_killed_changes_no_bit_and_no_byte_is_counted_twice(
 ) -> None:
     expected, whole, devices = undisturbed
 
-    outcome, counted, work = play(scenario=restarted(node, at_s=share * expected.virtual_s))
+    outcome, counted, work = play(scenario=restarted(node, share * expected.virtual_s))
     assert outcome.digest == expected.digest
     assert [row["node"] for row in work] == [row["node"] for row in devices]
     for link, count in counted.items():  # a global round is repeated at most, and what it had counted is lost at most

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
@@ -36,7 +35,6 @@ from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
 from deploy.local.direct import run_in_process
 from deploy.results.run import Run
-from deploy.simulation.lab import LabOutcome, SimulatedLab
 from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
 from device.training import batches
@@ -45,6 +43,7 @@ from tests.helpers.commands import DEMO, run_lab, table
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
+from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import batches_of
 
 CPU = torch.device("cpu")
@@ -188,39 +187,18 @@ def test_a_run_with_personal_parts_that_is_interrupted_and_resumed_is_the_same(n
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> LabOutcome:
-    return played()
+KILLED: Final = KilledLab(
+    experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2}), workload=RealWorkload
+)
 
 
-def played(**options: Any) -> LabOutcome:
-    lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
-    outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
+@pytest.mark.parametrize("node", slow(["cloud", "institution-0", "device-0", "device-5"], but=["cloud", "device-0"]))
+def test_a_killed_node_continues_with_the_same_personal_parts(node: str) -> None:
+    KILLED.assert_same_if_killed(node, 0.4, 0.4)
 
 
-@pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0", "device-5"])
-def test_a_killed_node_continues_with_the_same_personal_parts(node: str, undisturbed: LabOutcome) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        for share in (0.4, 0.4):
-            await asyncio.sleep(share * undisturbed.virtual_s)
-            lab.kill(node)
-            await asyncio.sleep(1.0)
-            lab.start(node)
-
-    assert played(scenario=kill).digest == undisturbed.digest
-
-
-def test_a_device_that_lost_its_personal_parts_ends_the_run(undisturbed: LabOutcome) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(0.7 * undisturbed.virtual_s)
-        lab.kill("device-0")
-        lab.start("device-0", keep_files=False)
-
-    lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
-    outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), scenario=kill).run()
-    assert "what this device kept after its task" in outcome.result
+def test_a_device_that_lost_its_personal_parts_ends_the_run() -> None:
+    assert "what this device kept after its task" in KILLED.loses_files("device-0", share=0.7).result
 
 
 @pytest.mark.slow

@@ -37,13 +37,12 @@ from deploy.local.direct import run_in_process
 from deploy.local.replay import replayed
 from deploy.results.page import compose
 from deploy.results.run import Run
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome, model_digest
+from deploy.simulation.outcome import model_digest
 from deploy.simulation.world import SimulatedWorld
 from tests.helpers.commands import null_model, run_lab, tensors
 from tests.helpers.examples import slow
 from tests.helpers.rules import LEAST
-from tests.helpers.scenarios import restarted
+from tests.helpers.scenarios import KilledLab
 from tests.test_aggregators import Report
 
 LAYOUT: Final = ModelLayout.build([("weight", (40, 1000), Section.PARAMETER)])
@@ -500,26 +499,15 @@ TURNED: Final[dict[str, Any]] = {
 }
 
 
-def labs(tree: Mapping[str, Any], **options: Any) -> LabOutcome:
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
+LABS: Final = {"seeded": KilledLab(LAB, model_bytes=10_000), "system": KilledLab(TURNED, model_bytes=10_000)}
 
 
-@pytest.fixture(scope="module", params=[LAB, TURNED], ids=["seeded", "system"])
-def whole(request: pytest.FixtureRequest) -> tuple[dict[str, Any], LabOutcome]:
-    """Return a lab, and what it comes to if nothing happens."""
-    return request.param, labs(request.param, spool=True)
-
-
+@pytest.mark.parametrize("noise", LABS)
 @pytest.mark.parametrize("node", ["cloud", "institution-1", "device-4"])
 @pytest.mark.parametrize("share", slow([0.3, 0.5, 0.7, 0.9], but=[0.5, 0.9]))
-def test_a_killed_node_adds_the_noise_that_it_would_have_added(
-    whole: tuple[dict[str, Any], LabOutcome], node: str, share: float
-) -> None:
+def test_a_killed_node_adds_the_noise_that_it_would_have_added(noise: str, node: str, share: float) -> None:
     """A secret is drawn once: by the processes that begin, in both labs alike."""
-    tree, outcome = whole
-    assert labs(tree, spool=True, scenario=restarted(node, at_s=share * outcome.virtual_s)).digest == outcome.digest
+    LABS[noise].assert_same_if_killed(node, share)
 
 
 def test_secrets_of_nodes_differ_and_decide_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,10 +520,10 @@ def test_secrets_of_nodes_differ_and_decide_the_noise(monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(SimulatedWorld, "noise", noise)
-    once = labs(TURNED)
+    once = LABS["system"].run(spool=False)
     assert len(set(drawn)) == len(drawn) == 3  # of the institutions
     monkeypatch.setattr(SimulatedWorld, "noise", lambda world, nbytes: plain(world, nbytes)[::-1])
-    assert labs(TURNED).digest != once.digest
+    assert LABS["system"].run(spool=False).digest != once.digest
 
 
 # In this process, and in processes

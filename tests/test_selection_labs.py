@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,9 +18,9 @@ from common.experiment.reading import load, parse
 from common.methods.selection import ResultFacts
 from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome
 from tests.helpers.commands import DEMO, run_lab, tensors
-from tests.helpers.scenarios import restarted
+from tests.helpers.examples import slow
+from tests.helpers.scenarios import KilledLab
 
 MODEL_BYTES: Final = 10_000
 
@@ -33,43 +33,25 @@ LAB: Final = {
 }
 
 
-def digest_of(*, tree: Mapping[str, Any] = LAB, **options: Any) -> LabOutcome:
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=MODEL_BYTES, **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
+SELECTING: Final = KilledLab(LAB, model_bytes=MODEL_BYTES)
+NODES: Final = ("cloud", "institution-0", "institution-1", "device-3")
+KILLS: Final = (("cloud", 0.4), ("cloud", 0.8), ("institution-1", 0.4), ("device-3", 0.8))
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> LabOutcome:
-    return digest_of()
+@pytest.mark.parametrize(("node", "share"), slow(product(NODES, (0.4, 0.8)), but=KILLS))
+def test_a_node_that_is_killed_selects_as_if_it_had_not_been(node: str, share: float) -> None:
+    SELECTING.assert_same_if_killed(node, share)
 
 
-@pytest.mark.parametrize("node", ["cloud", "institution-0", "institution-1", "device-3"])
-@pytest.mark.parametrize("share", [0.4, 0.8])
-def test_a_node_that_is_killed_selects_as_if_it_had_not_been(node: str, share: float, undisturbed: LabOutcome) -> None:
-    assert digest_of(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_an_institution_that_loses_its_state_does_not_go_on_without(keep: bool) -> None:
+def test_an_institution_that_loses_its_state_does_not_go_on_without() -> None:
     adam = {"aggregation": {"name": "fedadam", "learning_rate": 0.1}}
-    experiment = parse(LAB | {"institution": LAB["institution"] | adam})
-    whole = SimulatedLab(experiment, seed=1, model_bytes=MODEL_BYTES).run()
-
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(0.8 * whole.virtual_s)
-        lab.kill("institution-0")
-        lab.start("institution-0", keep_files=keep)
-
-    outcome = SimulatedLab(experiment, seed=1, model_bytes=MODEL_BYTES, scenario=kill).run()
-    assert outcome.ok == keep, outcome.result
-    if keep:
-        assert outcome.digest == whole.digest
-    else:
-        assert "the state of this institution's rule after its task" in outcome.result
+    lab = KilledLab(LAB | {"institution": LAB["institution"] | adam}, model_bytes=MODEL_BYTES)
+    lab.assert_same_if_killed("institution-0", 0.8)
+    lost = lab.loses_files("institution-0", share=0.8)
+    assert not lost.ok and "the state of this institution's rule after its task" in lost.result
 
 
-def test_the_selection_matters_and_is_recorded(undisturbed: LabOutcome) -> None:
+def test_the_selection_matters_and_is_recorded() -> None:
     found: list[Mapping[str, Any]] = []
 
     def at_end(lab: SimulatedLab) -> None:
@@ -77,12 +59,12 @@ def test_the_selection_matters_and_is_recorded(undisturbed: LabOutcome) -> None:
         lines = (folder / "events.jsonl").read_text().splitlines()
         found.extend(event for event in map(json.loads, lines) if event["event"] == "plan")
 
-    assert digest_of(at_end=at_end).digest == undisturbed.digest
+    assert SELECTING.run(at_end=at_end).digest == SELECTING.undisturbed.digest
     recorded = [set(event["taking_part"]) for event in found if event["node"] == "cloud"]
     assert len(recorded) == 4 and all(len(names) == 2 for names in recorded)
     assert recorded[0] | recorded[1] == {"institution-0", "institution-1", "institution-2"}
     plain = parse({**LAB, "cloud": {"participation": 0.67}})
-    assert SimulatedLab(plain, seed=1, model_bytes=MODEL_BYTES).run().digest != undisturbed.digest
+    assert SimulatedLab(plain, seed=1, model_bytes=MODEL_BYTES).run().digest != SELECTING.undisturbed.digest
 
 
 # In this process, and in processes
@@ -191,5 +173,5 @@ def test_the_bytes_of_a_result_are_those_of_both_models_as_they_travel(
         (folder,) = lab.agents.runs.iterdir()
         found.update(bytes_of(folder))
 
-    digest_of(tree=LAB | wan, at_end=at_end)
+    KilledLab(LAB | wan, model_bytes=MODEL_BYTES).run(at_end=at_end)
     assert found == {share * MODEL_BYTES}

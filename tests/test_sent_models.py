@@ -29,13 +29,14 @@ from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome, model_digest
+from deploy.simulation.outcome import model_digest
 from deploy.sweeps.grid import merged
 from tests.helpers.codecs import codecs_of
 from tests.helpers.commands import tensors
+from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.rules import LEAST
-from tests.helpers.scenarios import restarted
+from tests.helpers.scenarios import KilledLab
 from tests.test_aggregators import Report as Trained
 from tests.test_aggregators import label
 
@@ -297,16 +298,12 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(
     assert tensors(broken) == model_of(tmp_path, tree)
 
 
+KILLED: Final = KilledLab(
+    merged(LAB, dynamic(0.05), {"transfer": TIERS["other"] | {"inline_bytes": 0}}), model_bytes=40_000
+)
+
+
 @pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0"])
-@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("share", slow([0.3, 0.6], but=[0.6]))
 def test_a_killed_node_continues_with_what_was_decoded(node: str, share: float) -> None:
-    tree = merged(LAB, dynamic(0.05), {"transfer": TIERS["other"] | {"inline_bytes": 0}})
-
-    def played(**options: Any) -> LabOutcome:
-        outcome = SimulatedLab(parse(tree), seed=1, model_bytes=40_000, **options).run()
-        assert outcome.ok, outcome.result
-        return outcome
-
-    undisturbed = played()
-
-    assert played(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
+    KILLED.assert_same_if_killed(node, share)
