@@ -367,7 +367,7 @@ def test_a_lab_that_is_killed_leaves_no_process_no_namespace_and_no_interface(
 
 @in_namespaces
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv (util-linux) takes away a right")
-@pytest.mark.parametrize("right", ["sys_admin", "net_admin"])
+@pytest.mark.parametrize("right", ["sys_admin", pytest.param("net_admin", marks=pytest.mark.slow)])
 def test_a_user_without_the_right_learns_what_to_do(right: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["setpriv", f"--bounding-set=-{right}", *command("run", DEMO, "--netns", "--runs", tmp_path)],
