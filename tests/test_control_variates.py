@@ -90,8 +90,7 @@ def play(rule: Rule, name: str, r: int, *, answers: Sequence[str] = CHILDREN) ->
     return received, control, [LAYOUT.floats(rows_K)[k, :D], links.up.extra_columns(rows_K)[k]]
 
 
-@pytest.mark.parametrize("eta", [1.0, 0.5])
-@pytest.mark.parametrize("answers", [CHILDREN, CHILDREN[1:3]])
+@pytest.mark.parametrize(("eta", "answers"), [(1.0, CHILDREN), (0.5, CHILDREN[1:3])])
 def test_scaffolds_node_is_its_plain_twin(eta: float, answers: tuple[str, ...]) -> None:
     rule = rule_of("scaffold", learning_rate=eta)
     x, c = np.zeros(D), np.zeros(D)
@@ -405,7 +404,7 @@ def test_scaffolds_first_round_is_the_uniform_mean(tmp_path: Path) -> None:
         np.testing.assert_allclose(tensor, found["fedavg"][entry], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", slow(OBJECTIVES, but=["scaffold", "feddyn"]))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     tree = {
         "rounds": 5, "topology": {"institutions": 2, "devices": 6}, "model": {"name": "mlp_digits"},

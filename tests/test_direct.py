@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from deploy.results.run import Run
 from deploy.sweeps.grid import merged
 from deploy.watching.showing import show
 from tests.helpers import commands
+from tests.helpers.examples import slow
 
 PATIENCE_S = 90
 SMALL: dict[str, Any] = {
@@ -269,11 +271,17 @@ def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: P
     assert {3, 10} <= set(plato) <= set(range(3, 11))
 
 
+SAVED = ("clusamp", "fedadam", "fedcda", "fedcross")  # each with another state
+
+
 @pytest.mark.parametrize(
-    ("tier", "every"),
-    [*(pytest.param(tier, 1, marks=pytest.mark.slow) for tier in ("cloud", "institution")), ("institution", 2)],
+    ("rule", "tier", "every"),
+    slow(
+        product(RULES, ("cloud", "institution"), (1, 2)),
+        but=[(rule, "institution", 2) for rule in RULES if rule["name"] in SAVED and "strategy" not in rule],
+    ),
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:
     def until_the_third(event: str, facts: Mapping[str, object]) -> None:
         if event == "global_round" and facts["global_round"] == 3:

@@ -130,6 +130,7 @@ def test_mlflow_gets_each_number_once_and_the_experiment(folder: Path, tmp_path:
         assert [point.value for point in points] == pytest.approx([series(row)[name] for row in run.rounds])
 
 
+@pytest.mark.slow
 def test_wandb_gets_a_run_that_can_be_synchronised(folder: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         command("export", folder, "--wandb", tmp_path), capture_output=True, text=True, timeout=PATIENCE_S, check=False,

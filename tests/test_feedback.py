@@ -182,7 +182,7 @@ def tiers(which: str, **keys: Any) -> dict[str, Any]:
     return {"transfer": {name: {"up": dict(up), "down": "fp16"} for name, up in UP[which].items()} | keys}
 
 
-@pytest.mark.parametrize("which", UP)
+@pytest.mark.parametrize("which", slow(UP, but=["both"]))
 def test_agents_over_a_network_compute_what_one_process_does(which: str, tmp_path: Path) -> None:
     experiment = parse(merged(LAB, tiers(which), {"rounds": 3}))
     outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
@@ -195,7 +195,7 @@ def test_agents_over_a_network_compute_what_one_process_does(which: str, tmp_pat
     assert tensors(other.path) != tensors(folder.path), "feedback changes the model"
 
 
-@pytest.mark.parametrize("which", UP)
+@pytest.mark.parametrize("which", slow(UP, but=["both"]))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(which: str, tmp_path: Path) -> None:
     tree = merged(LAB, tiers(which), {"rounds": 5, "cloud": {"checkpoint_every": 2}})
     broken = run(RunFolder.create(tmp_path, parse(tree), direct=True), until=3).path

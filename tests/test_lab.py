@@ -27,6 +27,7 @@ from deploy.simulation.hardware import NullWorkload
 from deploy.simulation.outcome import model_digest
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, PATIENCE_S, command, null_model, run_lab, sets, table, tensors
+from tests.helpers.examples import slow
 from tests.helpers.null_lab import MODEL_BYTES
 
 SMALL = (
@@ -220,7 +221,10 @@ def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
     return layout.floats(row).astype(np.float64)
 
 
-@pytest.mark.parametrize("size", ["rounds=1", "rounds=4 training.batch_size=2000 training.momentum=0.0"])
+LONGER = "rounds=4 training.batch_size=2000 training.momentum=0.0"
+
+
+@pytest.mark.parametrize("size", slow(["rounds=1", LONGER], but=["rounds=1"]))
 def test_three_layers_with_one_local_round_equal_two_layer_fedavg(size: str, tmp_path: Path) -> None:
     # Many small steps of SGD enlarge the rounding of the institutions' means a hundredfold within three
     # global rounds; so either one global round of small steps, or several of one large step.

@@ -262,6 +262,7 @@ def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> Non
     assert len(table(folder.path / "rounds.csv")) == 2
 
 
+@pytest.mark.slow
 def test_the_bytes_of_fedcross_table_1_are_those_of_its_text(tmp_path: Path) -> None:
     """ "FedCross needs a communication of 2K models, which is the same as FedAvg"; SCAFFOLD "2K models plus 2K global
     control variables"; FedGen "2K models plus K generators"; FedProx and CluSamp as FedAvg.

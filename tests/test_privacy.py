@@ -585,6 +585,7 @@ def test_neither_noise_nor_clipping_gives_the_bits_of_no_privacy(tmp_path: Path)
         assert tensors(run_direct(new(tmp_path, tables))) == tensors(plain)
 
 
+@pytest.mark.slow
 def test_a_lab_of_processes_has_the_noise_of_a_lab_in_virtual_time(tmp_path: Path) -> None:
     lab = parse({**LAB, "rounds": 2, "topology": {"institutions": 1, "devices": 3}})
     file = tmp_path / "noisy.toml"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.simulation.outcome import LabOutcome
+from tests.helpers.examples import slow
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_draws import LASTING
 from tests.simulation.faults import Fault, FaultKind, longest_s
@@ -116,7 +117,10 @@ def test_the_longest_time_without_a_quiet_moment() -> None:
 # Permanent faults
 
 
-@pytest.mark.parametrize(("name", "failed"), [("lost-device-quorum", False), ("lost-device-needed", True)])
+LOST = (("lost-device-quorum", False), ("lost-device-needed", True))
+
+
+@pytest.mark.parametrize(("name", "failed"), slow(LOST, but=LOST[1:]))
 def test_a_lab_without_one_device_finishes_or_ends_in_time(name: str, failed: bool) -> None:
     report = check_lab(kept(name))
     assert report.violations == () and report.failed is failed

@@ -104,7 +104,7 @@ def taking_part(folder: Path) -> dict[int, list[str]]:
     return {plan["global_round"]: plan["taking_part"] for plan in plans(folder)}
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", slow([1, 2], but=[2]))
 def test_a_resumed_run_selects_as_an_undisturbed_one(every: int, tmp_path: Path) -> None:
     cloud = {"participation": 0.67, "checkpoint_every": every, "selection": {"name": "power_of_choice"}}
     experiment = parse(TINY | {"cloud": cloud})
@@ -158,7 +158,10 @@ def test_processes_select_as_one_process_does_and_know_the_same(tmp_path: Path) 
     assert len(bytes_of(direct)) > 1
 
 
-@pytest.mark.parametrize(("up", "down", "share"), [("fp32", "fp32", 2.0), ("fp32", "fp16", 1.5), ("fp16", "fp16", 1.0)])
+@pytest.mark.parametrize(
+    ("up", "down", "share"),
+    slow([("fp32", "fp32", 2.0), ("fp32", "fp16", 1.5), ("fp16", "fp16", 1.0)], but=[("fp32", "fp16", 1.5)]),
+)
 def test_the_bytes_of_a_result_are_those_of_both_models_as_they_travel(
     up: str, down: str, share: float, tmp_path: Path
 ) -> None:

@@ -264,7 +264,11 @@ def newest(folder: Path, node: str, name: str) -> Path | None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "codecs"), [("feddyn", "other"), ("feddyn", "equal"), ("scaffold", "other"), ("fedavgm", "exact above")]
+    ("rule", "codecs"),
+    slow(
+        [("feddyn", "other"), ("feddyn", "equal"), ("scaffold", "other"), ("fedavgm", "exact above")],
+        but=[("feddyn", "other"), ("fedavgm", "exact above")],
+    ),
 )
 def test_agents_over_a_network_compute_what_one_process_does(rule: str, codecs: str, tmp_path: Path) -> None:
     objective = {} if rule == "fedavgm" else {"objective": {"name": rule}}
@@ -279,11 +283,14 @@ def test_agents_over_a_network_compute_what_one_process_does(rule: str, codecs: 
 
 @pytest.mark.parametrize(
     ("rule", "codecs"),
-    [
-        ({"name": "feddyn"}, "other"),
-        ({"name": "fedavgm"}, "exact above"),
-        ({"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}, "equal"),
-    ],
+    slow(
+        [
+            ({"name": "feddyn"}, "other"),
+            ({"name": "fedavgm"}, "exact above"),
+            ({"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}, "equal"),
+        ],
+        but=[({"name": "feddyn"}, "other")],
+    ),
     ids=str,
 )
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(

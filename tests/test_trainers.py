@@ -30,6 +30,7 @@ from deploy.local.direct import run_in_process
 from deploy.planning import workload
 from deploy.planning.footprint import memory_of
 from tests.helpers.commands import PATIENCE_S, command, fedstrata, folder_in, invoke, run_lab, table, tensors
+from tests.helpers.examples import slow
 from tests.test_bare import SITE, bare
 from tests.test_extend import EXAMPLES
 
@@ -310,7 +311,7 @@ KINDS: Final[dict[str, Any]] = {"numpy": SOFTMAX, "state": "others:Counting", "f
 KINDS_OF_LABS: Final = {"direct": ["--direct"], "simulated": ["--simulate"], "processes": []}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow(KINDS, but=["flower", "state"]))
 def test_a_killed_run_in_one_process_gives_the_same_model(kind: str, home: Path) -> None:
     experiment = parse(lab(KINDS[kind], cloud={"checkpoint_every": 2}))
     whole = direct(home / "whole", experiment)
@@ -379,7 +380,7 @@ def scores_of(run: Path) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["numpy", "flower"])
+@pytest.mark.parametrize("kind", slow(["numpy", "flower"], but=["flower"]))
 def test_devices_score_by_their_trainer(kind: str, home: Path) -> None:
     experiment = parse(lab(KINDS[kind], evaluation={"at": "both"}, cloud={"checkpoint_every": 2}))
     assert parse(experiment.to_json()).digest == experiment.digest and experiment.evaluation.data == "own"
@@ -444,7 +445,7 @@ def test_a_trainer_without_evaluate_is_named(trainer: Any, at: str, problem: str
         direct(home / "runs", parse(lab(trainer, evaluation={"at": at})))
 
 
-@pytest.mark.parametrize("at", ["cloud", "devices"])
+@pytest.mark.parametrize("at", slow(["cloud", "devices"], but=["devices"]))
 def test_a_trainer_begins_with_the_model_of_another_run(at: str, home: Path) -> None:
     whole = direct(home / "whole", parse(lab(SOFTMAX)))
     tables = {"evaluation": {"at": at}, "model": {"initial": str(whole.path)}}
@@ -530,7 +531,7 @@ LOSSES: Final = {  # of `Wrong`, where device-0 or every device knows no loss
 }
 
 
-@pytest.mark.parametrize("known", LOSSES)
+@pytest.mark.parametrize("known", slow(LOSSES, but=["some"]))
 def test_an_unknown_loss_stays_unknown(known: str, home: Path) -> None:
     tables = {"topology": {"institutions": 2, "devices": 4}, "institution": {"participation": 1.0}}
     run = direct(home / "runs", parse(lab({"name": "others:Wrong", "how": LOSSES[known]}, **tables)))

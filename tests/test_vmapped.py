@@ -32,6 +32,7 @@ from device.vmapped.calibration import most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult
 from device.vmapped.models import Recipe, VmappedModels, keep_batch_norm_fp32
 from device.vmapped.schedule import Load
+from tests.helpers.examples import slow
 from tests.helpers.steps import run_steps
 
 CPU = torch.device("cpu")
@@ -282,7 +283,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow(CASES, but=CASES.keys() - {"fedsam, resnet20", "resnet20_preact"}))
 def test_vmapped_training_gives_what_each_gives_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]()
     states = case.states(monkeypatch)
@@ -455,7 +456,12 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("mlp", 1), ("mlp", 2), ("mlp", 3), ("mlp", 4), ("resnet20", 2), ("fedprox", 2), ("fedsam", 2)],
+    [
+        *(("mlp", most) for most in (1, 2, 3, 4)),
+        ("fedprox", 2),
+        ("fedsam", 2),
+        pytest.param("resnet20", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_group_without_memory_is_halved(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]()
@@ -641,7 +647,7 @@ def with_proximal_term(weights: Sequence[Tensor], mu: float) -> list[Any]:
     return [add(weight) for weight in weights]
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
+@pytest.mark.parametrize("name", slow(["mlp", "lenet5", "resnet20"], but=["mlp", "lenet5"]))
 def test_a_term_that_only_one_path_has_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FedProx's term is zero at the received parameters, so a first step does not show it."""
     case = CASES[name]()
