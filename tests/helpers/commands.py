@@ -17,6 +17,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from common.experiment.schema import Experiment
+from common.host.processes import bound
 from deploy.cli.main import app
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.null_lab import MODEL_BYTES
@@ -41,12 +42,14 @@ def invoke(*arguments: str | Path, env: Mapping[str, str] | None = None, answers
 def command(*arguments: str | Path, null: bool = False, stay: bool = False) -> list[str]:
     """Return a command for a process of its own; with `null`, one whose roles compute nothing (`null_lab`).
 
-    Without `stay` a node ends with its first run, and a cloud does not ask for a second whether the lab is free.
+    Without `stay` a node ends with its first run, and a cloud does not ask for a second whether the lab is free. The
+    process ends with that of the test, whatever ends it.
     """
-    words = {"institution": ["--once"], "device": ["--once"], "cloud": ["--sole"]}
-    role = next((str(argument) for argument in arguments if argument in words), "")
-    once = words[role] if role and not stay else []
-    return [sys.executable, *([str(NULL_LAB)] if null else ["-m", "deploy.cli"]), *map(str, arguments), *once]
+    flags = {"institution": ["--once"], "device": ["--once"], "cloud": ["--sole"]}
+    role = next((str(argument) for argument in arguments if argument in flags), "")
+    once = flags[role] if role and not stay else []
+    words = [*map(str, arguments), *once]
+    return [sys.executable, str(NULL_LAB), *words] if null else bound([sys.executable, "-m", "deploy.cli", *words])
 
 
 def fedstrata(
