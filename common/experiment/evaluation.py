@@ -93,7 +93,7 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, training: Train
     if not evaluation.on_devices or not training.trainer.learns_module:
         return
     if evaluation.data == OWN_SAMPLES:
-        problem = f"it is for trainers of one's own, and {TRAINER} is sgd"
+        problem = f"it is for trainers of your own, and {TRAINER} is sgd"
         raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out, test or users.")
     if evaluation.data != "held_out" and data.private:
         problem = "every device has samples of its own, and the cloud alone has the test set"
