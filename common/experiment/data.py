@@ -163,7 +163,7 @@ class Data(SettingsTable):
         "iid", "dirichlet", "dirichlet_overlap", "shards", "quantity", "natural", "private",
         "institution_dirichlet", "institution_shards",
     ] = "iid"  # fmt: skip
-    # Of `targets = "numbers"`: the partitions by class take so many quantiles of the target for classes.
+    # Of `targets = "numbers"`: quantiles of the target that stand for classes in the partitions by class.
     bins: Annotated[int, Field(ge=2)] | None = None
     concentration: Positive = 1.0  # of the Dirichlet partitions and of `quantity`; smaller is more skewed
     shards: Count = 2  # of the shard partitions: pieces of the sorted labels for each device, or each institution

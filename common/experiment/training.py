@@ -231,7 +231,7 @@ class Augmentation(AugmentationTable):
 
     name: Annotated[Literal["images"], Field(exclude=True)] = "images"  # the augmentation
     flip: bool = False  # mirror half of the images, left to right
-    # Pad with so many zero pixels on each side, then cut a window of the image's size.
+    # Zero pixels added on each side, before a window of the image's size is cut.
     crop: Annotated[int, Field(ge=0, le=1024)] = 0
 
     @property
@@ -350,7 +350,7 @@ class TrainingSettings(SettingsTable):
 
 
 class Score(SettingsTable):
-    """What models are evaluated by, beside the loss.
+    """The score of models, beside the loss.
 
     `accuracy`: share of the samples whose largest output is their class. `r2`: 1 minus the ratio of the squared errors
     to those of the targets' mean, the mean of several targets. `binary_accuracy`: share of the targets, 0 or 1, on the
