@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import typer
 
+from deploy.cli.main import app
 from docs.tools import experiment
-from docs.tools.manual import app, commands, typer
+from docs.tools.manual import commands
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
