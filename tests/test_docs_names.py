@@ -86,21 +86,21 @@ def test_the_options_and_keys_of_the_page_on_security_exist() -> None:
     named = set(re.findall(r"`(--[a-z-]+)", SECURITY))
     assert named and named <= options
     keys = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", SECURITY))
-    assert keys and all(experiment.found(key) for key in keys)
+    assert keys and all(experiment.field_of(key) for key in keys)
     of_labs = (ROOT / "deploy" / "kits" / "lab.py").read_text(encoding="utf-8")
     assert all(f"    {key}: " in of_labs for key in re.findall(r"`([a-z_]+) = (?:true|false)`", SECURITY))
 
 
 @pytest.mark.parametrize("key", experiment.MATTER)
 def test_a_key_that_matters_exists(key: str) -> None:
-    experiment.found(key)
+    experiment.field_of(key)
 
 
 def test_the_keys_that_matter_are_few_and_others_are_refused() -> None:
     assert len(experiment.MATTER) <= KEYS_MOST
     for key in ("training.epoch", "rounds.first", "trainings.epochs"):
         with pytest.raises(KeyError):
-            experiment.found(key)
+            experiment.field_of(key)
 
 
 def test_the_layers_are_those_of_the_import_contracts() -> None:

@@ -163,7 +163,7 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def found(key: str) -> FieldInfo:
+def field_of(key: str) -> FieldInfo:
     """Return the field of a key of the short form, by its path. Raises KeyError."""
     table: type[BaseModel] | None = ShortForm
     for name in key.split("."):
@@ -179,7 +179,7 @@ def _matter() -> Iterator[str]:
     yield "## The keys that matter\n"
     yield "| key | default | meaning |\n|---|---|---|"
     for key, meaning in MATTER.items():
-        default = _default(found(key))
+        default = _default(field_of(key))
         shown = _shown(getattr(default, "name", None) if isinstance(default, BaseModel) else default)
         yield f"| `{key}` | {shown} | {meaning} |"
     yield ""
