@@ -107,6 +107,7 @@ class CloudAgent:
             shaped=experiment.links.enforce == "bucket",
             codecs=tier.transfer,
             limits=limits_below(experiment, CLOUD),
+            minimum=tier.minimum_of(len(tree.children[CLOUD])),
             spool=spool,
             observe=self._observe,
             world=host.world,

@@ -40,7 +40,7 @@ from common.protocol.limits import plans_of
 from common.protocol.messages import Result
 from common.randomness import Purpose, generator
 from common.runtime.refining import run_refining
-from common.runtime.round import NUMBERS, Children, ClosedRound, Dispatch, Observe, unreported
+from common.runtime.round import NUMBERS, Children, ClosedRound, Observe, dispatched, unreported
 from common.runtime.world import REAL, World
 from common.storage.spool import Spool
 
@@ -117,6 +117,7 @@ class GlobalRounds:
         self._selection = ClientSelection(tier, seed=experiment.seed, node=CLOUD, choose=rule.choose or choose)
         tree = experiment.tree
         below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
+        self._dispatched = partial(dispatched, down, tier, self._selection, rule)
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
         self._aggregators = {child: set(names) & tree.children.keys() for child, names in below.items()}
         self._test = evaluate
@@ -256,16 +257,10 @@ class GlobalRounds:
         return self._state
 
     async def _run_round(self) -> None:
-        state, tier = self._state, self._experiment.tier_below(CLOUD)
+        state, r = self._state, self._state.global_round
         started = self._down.now()
-        r = state.global_round
-        selected = self._selection.select(self._down.peers, r, samples=self._down.samples)
-        models = self._rule.dispatch(r, selected)
-        follows = self._selection.follows(selected, r)
-        dispatch = Dispatch(
-            r, 0, models=models, epochs=state.epochs, closing=tier.closing_of(len(selected)), follows=follows,
-            carried=self._selection.in_flight, last=r + 1 == self._experiment.rounds,
-        )  # fmt: skip
+        dispatch = await self._dispatched(r, (r, 0), epochs=state.epochs, last=r + 1 == self._experiment.rounds)
+        selected = dispatch.selected
         closed_round = await self._down.round(dispatch)
         outcome = await run_refining(partial(self._rule.aggregate, r, closed_round.uploads), self._refiner)
         self._selection.observe(r, selected, closed_round.facts, unused=outcome.left_out, refused=closed_round.refused)
@@ -302,14 +297,11 @@ class GlobalRounds:
         """
         if self._pending is None or not self._pending.by_devices:
             return {}
-        state, tier = self._state, self._experiment.tier_below(CLOUD)
-        r = state.global_round
-        selected = self._selection.select(self._down.peers, r, samples=self._down.samples)
-        models = self._rule.dispatch(r, selected)
-        epochs, follows = dict.fromkeys(self._down.peers, 0), self._selection.follows(selected, r)
-        closing = tier.closing_of(len(selected))
-        closed_round = await self._down.round(Dispatch(r, 0, models, epochs, closing, follows, last=True))
-        plans = {CLOUD: [self._selection.facts(selected) | closed_round.decided(r, unreported=unreported(self._down))]}
+        r = self._state.global_round
+        dispatch = await self._dispatched(r, (r, 0), epochs=dict.fromkeys(self._down.peers, 0), last=True)
+        closed_round = await self._down.round(dispatch)
+        decided = closed_round.decided(r, unreported=unreported(self._down))
+        plans = {CLOUD: [self._selection.facts(dispatch.selected) | decided]}
         for name, result in closed_round.results.items():
             plans |= {node: found for node, found in plans_of(result).items() if node in self._aggregators[name]}
         for node, (plan, *_) in plans.items():

@@ -87,6 +87,7 @@ class InstitutionAgent:
             shaped=shaped,
             codecs=tier.transfer,
             limits=limits_below(experiment, self._name),
+            minimum=tier.minimum_of(len(children)),
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
             world=host.world,

@@ -7,7 +7,7 @@ uploaded. The first round starts from the parent's model (Tempo, eqs. 4, 5 and 7
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from common.protocol.limits import plans_of
 from common.protocol.messages import Phase, Task
 from common.runtime.models import Arriving, work_on
 from common.runtime.refining import run_refining
-from common.runtime.round import Children, ClosedRound, Dispatch, Report, WorkResult, unreported
+from common.runtime.round import Children, ClosedRound, Report, WorkResult, dispatched, unreported
 from common.runtime.uploads import UploadEncoder
 from common.runtime.world import REAL, World
 from common.storage.spool import Spool
@@ -125,17 +125,10 @@ class LocalRounds:
         selection.begin()
         for i in range(settings.rounds):
             r = number * settings.rounds + i
-            selected = selection.select(down.peers, r, samples=down.samples)
-            dispatch = Dispatch(
-                task.key.global_round,
-                task.key.local_round * settings.rounds + i,
-                models=rule.dispatch(r, selected),
-                epochs=dict.fromkeys(down.peers, task.epochs),
-                closing=settings.closing_of(len(selected)),
-                follows=selection.follows(selected, r),
-                carried=selection.in_flight,
-                last=i + 1 == settings.rounds,
-            )
+            key = task.key.global_round, task.key.local_round * settings.rounds + i
+            epochs, last = dict.fromkeys(down.peers, task.epochs), i + 1 == settings.rounds
+            dispatch = await dispatched(down, settings, selection, rule, r, key, epochs=epochs, last=last)
+            selected = dispatch.selected
             if not model.complete:  # then the rule passes it on
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])
             closed_round = await down.round(dispatch, on_progress=progressed)
@@ -169,18 +162,22 @@ class LocalRounds:
             patience_s=self._experiment.transfer.idle_s,
             warn=log.warning,
         )
-        samples = sum(down.samples.values())  # n_m counts all children, not only the selected ones
+        samples = self._samples(closed_round.absent)
         steps = sum(self._did[name].steps for name in down.peers if name in self._did)
         return WorkResult(
             blob, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
             path_steps=path_steps, children=self.reports(), plans=plans,
         )  # fmt: skip
 
+    def _samples(self, absent: Collection[str]) -> int:
+        """Return n_m, which counts all children that could take part, not only the selected ones."""
+        return sum(samples for name, samples in self._down.samples.items() if name not in absent)
+
     def _scored(self, closed_round: ClosedRound, plans: Mapping[str, Sequence[Mapping[str, object]]]) -> WorkResult:
         """Return the result of a task without epochs."""
         self._gather(closed_round)
         return WorkResult(
-            memoryview(b""), sum(self._down.samples.values()), None, 0, 0, 0.0, 0.0,
+            memoryview(b""), self._samples(closed_round.absent), None, 0, 0, 0.0, 0.0,
             children=self.reports(), plans=plans,
         )  # fmt: skip
 

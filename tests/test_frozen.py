@@ -298,7 +298,7 @@ def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_pages_bytes_are_those_of_its_example() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "own.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```toml\n(# finetune\.toml.*?)^```", page, re.MULTILINE | re.DOTALL)
     lab = parse(tomllib.loads(example))
     inputs, whole = datasets.load(lab.data).inputs, lab.model.model_copy(update={"frozen": []})

@@ -113,4 +113,5 @@ def test_a_change_touches_the_tests_that_import_it_and_those_of_the_house() -> N
     house = {"tests/test_house.py", "tests/test_words.py"}
     found = {*touched(["common/net/bulk.py"])}
     assert found >= {"tests/test_packets.py", *house} and not found & {"tests/test_docs.py", "tests/test_mixing.py"}
-    assert {*touched(["docs/own.md", "tests/test_own.py"])} == {"tests/test_docs.py", "tests/test_own.py", *house}
+    of_pages = {"tests/test_docs.py", "tests/test_docs_names.py"}
+    assert {*touched(["docs/own.md", "tests/test_own.py"])} == {"tests/test_own.py", *of_pages, *house}

@@ -192,7 +192,7 @@ def test_without_matching_a_run_is_fedavg_bit_for_bit(name: str, tmp_path: Path)
 
 def test_what_cannot_be_matched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"model": {"name": "mine:net"}, "cloud": {"aggregation": {"name": "fedma"}}}
-    with pytest.raises(InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is one's own"):
+    with pytest.raises(InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is your own"):
         parse(own)
     monkeypatch.setattr(fedma, "find_spec", lambda name: None)
     with pytest.raises(InvalidExperiment, match=r"'fedma': needs scipy.*fedstrata\[methods\]"):

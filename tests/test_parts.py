@@ -395,7 +395,7 @@ def test_the_proximal_term_is_of_the_exchanged_parameters_alone(tmp_path: Path) 
 
 # The page's examples
 
-PAGE = (Path(__file__).parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "own.md").read_text(encoding="utf-8")
 LORA = re.findall(r"^```python\n# lora\.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES_MOST = 30
 

@@ -149,10 +149,12 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
         "links": {tier: {"profile": "lte", "trace": trace} for tier in ("wan", "lan")},
         "hardware": {"default": {"profile": "raspberry-pi-5", "step_s": 0.1}},
         "cloud": {
+            "min_available": 1,
             "closing": {"quorum": 1, "deadline_s": 1},
             "privacy": {**private, "unit": "institution", "noise_by": "parent", "quantile": 0.5},
         },
         "institution": {
+            "min_available": 1,
             "closing": {"quorum": 1, "deadline_s": 1},
             "privacy": {**private, "unit": "sample", "sampling_rate": 0.1},
         },

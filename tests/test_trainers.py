@@ -1,4 +1,4 @@
-"""Trainers of one's own: the example of docs/extend.md, Flower's clients, what they may not return, without PyTorch."""
+"""Trainers of a user's own: the example of docs/own.md, Flower's clients, what they may not return, without PyTorch."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "too_long": ("too long", "Give at most {max_length}."),
 }
 
-_FORMS: Final = frozenset({"int", "float", "constrained-int", "[key]"})  # pydantic's, not keys
+_FORMS: Final = frozenset({"int", "float", "constrained-int", "constrained-float", "[key]"})  # pydantic's, not keys
 _FORM_STARTS: Final = ("list[", "literal[")
 
 

@@ -73,7 +73,7 @@ class CloudSettings(SettingsTable):
     """What the cloud does besides its rounds: Tempo's epoch control, checkpoints."""
 
     epoch_control: EpochControl = EpochControl()
-    checkpoint_every: Count = 1  # save a checkpoint after every so many global rounds, and after the last one
+    checkpoint_every: Count = 1  # global rounds between two checkpoints; there is one after the last round, too
 
     @property
     def rounds_back(self) -> int:

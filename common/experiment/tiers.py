@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -47,6 +49,14 @@ class Closing(SettingsTable):
         return children if self.rule == "all" else min(self.quorum or children, children)
 
 
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """The children that a parent needs, and how long the first round waits for the others once these are ready."""
+
+    children: int
+    wait_s: float
+
+
 class RoundSettings(SettingsTable):
     """The rounds of a tier's parents: who takes part, the rule, and when a round closes."""
 
@@ -57,6 +67,11 @@ class RoundSettings(SettingsTable):
     norm_bound: NormBound = NormBound()
     privacy: PrivacySettings = PrivacySettings()
     closing: Closing = Closing()
+    # The children that a parent needs: their number, or a share of them below 1. Others may be absent when the run
+    # begins and take part once they are ready, and may leave. Without it the parent waits for each child.
+    min_available: Count | Annotated[float, Field(gt=0, lt=1)] | None = None
+    # Seconds for which the first round waits for other children once `min_available` are ready.
+    start_wait_s: Annotated[float, Field(ge=0)] = 60.0
 
 
 class TierNodes(SettingsTable):
@@ -101,12 +116,26 @@ class Tier(RoundSettings, TierNodes):
     @property
     def timed(self) -> bool:
         """Whether the models depend on time."""
-        return self.closing.rule == "quorum" or self.aggregation.buffers
+        return self.closing.rule == "quorum" or self.aggregation.buffers or self.min_available is not None
 
-    def closing_of(self, children: int) -> Closing:
-        """Return when a round closes of which so many children may answer."""
+    def minimum_of(self, children: int) -> Minimum | None:
+        """Return what a parent of so many children needs; None: it waits for each of them."""
+        if self.min_available is None:
+            return None
+        given = self.min_available
+        return Minimum(given if isinstance(given, int) else participants(children, given), self.start_wait_s)
+
+    def closing_of(self, children: int, *, among: int) -> Closing:
+        """Return when a round closes in which so many children take part, of a parent of `among` children.
+
+        With `min_available` a lost child is left out: the round needs what this minimum makes of the participation.
+        """
         if (enough := self.aggregation.closes_with) is not None:
             return Closing.model_construct(rule="quorum", quorum=enough, deadline_s=0.0)
+        minimum = self.minimum_of(among)
+        if minimum is not None and self.closing.rule == "all":
+            quorum = min(children, participants(minimum.children, self.participation))
+            return Closing.model_construct(rule="quorum", quorum=quorum, deadline_s=inf)
         return self.closing.among(children)
 
     @property
@@ -142,10 +171,33 @@ def check_rounds(key: str, tier: Tier, sizes: Sequence[int]) -> None:
         raise InvalidExperiment(f"{key}.participation", tier.participation, "selects no clients", remedy)
     selected = [participants(size, tier.participation) for size in set(sizes)]
     _check_closing(f"{key}.closing", tier.closing, min(selected))
-    for count in {min(selected), max(selected)}:
-        tier.aggregation.check(f"{key}.aggregation", count, tier.closing.uploads_of(count))
+    _check_minimum(key, tier, min(sizes))
+    for size in {min(sizes), max(sizes)}:
+        count, uploads = participants(size, tier.participation), tier.closing.uploads_of
+        for taking_part in {count, min(count, _fewest(tier, size))}:
+            fewest = min(uploads(taking_part), _fewest(tier, size))
+            tier.aggregation.check(f"{key}.aggregation", taking_part, fewest)
     tier.selection.check(f"{key}.selection", max(sizes), max(selected))
     _check_alone(key, tier)
+
+
+def _fewest(tier: Tier, size: int) -> int:
+    """Return how many of so many children take part at least."""
+    minimum = tier.minimum_of(size)
+    return participants(size if minimum is None else minimum.children, tier.participation)
+
+
+def _check_minimum(key: str, tier: Tier, fewest: int) -> None:
+    """Check a parent's least children against the fewest that one has. Raises InvalidExperiment."""
+    given = tier.min_available
+    if given is None:
+        return
+    if given > fewest:
+        problem, remedy = f"more than the children of a parent ({fewest})", f"Use at most {fewest}."
+        raise InvalidExperiment(f"{key}.min_available", given, problem, remedy)
+    if tier.aggregation.selects:
+        problem = f"the rule {tier.aggregation.name} selects from all children"
+        raise InvalidExperiment(f"{key}.min_available", given, problem, "Omit it, or use another rule.")
 
 
 def check_tiers(tiers: Sequence[Tier]) -> None:

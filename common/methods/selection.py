@@ -145,18 +145,25 @@ class ClientSelection:
         """Begin rounds in which no child has a task of an earlier one."""
         self._in_flight = {}
 
-    def select(self, children: Sequence[str], r: int, *, samples: Mapping[str, int] = NOTHING) -> list[str]:
+    def select(
+        self, children: Sequence[str], r: int, *, samples: Mapping[str, int] = NOTHING, absent: Collection[str] = ()
+    ) -> list[str]:
         """Return K = max(1, floor(participation * children)) of the children, in their order, for the node's round r.
 
         A rule may select fewer. Where tasks go on, K children train at once, and so many are selected as those in
-        flight leave. `samples`: of each child that has reported them. Raises InvalidExperiment if own code fails.
+        flight leave. `samples`: of each child that has reported them. `absent` ones are not selected, but as the last
+        of K children that get a model each: a rule of K models has K of them. Raises InvalidExperiment if own code
+        fails.
         """
         count = participants(len(children), self._tier.participation) - len(self._in_flight)
-        children = [child for child in children if child not in self._in_flight]
-        if count == len(children) and self._selector is not None:
-            return list(children)
-        now = Situation(children, count, samples, self._history, self._seed, self._node, r)
-        chosen = set(self._choose(now))
+        present = [child for child in children if child not in self._in_flight and child not in absent]
+        if count >= len(present) and self._selector is not None:
+            chosen = set(present)
+            if self._tier.aggregation.several:
+                chosen |= set([child for child in children if child in absent][: count - len(present)])
+        else:
+            now = Situation(present, min(count, len(present)), samples, self._history, self._seed, self._node, r)
+            chosen = set(self._choose(now))
         return [child for child in children if child in chosen]
 
     def observe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -14,11 +14,12 @@ from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel
 from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import LinkDirection, Links, LinkSettings
 from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
+from common.experiment.tiers import Closing, Minimum
 from common.host.offload import offload
 from common.methods.rule import Uploads
 from common.model.layout import LinkLayouts, Row
 from common.net.address import BrokerAddress
+from common.protocol.attendance import Readiness
 from common.protocol.events import (
     DevicesAway,
     FrozenAsked,
@@ -60,7 +61,8 @@ class ParentEndpoint(Endpoint):
     """A parent's children on one broker; `run` keeps the connection, `round` runs a round.
 
     `links`: the children's names in order, each with its link; `shaped`: the sender enforces rates and delays.
-    `limits`: what each child may report. `spool`: where uploads are assembled, None: in memory.
+    `limits`: what each child may report. `minimum`: of the children that rounds need, None: they wait for each child.
+    `spool`: where uploads are assembled, None: in memory.
     """
 
     session: ParentSession
@@ -74,6 +76,7 @@ class ParentEndpoint(Endpoint):
         transfer: TransferSettings,
         shaped: bool = True,
         limits: Mapping[str, ChildLimits] | None = None,
+        minimum: Minimum | None = None,
         spool: Spool | None = None,
         codecs: Codecs = PLAIN,
         observe: Observe = lambda event, facts: None,
@@ -91,6 +94,7 @@ class ParentEndpoint(Endpoint):
             limits=limits,
         )
         self.transfer = transfer
+        self._minimum = minimum
         self.models = Models(sent=codecs.down, received=codecs.up)
         self.probes = Probes(self, world)
         self.frozen = FrozenOffers(self)
@@ -200,27 +204,67 @@ class ParentEndpoint(Endpoint):
         uploads = Uploads(children, self._uploads.array, tuple(map(results.get, children)), self._uploads.release)
         nbytes = {name: sent[name] + result.model.size for name, result in results.items()}
         timeline, buffered = self.session.timeline, dispatch.carried is not None
-        return ClosedRound(results, uploads, closed.missing, closed.refused, timeline, nbytes, buffered)
+        return ClosedRound(
+            results, uploads, closed.missing, closed.refused, timeline, nbytes, buffered, dispatch.absent
+        )
 
     async def gather(self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None) -> None:
-        """Wait until the children are ready: all of them, or a quorum if rounds may close without some.
+        """Wait until the children are ready: all of them, or as many as a round needs if it may close without some.
 
         So the clock starts when the lab is complete. An absent or failed child never ends the wait: the log and calls
-        of `waiting` name it and the reason. When a quorum is ready, the other children have `deadline_s` from the
-        start. Raises NoProgress if a required child makes no progress in preparing.
+        of `waiting` name it and the reason. When the least number is ready, the other children have `start_wait_s`
+        from the start, or a quorum's `deadline_s`. Raises NoProgress if a required child makes no progress in
+        preparing.
         """
         need = len(self.peers) if closing.rule == "all" else closing.quorum or 1
-        begun = observe_at = self.now()
-        remind_at, failed = begun + REMIND_FIRST_S, frozenset[str]()
+        least = self._minimum or Minimum(need, closing.deadline_s or 0.0)
+        begun = self.now()
+
+        def enough(found: Readiness, now: float) -> bool:
+            if len(self.peers) - len(found.hanging) < least.children:
+                hanging = by_cause((f"{name}:", found.missing[name]) for name in sorted(found.hanging))
+                raise NoProgress(f"the run cannot begin: {hanging}")
+            return len(found.ready) >= least.children and now >= begun + least.wait_s
+
+        if (found := await self._ready(enough, waiting=waiting)) is not None:
+            log.warning("%s begins without: %.2000s", self.identity.name, found.text)
+
+    async def absent(self, global_round: int, local_round: int) -> Collection[str]:
+        """Return the children that are not ready, once as many are as a round needs; none if it waits for each.
+
+        Raises NoProgress if these are not ready within `idle_s`.
+        """
+        if self._minimum is None:
+            return ()
+        least, begun = self._minimum.children, self.now()
+
+        def enough(found: Readiness, now: float) -> bool:
+            if len(found.ready) < least and now >= begun + self.transfer.idle_s:
+                problem = f"{len(found.ready)} of at least {least} children were ready for {self.transfer.idle_s:g} s"
+                raise NoProgress(f"{problem}: {found.text}")
+            return len(found.ready) >= least
+
+        found = await self._ready(enough)
+        return () if found is None else [name for name in self.peers if name not in found.ready]
+
+    async def _ready(
+        self,
+        enough: Callable[[Readiness, float], bool],
+        *,
+        waiting: Callable[[str], None] = lambda text: None,
+    ) -> Readiness | None:
+        """Wait until all children are ready, and return None; or until `enough` are, and return which.
+
+        Meanwhile the log, the events and calls of `waiting` name the others and the reasons.
+        """
+        observe_at = self.now()
+        remind_at, failed = observe_at + REMIND_FIRST_S, frozenset[str]()
         observed: Mapping[str, str] = {}
         while not self.session.complete:
             now = self.now()
             found = self.session.readiness(now)
-            if len(found.ready) >= need and now >= begun + (closing.deadline_s or 0.0):
-                break
-            if len(self.peers) - len(found.hanging) < need:
-                hanging = by_cause((f"{name}:", found.missing[name]) for name in sorted(found.hanging))
-                raise NoProgress(f"the run cannot begin: {hanging}")
+            if enough(found, now):
+                return found
             waiting(found.text)
             if now >= remind_at or not found.failed <= failed:
                 remind_at, failed = max(remind_at, now + REMIND_S), found.failed
@@ -233,8 +277,7 @@ class ParentEndpoint(Endpoint):
             await self._changed_within(LOOK_S)
             while not self.session.complete and (left_s := now + LOOK_AGAIN_S - self.now()) > 0:
                 await self._changed_within(left_s)  # as each look is at all children
-        if not self.session.complete:
-            log.warning("%s begins without: %.2000s", self.identity.name, found.text)
+        return None
 
     async def measure(self, links: Links) -> None:
         """Calibrate the links to the ready children. Raises InvalidExperiment if one differs from its declaration."""

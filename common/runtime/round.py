@@ -10,9 +10,9 @@ from typing import Final, Protocol, TypeAlias
 
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.ledger import Ledger
-from common.experiment.tiers import Closing
-from common.methods.rule import Uploads
-from common.methods.selection import ResultFacts
+from common.experiment.tiers import Closing, Tier
+from common.methods.rule import Rule, Uploads
+from common.methods.selection import ClientSelection, ResultFacts
 from common.model.layout import Row
 from common.model.scores import ScoredModels
 from common.protocol.messages import Manifest, Phase, Result, Task
@@ -35,9 +35,10 @@ class Dispatch:
     `models`: each flat model, uint8 [row_bytes], with the children that receive it. A lossy codec overwrites it with
     what they decode, so that the node goes on from the model that its children had. One that is still arriving stays
     as it is, and is forwarded chunk by chunk; its codec is that of the children, or theirs is exact. `epochs`: at least
-    those of the children that take part. `follows`: their tasks, as in the message Task; 0 for others. `carried`: the
-    children whose tasks of earlier rounds go on, None if tasks end with their round (see `Coordinator.open`); the
-    models that were sent to them must not have changed. `last`: no round follows, so no task goes on.
+    those of the children that take part, `selected` in the node's order; `absent`: those that could not be. `follows`:
+    what their tasks follow, as in the message Task; 0 for others. `carried`: the children whose tasks of earlier rounds
+    go on, None if tasks end with their round (see `Coordinator.open`); the models that were sent to them must not have
+    changed. `last`: no round follows, so no task goes on.
     """
 
     global_round: int
@@ -45,6 +46,8 @@ class Dispatch:
     models: Sequence[tuple[Row | Arriving, Sequence[str]]]
     epochs: Mapping[str, int]
     closing: Closing
+    selected: Sequence[str] = ()
+    absent: Collection[str] = ()
     follows: Mapping[str, int] = field(default_factory=dict)
     carried: Collection[str] | None = None
     last: bool = False
@@ -59,9 +62,9 @@ class Dispatch:
 class ClosedRound:
     """A closed round, its children in the order of `Dispatch.children`; all of the parent's if tasks go on.
 
-    `results`: those of the children that answered, in that order. `uploads`: their models, in rows that are valid until
-    the next round opens. `model_bytes`: of each child that answered, the encoded models that it received and returned.
-    `buffered`: tasks go on.
+    `results`: those of the children that answered, in that order; `absent`: see `Dispatch`. `uploads`: their models, in
+    rows that are valid until the next round opens. `model_bytes`: of each child that answered, the encoded models that
+    it received and returned. `buffered`: tasks go on.
     """
 
     results: Mapping[str, Result]
@@ -71,6 +74,7 @@ class ClosedRound:
     timeline: Timeline
     model_bytes: Mapping[str, int]
     buffered: bool = False
+    absent: Collection[str] = ()
 
     @property
     def facts(self) -> dict[str, ResultFacts]:
@@ -85,11 +89,12 @@ class ClosedRound:
         """Return what a plan records of the node's round r so that it can be replayed.
 
         `without`: the children that took part, but whose result was not used; `used`: in its place where tasks go on;
-        `unreported`: those whose samples are not known yet. Each is left out if there are none.
+        `unreported`: those whose samples are not known yet; `absent`: those that could not take part. Each is left out
+        if there are none.
         """
         used = [*self.results, *self.refused] if self.buffered else []
         without = [] if self.buffered else [child for child in self.uploads.children if child not in self.results]
-        found = {"without": without, "used": used, "unreported": list(unreported)}
+        found = {"without": without, "used": used, "unreported": list(unreported), "absent": list(self.absent)}
         return {"node_round": r} | {name: children for name, children in found.items() if children}
 
     @property
@@ -165,8 +170,36 @@ class Children(Protocol):
     def now(self) -> float:
         """Return the time of the clock that measures rounds, in seconds."""
 
+    async def absent(self, global_round: int, local_round: int) -> Collection[str]:
+        """Return the children that cannot take part in a round, once those that the tier needs can.
+
+        None are absent if the tier waits for each child. Raises NoProgress.
+        """
+
     async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Send each child its model and return the results, see `Dispatch` and `ParentEndpoint.round`."""
+
+
+async def dispatched(
+    down: Children,
+    tier: Tier,
+    selection: ClientSelection,
+    rule: Rule,
+    r: int,
+    key: tuple[int, int],
+    *,
+    epochs: Mapping[str, int],
+    last: bool,
+) -> Dispatch:
+    """Select the children of a node's round r, and give each the rule's model; `key`: the global and the local round.
+
+    Raises NoProgress if too few children are ready.
+    """
+    absent = await down.absent(*key)
+    selected = selection.select(down.peers, r, samples=down.samples, absent=absent)
+    closing = tier.closing_of(len(selected), among=len(down.peers))
+    models, follows = rule.dispatch(r, selected), selection.follows(selected, r)
+    return Dispatch(*key, models, epochs, closing, selected, absent, follows, selection.in_flight, last)
 
 
 def unreported(children: Children) -> list[str]:

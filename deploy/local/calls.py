@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -121,6 +121,10 @@ class Calls:
             blank.data, chunk_bytes=1_000_000, codec=self._down.name, layout=layouts.down.digest, reference="", salt=""
         )
 
+    async def absent(self, global_round: int, local_round: int) -> Collection[str]:
+        """Return the children that were absent in a recorded round."""
+        return self._recorded(global_round, local_round).absent if self._recorded else ()
+
     async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Call each child with a copy of its model and return the results. Raises RunFailed, RefusedModel."""
         buffered = dispatch.carried is not None
@@ -174,7 +178,7 @@ class Calls:
         uploads = Uploads(children, self._uploads, reports, lambda: None)
         self.samples = {name: count for name, count in self._samples.items() if name not in recorded.unreported}
         missing = tuple(name for name in children if name in recorded.without)
-        return ClosedRound(results, uploads, missing, refused, timeline, model_bytes, buffered)
+        return ClosedRound(results, uploads, missing, refused, timeline, model_bytes, buffered, dispatch.absent)
 
     async def _assign(self, dispatch: Dispatch) -> None:
         """Note the tasks of a round; those that it carries go before them."""

@@ -20,13 +20,14 @@ from deploy.results.run import Run
 class RoundDecisions:
     """One round: who took part, None if seed and round determine it; who was not used, or not known yet.
 
-    `used`: whose results were used where tasks go on, else None.
+    `used`: whose results were used where tasks go on, else None. `absent`: those that could not take part.
     """
 
     taking_part: Sequence[str] | None = None
     without: frozenset[str] = frozenset()
     unreported: frozenset[str] = frozenset()
     used: frozenset[str] | None = None
+    absent: frozenset[str] = frozenset()
 
     def uses(self, name: str) -> bool:
         """Return whether a child's result may be used in this round."""
@@ -45,9 +46,11 @@ class Decisions:
         self._rounds: dict[tuple[str, int], RoundDecisions] = {}
         for event in run.events:
             if event.name in ("plan", "scoring") and "node_round" in event.facts:
-                without, unreported = (frozenset(event.facts.get(name, ())) for name in ("without", "unreported"))
+                without, unreported, absent = (
+                    frozenset(event.facts.get(name, ())) for name in ("without", "unreported", "absent")
+                )
                 used = frozenset(event.facts["used"]) if "used" in event.facts else None
-                found = RoundDecisions(event.facts.get(TAKING_PART), without, unreported, used)
+                found = RoundDecisions(event.facts.get(TAKING_PART), without, unreported, used, absent)
                 self._rounds[event.facts["node"], event.facts["node_round"]] = found
 
     def of_round(self, node: str, global_round: int, local_round: int) -> RoundDecisions:

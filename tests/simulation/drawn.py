@@ -48,6 +48,8 @@ BUSY: Final = 0.1  # share of the others whose nodes and brokers are busy with e
 SEVERAL: Final = 0.12  # and that have several runs, if these are short
 PRIVATE: Final = 0.4  # share of the labs with privacy, if their rules allow it,
 PRIVATE_TIER: Final = 0.6  # and of their tiers
+MINIMA: Final = 0.3  # share of the labs that begin and go on without some of their nodes,
+MINIMUM: Final = 0.7  # and of their tiers
 ROUNDS_MOST: Final = 8
 AWAY: Final = 0.5  # share of the devices that are ever absent, in labs with absences
 TOGETHER: Final = 0.2  # share of these labs all of whose devices leave at the same time
@@ -145,6 +147,7 @@ def draw_lab(seed: int) -> DrawnLab:
             tree = _with_methods(rng, _with_layers(rng, _tree(rng, durations), durations))
             experiment = _with_scores(random.Random(f"{seed} evaluation"), parse(tree))
             experiment = _with_privacy(random.Random(f"{seed} privacy"), experiment)
+            experiment = _with_minima(random.Random(f"{seed} minima"), experiment)
         except InvalidExperiment:
             continue
         drawn = _with_trainer(random.Random(f"{seed} trainer"), _around(seed, rng, experiment, durations))
@@ -194,6 +197,20 @@ def _with_privacy(rng: random.Random, experiment: Experiment) -> Experiment:
     try:
         return parse(tree)
     except InvalidExperiment:  # of a rule that reads what has no noise
+        return experiment
+
+
+def _with_minima(rng: random.Random, experiment: Experiment) -> Experiment:
+    """Return a lab some of whose parents need not have all children, if its rules allow it and chance will."""
+    if rng.random() >= MINIMA:
+        return experiment
+    tree = experiment.model_dump(mode="json")
+    for tier in tree["tiers"]:
+        if rng.random() < MINIMUM:
+            tier |= {"min_available": rng.choice([1, 0.5, 0.8]), "start_wait_s": rng.choice([0.0, 2.0, 20.0])}
+    try:
+        return parse(tree)
+    except InvalidExperiment:  # of a rule that needs more uploads
         return experiment
 
 
