@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 from torch import nn
 from torch.nn import functional
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.codecs import UP
 from common.experiment.methods import RULES
@@ -32,7 +31,6 @@ from common.model.parts import ModelParts
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Task
 from common.storage.spool import Spool
-from deploy.local.direct import run_in_process
 from device.memory import DeviceMemory
 from device.training.batches import load_local_dataset
 from device.training.objectives.objective import LocalUpdate
@@ -40,6 +38,7 @@ from device.training.objectives.table import objective_of
 from device.training.vectors import finish, vectors_of
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
+from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import run_steps
@@ -397,9 +396,7 @@ def test_scaffolds_first_round_is_the_uniform_mean(tmp_path: Path) -> None:
     }
     found = {}
     for name, method in methods.items():
-        folder = RunFolder.create(tmp_path, parse(tree | {"name": name} | method), direct=True)
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        found[name] = load_file(folder.path / "model.safetensors")
+        found[name] = load_file(run_direct(tmp_path, tree | {"name": name} | method) / "model.safetensors")
     for entry, tensor in found["scaffold"].items():
         np.testing.assert_allclose(tensor, found["fedavg"][entry], rtol=0, atol=1e-6)
 
@@ -413,21 +410,8 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(name: str, tmp_path
         "institution": {"rounds": 2, "participation": 0.67, "aggregation": {"name": rule_with(name)}},
     }  # fmt: skip
 
-    def run(until: int, folder: RunFolder, *, resume: bool = False) -> Path:
-        def observe(event: str, facts: Any) -> None:
-            if event == "global_round" and facts["global_round"] == until:
-                raise KeyboardInterrupt
-
-        try:
-            run_in_process(folder, resume=resume, accelerator="cpu", observe=observe)
-        except KeyboardInterrupt:
-            assert until < 5
-        folder.release()
-        return folder.path
-
-    whole = run(9, RunFolder.create(tmp_path, parse(tree), direct=True))
-    broken = run(3, RunFolder.create(tmp_path, parse(tree), direct=True))
-    run(9, RunFolder.reopen(broken, direct=True), resume=True)
+    whole, broken = run_direct(tmp_path, tree), run_direct(tmp_path, tree, until=3)
+    resumed_run(broken)
     assert tensors(broken) == tensors(whole) and not (broken / "spool").exists()
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RefusedModel, StateLost
 from common.experiment.lint import warnings
 from common.experiment.reading import parse
@@ -26,10 +25,11 @@ from deploy.sweeps.grid import merged
 from device.jobs import LocalResult, Order, Prepared
 from device.training.work import LocalWork
 from tests.helpers.commands import tensors
+from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.scenarios import KilledLab
-from tests.test_sent_models import LAB, run
+from tests.test_sent_models import LAB
 
 LAYOUT: Final = ModelLayout.build(
     [("weight", (3000,), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
@@ -187,21 +187,19 @@ def test_agents_over_a_network_compute_what_one_process_does(which: str, tmp_pat
     experiment = parse(merged(LAB, tiers(which), {"rounds": 3}))
     outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
     assert outcome.ok, outcome.result
-    folder = run(RunFolder.create(tmp_path, experiment, direct=True))
+    path = run_direct(tmp_path, experiment)
     assert outcome.digest == model_digest(tmp_path)
     plain = {name: {"up": {"feedback": False}} for name in UP[which]}
     without = parse(merged(LAB, tiers(which), {"rounds": 3, "transfer": plain}))
-    other = run(RunFolder.create(tmp_path / "other", without, direct=True))
-    assert tensors(other.path) != tensors(folder.path), "feedback changes the model"
+    other = run_direct(tmp_path / "other", without)
+    assert tensors(other) != tensors(path), "feedback changes the model"
 
 
 @pytest.mark.parametrize("which", slow(UP, but=["both"]))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(which: str, tmp_path: Path) -> None:
     tree = merged(LAB, tiers(which), {"rounds": 5, "cloud": {"checkpoint_every": 2}})
-    broken = run(RunFolder.create(tmp_path, parse(tree), direct=True), until=3).path
-    run(RunFolder.reopen(broken, direct=True), resume=True)
-    whole = run(RunFolder.create(tmp_path / "whole", parse(tree), direct=True)).path
-    assert tensors(broken) == tensors(whole)
+    broken = run_direct(tmp_path, tree, until=3)
+    assert tensors(resumed_run(broken)) == tensors(run_direct(tmp_path / "whole", tree))
 
 
 KILLED: Final = KilledLab(merged(LAB, tiers("both", inline_bytes=0)), model_bytes=40_000)

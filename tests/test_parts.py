@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from cloud.checkpoint import save_model
-from cloud.results import RunFolder
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
 from common.experiment.data import Model
@@ -33,14 +32,13 @@ from common.methods.rule import link_layouts
 from common.model.layout import FrozenForm, ModelLayout, Section
 from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
-from deploy.local.direct import run_in_process
 from deploy.results.run import Run
 from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
 from device.training import batches
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, table
-from tests.helpers.direct import run_direct
+from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.scenarios import KilledLab
@@ -171,19 +169,9 @@ def test_a_plain_mean_of_the_whole_model_is_another(tmp_path: Path) -> None:
 def test_a_run_with_personal_parts_that_is_interrupted_and_resumed_is_the_same(name: str, tmp_path: Path) -> None:
     lab = experiment(PERSONAL[name], rounds=5, institution={"participation": 0.67, "rounds": 2})
     whole = run_direct(tmp_path / "whole", lab)
-    broken = RunFolder.create(tmp_path / "broken", lab, direct=True)
-
-    def observe(event: str, facts: Mapping[str, object]) -> None:
-        if event == "global_round" and facts["global_round"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_in_process(broken, resume=False, accelerator="cpu", observe=observe)
-    broken.release()
-    again = RunFolder.reopen(broken.path, direct=True)
-    run_in_process(again, resume=True, accelerator="cpu", observe=lambda event, facts: None)
-    assert (whole / "model.safetensors").read_bytes()[-1000:] == (again.path / "model.safetensors").read_bytes()[-1000:]
-    found, wanted = load_file(again.path / "model.safetensors"), load_file(whole / "model.safetensors")
+    again = resumed_run(run_direct(tmp_path / "broken", lab, until=3))
+    assert (whole / "model.safetensors").read_bytes()[-1000:] == (again / "model.safetensors").read_bytes()[-1000:]
+    found, wanted = load_file(again / "model.safetensors"), load_file(whole / "model.safetensors")
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 

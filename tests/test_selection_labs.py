@@ -13,12 +13,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from cloud import checkpoint
-from cloud.results import RunFolder
 from common.experiment.reading import load, parse
 from common.methods.selection import ResultFacts
-from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, run_lab, tensors
+from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
 from tests.helpers.scenarios import KilledLab
 
@@ -79,20 +78,6 @@ TINY: Final[dict[str, Any]] = {
 }
 
 
-def run_direct(folder: RunFolder, *, resume: bool = False, until: int = 99) -> Path:
-    """Run a lab in this process, broken off after a number of global rounds."""
-
-    def observe(event: str, facts: Mapping[str, object]) -> None:
-        if event == "global_round" and facts["global_round"] == until:
-            raise KeyboardInterrupt
-
-    try:
-        run_in_process(folder, resume=resume, accelerator="cpu", observe=observe)
-    except KeyboardInterrupt:
-        folder.release()  # like the end of its process
-    return folder.path
-
-
 def plans(folder: Path) -> list[dict[str, Any]]:
     """Return the cloud's plans, also those of global rounds that were repeated."""
     events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
@@ -108,9 +93,9 @@ def taking_part(folder: Path) -> dict[int, list[str]]:
 def test_a_resumed_run_selects_as_an_undisturbed_one(every: int, tmp_path: Path) -> None:
     cloud = {"participation": 0.67, "checkpoint_every": every, "selection": {"name": "power_of_choice"}}
     experiment = parse(TINY | {"cloud": cloud})
-    undisturbed = run_direct(RunFolder.create(tmp_path, experiment, direct=True))
-    killed = run_direct(RunFolder.create(tmp_path, experiment, direct=True), until=3)
-    resumed = run_direct(RunFolder.reopen(killed, direct=True), resume=True)
+    undisturbed = run_direct(tmp_path, experiment)
+    killed = run_direct(tmp_path, experiment, until=3)
+    resumed = resumed_run(killed)
     assert tensors(resumed) == tensors(undisturbed)
     assert taking_part(resumed) == taking_part(undisturbed) and len(taking_part(resumed)) == 5
 
@@ -118,9 +103,9 @@ def test_a_resumed_run_selects_as_an_undisturbed_one(every: int, tmp_path: Path)
 def test_a_round_that_is_repeated_has_the_same_selection_by_durations(tmp_path: Path) -> None:
     """The run is broken off after its fourth global round, of which there is no checkpoint yet."""
     cloud = {"participation": 0.67, "selection": {"name": "oort", "cut_off": 0.01}}
-    killed = run_direct(RunFolder.create(tmp_path, parse(TINY | {"cloud": cloud}), direct=True), until=4)
+    killed = run_direct(tmp_path, parse(TINY | {"cloud": cloud}), until=4)
     before = taking_part(killed)
-    resumed = run_direct(RunFolder.reopen(killed, direct=True), resume=True, until=4)
+    resumed = resumed_run(killed, until=4)
     repeated = [event["global_round"] for event in plans(resumed)]
     assert repeated == [1, 2, 3, 4, 4] and taking_part(resumed) == before
 
@@ -150,7 +135,7 @@ def test_processes_select_as_one_process_does_and_know_the_same(tmp_path: Path) 
         *("transfer.wan.up=delta+fp32+zstd", "transfer.wan.down=fp32+zstd", "transfer.lan.up=delta+int8"),
     )
     network = run_lab(DEMO, tmp_path / "network", *pairs)
-    direct = run_direct(RunFolder.create(tmp_path / "direct", load(DEMO, pairs), direct=True))
+    direct = run_direct(tmp_path / "direct", load(DEMO, pairs))
     assert tensors(direct) == tensors(network)
     assert taking_part(direct) == taking_part(network)
     known = histories(direct)
@@ -167,7 +152,7 @@ def test_the_bytes_of_a_result_are_those_of_both_models_as_they_travel(
 ) -> None:
     wan = {"transfer": {"wan": {"up": up, "down": down}}}
     cloud = {"participation": 0.67, "selection": {"name": "power_of_choice"}}
-    direct = run_direct(RunFolder.create(tmp_path, parse(TINY | wan | {"rounds": 1, "cloud": cloud}), direct=True))
+    direct = run_direct(tmp_path, parse(TINY | wan | {"rounds": 1, "cloud": cloud}))
     size = sum(entry.nbytes for entry in load_file(direct / "model.safetensors").values())
     assert bytes_of(direct) == {share * size}
     found: set[int] = set()
