@@ -39,9 +39,9 @@ for _profile, _count in DRAWN.items():
     settings.register_profile(_profile, SAME, max_examples=_count)
 settings.load_profile(PROFILE)
 
-LONG: Final = (  # most CPU seconds first
-    "sweep", "faults", "odd_models", "parts", "device_scores", "staying", "control_variates", "seeds", "report",
-    "trainers", "vmapped", "lab", "direct", "pool", "recording",
+LONG: Final = (  # most seconds first, of cores and of waits
+    "doctor", "subprocess_channel", "simulated_plan", "faults", "simulated_run", "privacy", "pool", "seeds", "parts",
+    "role_errors", "plan", "sent_models", "lab", "device_scores", "odd_models", "frozen", "trainers", "direct",
 )  # fmt: skip
 
 

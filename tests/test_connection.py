@@ -34,6 +34,8 @@ from common.runtime.world import new_session
 from deploy.brokers import broker
 from deploy.brokers.broker import Kind
 from deploy.brokers.guard import Guard
+from tests.helpers.nodes import nothing
+from tests.helpers.sites import until
 
 PATIENCE_S = 30.0
 
@@ -51,16 +53,6 @@ def scenario(play: Coroutine[Any, Any, None]) -> list[dict[str, Any]]:
 
     asyncio.run(bounded())
     return called
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until something outside this test's control has come true."""
-    while not condition():  # noqa: ASYNC110 - there is no event to wait for
-        await asyncio.sleep(0.005)
-
-
-async def nothing() -> None:
-    pass
 
 
 def connection_to(

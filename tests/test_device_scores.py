@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import math
 import subprocess
@@ -62,6 +61,7 @@ from deploy.simulation.lab import SimulatedLab
 from deploy.sweeps.grid import merged
 from deploy.sweeps.results import sign_of, value_of
 from deploy.sweeps.schema import Measure
+from tests.helpers import commands
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import PROFILE, examples, slow
 
@@ -86,8 +86,7 @@ def played(root: Path, *changes: Mapping[str, Any], stop_after: int = 0) -> Path
 
 
 def rows(folder: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
-    with (folder / name).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return commands.table(folder / name)
 
 
 def without_seconds(found: list[dict[str, str]]) -> list[dict[str, str]]:

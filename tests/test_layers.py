@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cloud.results import RunFolder
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from deploy.brokers import broker
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
 from tests.helpers.commands import PATIENCE_S, command, null_model, table, tensors
+from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 from tests.helpers.scenarios import restarted
 
@@ -105,16 +105,12 @@ def test_two_rounds_of_regions_over_two_of_one_institution_each_are_four_of_thre
 
 
 def test_fedavg_with_one_round_a_tier_is_fedavg_of_two_layers(tmp_path: Path) -> None:
-    from deploy.local.direct import run_in_process  # torch
-
     tiers = [{"name": "wan", "children": "region", "fan_out": 2}, {"name": "metro", "children": "institution",
              "fan_out": 2}, {"name": "lan", "fan_out": 2}]  # fmt: skip
     common = {"rounds": 2, "model": {"name": "mlp_digits"}, "data": {"partition": "dirichlet", "concentration": 0.5}}
     models = []
     for layers in ({"tiers": tiers}, {"topology": {"institutions": 0, "devices": 8}}):
-        folder = RunFolder.create(tmp_path, parse(common | layers), direct=True)
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        models.append(load_file(folder.path / "model.safetensors"))
+        models.append(load_file(run_direct(tmp_path, common | layers) / "model.safetensors"))
     four, two = models
     assert four.keys() == two.keys()
     assert max(float(np.abs(four[name] - two[name]).max()) for name in four) < 1e-6

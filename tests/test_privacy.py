@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import stat
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,7 @@ from deploy.results.page import compose
 from deploy.results.run import Run
 from deploy.simulation.outcome import model_digest
 from deploy.simulation.world import SimulatedWorld
-from tests.helpers.commands import null_model, run_lab, tensors
+from tests.helpers.commands import null_model, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
 from tests.helpers.rules import LEAST
@@ -550,7 +549,7 @@ def direct(root: Path, *tables: Mapping[str, Any], **options: Any) -> Path:
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader((path / "rounds.csv").read_text(encoding="utf-8").splitlines()))
+    return table(path / "rounds.csv")
 
 
 def test_neither_noise_nor_clipping_gives_the_bits_of_no_privacy(tmp_path: Path) -> None:
@@ -611,13 +610,13 @@ def test_a_run_ends_before_the_round_that_could_exceed_its_budget(tmp_path: Path
     most = max(count for count in range(1, 99) if PrivacySettings(**privacy).epsilon(count) <= 3.5)
     tables = {"rounds": 9, "evaluation": {"every": 9}, "institution": {"privacy": privacy}}
     path = direct(tmp_path, tables, observe=lambda event, facts: seen.update({event: facts}))
-    table = rows(path)
-    assert len(table) == most == 2 and float(table[-1]["epsilon_lan"]) <= 3.5
+    found = rows(path)
+    assert len(found) == most == 2 and float(found[-1]["epsilon_lan"]) <= 3.5
     assert seen["finished"]["stopped"] == "privacy budget" and seen["finished"]["global_round"] == most
-    assert float(table[-1]["accuracy"]) >= 0  # the last model is evaluated
-    assert seen["finished"]["epsilon_lan"] == pytest.approx(float(table[-1]["epsilon_lan"]), rel=1e-5)
+    assert float(found[-1]["accuracy"]) >= 0  # the last model is evaluated
+    assert seen["finished"]["epsilon_lan"] == pytest.approx(float(found[-1]["epsilon_lan"]), rel=1e-5)
     assert (path / "checkpoints" / f"round-{most:06d}.safetensors").exists()
-    records = [GlobalRoundRecord.read(row) for row in table]
+    records = [GlobalRoundRecord.read(row) for row in found]
     assert [record.epsilon["lan"] for record in records] == [
         pytest.approx(accountant.epsilon(2.0, releases=count + 1, delta=1e-5), rel=1e-5) for count in range(most)
     ]

@@ -32,6 +32,7 @@ from deploy.brokers.guard import Guard
 from device.training.trainer import Trainer
 from institution.agent import InstitutionAgent
 from tests.helpers.commands import PATIENCE_S
+from tests.helpers.nodes import nothing
 from tests.helpers.roles import SMALL, Role, device, lab_of, until
 from tests.helpers.sites import real
 
@@ -57,9 +58,6 @@ async def announcing(
     address: BrokerAddress, name: str, experiment: Experiment, *, children: list[str]
 ) -> AsyncIterator[ParentEndpoint]:
     """Keep a parent on the broker that announces an experiment."""
-
-    async def nothing() -> None:
-        pass
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
     identity = Identity(f"run-{secrets.token_hex(4)}", name, "institution", new_session())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping
 from math import isnan, nan
@@ -21,6 +20,7 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.stopping import Course, Stop, StopReason, as_written
 from common.experiment.training import Score
+from tests.helpers.commands import table
 from tests.helpers.direct import direct_run, resumed_run
 
 LAB: dict[str, Any] = {
@@ -99,7 +99,7 @@ def arrays(path: Path) -> dict[str, Any]:
 
 
 def rows(folder: RunFolder) -> list[dict[str, str]]:
-    return list(csv.DictReader((folder.path / "rounds.csv").read_text(encoding="utf-8").splitlines()))
+    return table(folder.path / "rounds.csv")
 
 
 def finished(folder: RunFolder) -> dict[str, Any]:
@@ -113,20 +113,20 @@ PATIENT = {"stop": {"patience": 2, "min_delta": 0.02, "best": True}}
 
 def test_patience_ends_a_run_and_its_best_model_stays_also_if_it_is_resumed_anywhere(tmp_path: Path) -> None:
     whole = direct_run(new(tmp_path / "whole", PATIENT))
-    facts, table = finished(whole), rows(whole)
-    assert facts["stopped"] == "patience" and len(table) < LAB["rounds"]
+    facts, found = finished(whole), rows(whole)
+    assert facts["stopped"] == "patience" and len(found) < LAB["rounds"]
     course = Course(Stop.model_validate(PATIENT["stop"]), Score())
-    for row in table[:-1]:  # the last one was trained while the decision was made
+    for row in found[:-1]:  # the last one was trained while the decision was made
         assert course.ended is None
         course.take(int(row["global_round"]), score=float(row["accuracy"]), loss=float(row["loss"]))
     assert course.ended is StopReason.PATIENCE
-    course.take(len(table), score=float(table[-1]["accuracy"]), loss=float(table[-1]["loss"]))
+    course.take(len(found), score=float(found[-1]["accuracy"]), loss=float(found[-1]["loss"]))
     assert facts["best_round"] == course.best > 1
     best = arrays(whole.path / "best.safetensors")
     alone = direct_run(new(tmp_path / "alone", {"rounds": course.best}))
     wanted = arrays(alone.path / "model.safetensors")
     assert best.keys() == wanted.keys() and all(np.array_equal(best[name], wanted[name]) for name in best)
-    for until in range(1, len(table), 2):
+    for until in range(1, len(found), 2):
         folder = direct_run(new(tmp_path / f"killed-{until}", PATIENT), until=until)
         again = direct_run(RunFolder.reopen(folder.path, direct=True), resume=True)
         assert (finished(again)["best_round"], finished(again)["stopped"]) == (course.best, "patience")
