@@ -201,7 +201,8 @@ def brings_frozen_arrays_once(drawn: DrawnLab, faulty: LabRun, twin: LabRun | No
     for (parent, child), link in evidence.down.items():
         if child == ALL:
             continue
-        needed = any(lacks(name) for name in (child, *tree.below(child)) if name not in tree.children)
+        entered = any(fault.kind is FaultKind.ENTRY for fault in drawn.faults)
+        needed = entered or any(lacks(name) for name in (child, *tree.below(child)) if name not in tree.children)
         came, times = link.received["frozen payload"], 1 if drawn.spool else drawn.runs
         undisturbed = not (drawn.faults or drawn.slow)
         # A chunk that is broadcast just before a child asks comes once more.
@@ -294,6 +295,9 @@ def _end_is_lost(drawn: DrawnLab, faulty: LabRun) -> bool:
 
 
 def _above(drawn: DrawnLab, node: str) -> list[str]:
+    experiment = drawn.experiment
+    if experiment.tiers[-1].entering and node not in experiment.tree.aggregators:  # it may move
+        return [CLOUD, *experiment.tree.aggregators]
     return drawn.experiment.tree.path(node).split("/")[:-1]
 
 
@@ -338,8 +342,9 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
             sent = link.sent[kind] if kind == "control" else _sent(evidence, parent, kind)
             if link.received[kind] > sent:
                 wrong.append(f"{parent} sent {sent} {kind} bytes, {child} received {link.received[kind]}")
-    for owner, child, traffic in ((node, *link) for node, links in evidence.ledgers.items() for link in links.items()):
-        parent = tree.parent(child)
+    for owner, name, traffic in ((node, *link) for node, links in evidence.ledgers.items() for link in links.items()):
+        *entered_below, child = name.split("/")
+        parent = entered_below[0] if entered_below else tree.parent(child)
         up = evidence.up.get((parent, child), LinkCount()).received
         down = evidence.down.get((parent, child), LinkCount()).received
         if traffic.received > sum(up[kind] for kind in LINK_KINDS):
@@ -362,6 +367,7 @@ _UNDISTURBED: Final = [
         r"no (device|institution) is present",
         r" begins without: ",
         r", declared ",
+        r"it wants to enter, and all places are taken",
         r"'s model is left out: ",
     )
 ]
