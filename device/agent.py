@@ -140,7 +140,7 @@ class DeviceAgent:
     async def _take_part_moving(self, part: _Part) -> None:
         """Take part in a run to its end, below another parent after each move. Raises Away."""
         host, name, experiment = self._host, self._name, part.experiment
-        patience_s = experiment.tiers[-1].move_after_s
+        patience_s = experiment.tiers[-1].move_after_s if len(experiment.tree.parents) > 1 else None
         while True:
             try:
                 return await self._take_part_once(part, patience_s)
@@ -148,7 +148,7 @@ class DeviceAgent:
                 part.parent, part.session = move.parent, ""
             except (OutOfReach, RunFailed) as error:
                 parents = [parent for parent in experiment.tree.parents if parent != part.parent]
-                if patience_s is None or not parents:
+                if patience_s is None:
                     raise
                 run, for_s = part.found.run, experiment.transfer.idle_s
                 activity.info("%s: run %s: looks for another parent: %s", name, run, error)

@@ -215,13 +215,15 @@ class Coordinator:
         if presence is None:
             child.presence = None
             return True
-        if presence.state not in LIVING and child.session not in ("", session):
+        moved = presence.failure is Failure.MOVED
+        if presence.state not in LIVING and child.session not in ("", session) and not moved:
             return False
         returns = not child.present
         child.presence, child.reason, child.failure = presence.state, presence.reason, presence.failure
         self._judged = self._quiet_until = -inf
-        if presence.state is NodeState.FAILED or presence.failure is Failure.MOVED:
+        if presence.state is NodeState.FAILED:
             child.moved = now - self._idle_s  # it has reported that it will not return
+        child.absent = child.absent or moved  # it may return, and is not waited for if there are enough others
         if child.present:
             child.absent = child.absent and presence.state is not NodeState.READY
             if returns:

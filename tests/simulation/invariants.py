@@ -248,7 +248,9 @@ def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
 
 
 def may_fail(drawn: DrawnLab) -> bool:
-    """Return whether the faults may leave a node without progress for `idle_s`."""
+    """Return whether the faults may leave a node without progress for `idle_s`, or a parent without enough children."""
+    if drawn.experiment.tiers[-1].move_after_s is not None and drawn.faults:
+        return True
     transfer = drawn.experiment.transfer
     if _lied(drawn) or any(_is_fatal(fault) for fault in drawn.faults):
         return True
@@ -282,6 +284,8 @@ def forgets(drawn: DrawnLab) -> bool:
 
 def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
     """Return whether the run ended well without the node: a second one took its place, or a node above it failed."""
+    if drawn.experiment.tiers[-1].entering and node not in drawn.experiment.tree.aggregators:
+        return outcome.ended.get(CLOUD) == ""  # it moved, or looked for a parent, as the run ended
     above = [name for name in _above(drawn, node) if name != CLOUD]
     replaced = any(fault.kind is FaultKind.SECOND and fault.node == node for fault in drawn.faults)
     return outcome.ended.get(CLOUD) == "" and (replaced or any(outcome.ended.get(name) != "" for name in above))
