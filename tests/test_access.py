@@ -331,6 +331,21 @@ def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home:
     )
 
 
+def test_devices_of_a_lab_that_lets_them_move_reach_all_parents_on_their_broker() -> None:
+    """And their parents reach them; institutions, and devices on another broker, are as before."""
+    other = {"institution-2": {"machine": "server", "broker": "second"}}
+    tree = {**LAB_TREE, "brokers": {"main": {"machine": "server"}, "second": {"machine": "server", "port": 9999}}}
+    tree["institutions"] = {**LAB_TREE["institutions"], **other}
+    tree["devices"] = [*LAB_TREE["devices"], {"names": ["device-4"], "machine": "server", "parent": "institution-2"}]
+    still, moving = (access.users(parse({**tree, "moves": moves}), "main") for moves in (False, True))
+    seek = "fs1/north/seek/institution-{}/device-0"
+    assert {each for each in moving["device-0"].publish if "/seek/" in each} == {seek.format(k) for k in (0, 1)}
+    assert {each for each in still["device-0"].publish if "/seek/" in each} == {seek.format(0)}
+    assert "fs1/north/+/device-0/state" in moving["institution-1"].receive
+    assert "fs1/north/+/device-0/state" not in still["institution-1"].receive
+    assert moving["cloud"] == still["cloud"] and "device-4" not in moving
+
+
 def test_a_broker_lets_those_in_that_meet_there_and_who_calls_the_roll() -> None:
     sites = {"main": {"machine": "server"}, "site": {"machine": "server", "port": 1900}}
     places = {"institution-0": {"machine": "server", "broker": "site"}, "institution-1": {"machine": "server"}}

@@ -164,6 +164,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
     text = to_toml(experiment)
     without_effect = {"score.better"}  # of accuracy
     without_effect |= {"cloud.privacy.sampling_rate", "institution.privacy.quantile"}
+    without_effect |= {"cloud.move_after_s", "institution.move_after_s"}  # with privacy
     assert keys(tomllib.loads(text)) == keys(ShortForm.model_validate(given_).model_dump(mode="json")) - without_effect
     assert load_text(tmp_path, text) == experiment
 

@@ -46,7 +46,8 @@ class Readiness:
 class Attendance:
     """The last presences of a parent's children. `varying`: those whose samples may change, as they have children.
 
-    `samples`: of the children that have reported them; `farewells`: the children that have sent theirs.
+    `samples`: of the children that have reported them; `farewells`: the children that have sent theirs; `after`: of
+    those that have come from another parent, the task that this one used last.
     """
 
     def __init__(self, children: Iterable[str], *, varying: Collection[str] = ()) -> None:
@@ -55,12 +56,17 @@ class Attendance:
         self.last: dict[str, Presence | None] = {}
         self.samples: dict[str, int] = {}
         self.farewells: set[str] = set()
+        self.after: dict[str, int] = {}
         self._ready: set[str] = set()
         self._owing: set[str] = set()
         self._met: dict[str, str] = {}  # the session of each child's last presence
         self._counted: dict[str, str] = {}  # the session that reported its samples
         self.waits_for: dict[str, str] = {}  # whom each child that prepares waits for
         self._prepared_at: dict[str, float] = {}
+
+    def add(self, child: str) -> None:
+        """Add a child that came later."""
+        self._children = (*self._children, child)
 
     def receive(self, child: str, session: str, presence: Presence | None, *, published: bool) -> bool:
         """Note a child's presence; return whether it must be asked for its samples.
@@ -75,6 +81,8 @@ class Attendance:
             if not doubtful:
                 self.samples[child], self._counted[child] = samples, session
         self.last[child] = presence
+        if presence is not None and presence.after:
+            self.after[child] = presence.after
         ready = presence is not None and presence.state is NodeState.READY and child in self.samples
         owing = presence is not None and presence.state in STAYING and child not in self.farewells
         for children, is_one in ((self._ready, ready), (self._owing, owing)):

@@ -51,7 +51,7 @@ from common.protocol.messages import (
 )
 from common.text import TextLimit, escaped, escaped_within
 
-VERSION: Final = 11
+VERSION: Final = 12
 MAX_INT: Final = 2**63 - 1
 ITEMS: Final = 64  # of a list that does not grow with the nodes: fields, tiers, findings
 HEAD: Final = 3  # items before the fields: the version, the session, the kind
