@@ -139,6 +139,14 @@ def pytest_runtest_call() -> Generator[None]:
         return (yield)
 
 
+@pytest.fixture
+def one_thread() -> None:
+    """Let torch compute in one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def forge() -> type[Forge]:
     """Return what makes hostile chunks."""
