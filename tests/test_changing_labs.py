@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,6 +29,8 @@ from common.protocol.serialization import decode
 from common.protocol.topics import InboxTopic
 from common.protocol.topics import parse as parse_topic
 from common.runtime.exports import discovery
+from deploy.results.maps import changes
+from deploy.results.run import Run
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
@@ -599,3 +602,18 @@ def test_prometheus_finds_devices_that_have_entered() -> None:
     targets.receive("institution-0", presence, now=0.0)
     found = discovery(targets.addresses(), parse(OPEN).tree, cloud="10.0.0.8:9100", run="run")
     assert {each["labels"]["node"] for each in found} == {"cloud", "institution-0", "device-0", "device-9"}
+
+
+def test_the_report_shows_who_worked_below_whom(tmp_path: Path) -> None:
+    def at_end(lab: SimulatedLab) -> None:
+        (folder,) = lab.agents.runs.iterdir()
+        shutil.copytree(folder, tmp_path / folder.name)
+
+    tree = moving([{"at_s": 5, "parent": "institution-0"}])
+    assert SimulatedLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run().ok
+    (path,) = tmp_path.iterdir()
+    figure = changes(Run(path))
+    assert figure is not None and figure.table is not None
+    found = [(row[1], row[3]) for row in figure.table.rows if row[0] == "devices that worked"]
+    expected = {"institution-0": [3, 3, 4, 4, 4, 4], "institution-1": [3, 3, 2, 2, 2, 2]}
+    assert found == [(parent, count) for parent, counts in expected.items() for count in counts]
