@@ -324,7 +324,7 @@ def _at_work(run: Run) -> list[Panel]:
     begins = [0.0, *(row.elapsed_s for row in run.rounds)]
     parents = run.experiment.tree.parents
     used = Counter((row.global_round, row.node.split("/")[-2]) for row in run.devices if row.local_rounds)
-    lines = {
+    lines: dict[str, Steps] = {
         parent: [(begins[k], float(used[row.global_round, parent])) for k, row in enumerate(run.rounds)]
         for parent in parents[:PARENTS_MOST]
     }
