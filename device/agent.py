@@ -91,6 +91,7 @@ class DeviceAgent:
         self._states = states
         self._labels = NodeLabels("device", name, parent=parent)
         self._scores: Sequence[str] = ()  # the names of the run's
+        self._moved_to = ""
 
     async def run(self) -> None:
         """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
@@ -109,13 +110,14 @@ class DeviceAgent:
         asked = host.data or str(host.data_root / Data.model_fields["root"].default)
         root = Path(asked.replace("{node}", self._name))
         findings = [*examine_host(host.folders, learns=True), examine_data(root, needed=host.data is not None)]
-        return Resources(self._training.hardware, ", ".join(found_in(root)), tuple(findings))
+        return Resources(self._training.hardware, ", ".join(found_in(root)), tuple(findings), parent=self._moved_to)
 
     async def _take_part(self, found: Found) -> None:
         try:
             with self._metrics.run_of(self._labels):
                 await self._serve(found)
         finally:
+            self._moved_to = ""
             self._training.leave()
 
     async def _serve(self, found: Found) -> None:
@@ -155,6 +157,7 @@ class DeviceAgent:
                 if (found := await another_parent(host, name, parents, run=run, for_s=for_s)) is None:
                     raise
                 part.parent, part.session = found
+            self._moved_to = part.parent
             activity.info("%s: run %s: moves to %s", name, part.found.run, part.parent)
 
     async def _take_part_once(self, part: _Part, patience_s: float | None) -> None:

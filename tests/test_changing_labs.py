@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,15 +22,20 @@ from common.experiment.schema import Experiment
 from common.experiment.tiers import Closing, Minimum, Tier
 from common.learning import splits
 from common.methods.selection import ClientSelection
+from common.protocol.attendance import Targets
 from common.protocol.limits import check_report, limits_below
-from common.protocol.messages import Key, Task
+from common.protocol.messages import ChildStatus, Key, NodeState, Presence, Status, Step, Target, Task
 from common.protocol.serialization import decode
 from common.protocol.topics import InboxTopic
 from common.protocol.topics import parse as parse_topic
+from common.runtime.exports import discovery
+from deploy.results.maps import changes
+from deploy.results.run import Run
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.outcome import LabOutcome
+from deploy.watching.lab import WatchedLab
 from tests.helpers.commands import table as read_table
 from tests.helpers.commands import tensors
 from tests.helpers.coordinators import result_of
@@ -573,3 +579,41 @@ def test_the_share_of_a_new_device_is_by_its_number(data: dict[str, Any], node: 
     larger = parse({**tree, "topology": {"institutions": 2, "devices": 12}})
     place = int(node.split("-")[1])
     assert np.array_equal(found, splits.split_of(larger).partitions[place])  # as if it had been there from the start
+
+
+def test_a_watcher_shows_who_has_entered_and_no_more_than_may() -> None:
+    lab = WatchedLab("run", parse(OPEN), brokers=["broker"], now=0.0)
+    entries = tuple(
+        ChildStatus(f"device-{k}", NodeState.READY, Step.TRAINING, 0, 0, 0, 1, 0, 0, None, 0.0, "")
+        for k in (0, 1, 4, 9, 8)
+    )
+    lab.take("institution-0", Status(1.0, None, True, False, (), entries, (), None), 1.0)
+    below = lab.nodes["institution-0"].children  # three children and two places
+    assert list(below) == ["device-0", "device-1", "device-2", "device-4", "device-9"]
+    assert below["device-9"].step is Step.TRAINING and lab.nodes["device-9"] is below["device-9"]
+    assert lab.nodes["device-4"] is lab.nodes["institution-1"].children["device-4"]
+
+
+def test_prometheus_finds_devices_that_have_entered() -> None:
+    targets = Targets({"institution-0": ["device-0"]}, {"institution-0": 1})
+    names = ("device-0", "a/b", "device-9", "device-8")
+    reported = tuple(Target(name, f"10.0.0.{k}:9100") for k, name in enumerate(names))
+    presence = Presence(NodeState.READY, "institution", metrics="10.0.0.9:9100", targets=reported)
+    targets.receive("institution-0", presence, now=0.0)
+    found = discovery(targets.addresses(), parse(OPEN).tree, cloud="10.0.0.8:9100", run="run")
+    assert {each["labels"]["node"] for each in found} == {"cloud", "institution-0", "device-0", "device-9"}
+
+
+def test_the_report_shows_who_worked_below_whom(tmp_path: Path) -> None:
+    def at_end(lab: SimulatedLab) -> None:
+        (folder,) = lab.agents.runs.iterdir()
+        shutil.copytree(folder, tmp_path / folder.name)
+
+    tree = moving([{"at_s": 5, "parent": "institution-0"}])
+    assert SimulatedLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run().ok
+    (path,) = tmp_path.iterdir()
+    figure = changes(Run(path))
+    assert figure is not None and figure.table is not None
+    found = [(row[1], row[3]) for row in figure.table.rows if row[0] == "devices that worked"]
+    expected = {"institution-0": [3, 3, 4, 4, 4, 4], "institution-1": [3, 3, 2, 2, 2, 2]}
+    assert found == [(parent, count) for parent, counts in expected.items() for count in counts]

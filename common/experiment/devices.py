@@ -204,7 +204,8 @@ class Availability(SettingsTable):
     """When devices take part. One that is away neither trains nor answers; its parent sees that it has left."""
 
     trace: AvailabilityTrace | None = None  # or the name of its CSV file
-    # By device: the parents to which it moves. It needs `entering`.
+    # By device: the parents to which it moves, `[{ at_s = 60, parent = "institution-1" }]`, each with the seconds from
+    # the first global round on. It needs `entering`.
     moves: dict[Name, Annotated[list[Move], Field(min_length=1)]] = Field(default_factory=dict)
 
 

@@ -171,7 +171,7 @@ def samples_of(experiment: schema.Experiment, split: Split, *, node: str) -> Ind
     elif data.partition in ("dirichlet_overlap", "natural"):
         problem = f"a new device needs a number from {len(devices)} on at the end of its name"
         remedy = f"Call it device-{len(devices)}, for instance."
-    remedy = remedy or "Use data.private, natural users, or dirichlet_overlap."
+    remedy = remedy or "Use 'private', 'natural' or 'dirichlet_overlap'."
     raise InvalidExperiment("--name", node, problem, remedy)
 
 

@@ -112,7 +112,7 @@ class ParentSession:
         below = {name: limit.below.keys() for name, limit in self._limits.items()}
         self._bound()
         self.ledger = Ledger(links, self.link.counters, wire=meter.sample, below=below)
-        self.targets = Targets(below)
+        self.targets = Targets(below, {name: limit.guests for name, limit in self._limits.items()})
         self.attendance = Attendance(links, varying=[name for name, names in below.items() if names])
         self.samples, self.farewells = self.attendance.samples, self.attendance.farewells
         self.rates: dict[str, float] = {}

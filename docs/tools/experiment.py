@@ -228,6 +228,7 @@ def values(schema: Mapping[str, Any]) -> str:
     each = next(iter(schema.get("patternProperties", {}).values()), schema)
     items = each.get("items", {})
     of = "lists" if items.get("type") == "array" else "numbers" if "minimum" in items else "names"
+    of = "tables" if "$ref" in items else of
     kinds = {
         "boolean": "true, false",
         "string": "a name" if "pattern" in schema else "text",

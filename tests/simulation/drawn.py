@@ -134,7 +134,10 @@ class DrawnLab:
 
     def without_absences(self) -> DrawnLab:
         """Return the lab in which every device is always there, below its own parent."""
-        return replace(self, experiment=self.experiment.model_copy(update={"availability": Availability()}))
+        *above, last = self.experiment.tiers
+        tiers = [*above, last.model_copy(update={"move_after_s": None})]
+        update = {"availability": Availability(), "tiers": tiers}
+        return replace(self, experiment=self.experiment.model_copy(update=update))
 
 
 def draw_lab(seed: int) -> DrawnLab:
@@ -152,7 +155,8 @@ def draw_lab(seed: int) -> DrawnLab:
         drawn = _with_trainer(random.Random(f"{seed} trainer"), _around(seed, rng, experiment, durations))
         drawn = _with_changes(random.Random(f"{seed} changes"), drawn)
         with_institutions = len(experiment.tiers) == 2
-        drawn = _with_permanent_fault(rng, drawn) if with_institutions and rng.random() < PERMANENT else drawn
+        lost = with_institutions and rng.random() < PERMANENT and not drawn.experiment.tiers[-1].entering
+        drawn = _with_permanent_fault(rng, drawn) if lost else drawn
         if rng.random() < ABSENT:
             return _with_absences(rng, drawn)
         return _with_more(rng, drawn) if drawn.permanent is None else drawn
