@@ -211,7 +211,7 @@ class ScriptedSlot:
             raise self._failures[job.label]
 
     def close(self) -> None:
-        """End nothing."""
+        pass
 
 
 def test_an_error_of_the_broker_or_the_disk_ends_the_sweep(tmp_path: Path) -> None:
