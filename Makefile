@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-simulated bench-sweeps bench-tls bench-vmapped bench-tiers bench-training bench-watch \
+.PHONY: help demo test test-lowest bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-simulated bench-sweeps bench-tls bench-vmapped bench-tiers bench-training bench-watch \
     check clean broker simulate table1 test-all test-fast test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -27,6 +27,18 @@ test-slow: $(INSTALLED) broker ## run the tests that take minutes, and more exam
 
 test-all: $(INSTALLED) broker ## run all tests, with most examples
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n auto --maxprocesses 4 -m 'not gpu'
+
+LOWEST := .venv-lowest
+LOWEST_TESTS := activity cli coordinator csv_tables logs mistakes quorum simulation status view wire
+# Each package that fedstrata itself needs in its lowest version, the others as they are; a fresh .venv has the newest.
+test-lowest: $(INSTALLED) broker ## run tests of commands, messages and protocol with the lowest versions of packages
+	.venv/bin/python -m venv --clear $(LOWEST)
+	.venv/bin/python -m tests.helpers.lowest > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt --editable .
+	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > $$($(LOWEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/others.pth
+	$(LOWEST)/bin/python -m pytest -q -n 2 $(LOWEST_TESTS:%=tests/test_%.py) \
+	  --deselect tests/test_cli.py::test_roles_without_training_are_small_quick_and_free_of_torch
 
 bench: $(INSTALLED) broker ## measure against plain TCP
 	.venv/bin/python tests/bench/run.py
@@ -118,7 +130,7 @@ simulate: $(INSTALLED) ## play SEEDS=N labs with faults in virtual time, FROM=K 
 	.venv/bin/python -m tests.simulation --seeds $(SEEDS) --from $(FROM)
 
 clean: ## remove what the other targets made, except runs/ and data/
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf .venv .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 broker:

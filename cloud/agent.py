@@ -27,7 +27,7 @@ from common.methods.rule import link_layouts
 from common.model.layout import Row
 from common.protocol.admission import Budget
 from common.protocol.attendance import ADDRESS, HTTPS
-from common.protocol.limits import limits_below
+from common.protocol.limits import entering_below, limits_below
 from common.protocol.messages import Announcement, NodeState
 from common.protocol.round_state import GLOBAL_PHASES
 from common.protocol.status import RunProgress
@@ -108,6 +108,7 @@ class CloudAgent:
             codecs=tier.transfer,
             limits=limits_below(experiment, CLOUD),
             minimum=tier.minimum_of(len(tree.children[CLOUD])),
+            entering=entering_below(experiment, CLOUD),
             spool=spool,
             observe=self._observe,
             world=host.world,

@@ -101,7 +101,7 @@ class GlobalRounds:
             measures=True,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=folder.path / "cache",
-            children=len(down.peers),
+            children=len(experiment.tree.children[CLOUD]),
             training=experiment.training,
             learning_rate=experiment.learning_rate_in,
             rounds_below=experiment.rounds_below(CLOUD),
@@ -114,8 +114,9 @@ class GlobalRounds:
         rule.begin(self._row)
         self._down = down
         self._privacy = PrivacyLedger(experiment, layout)
-        self._selection = ClientSelection(tier, seed=experiment.seed, node=CLOUD, choose=rule.choose or choose)
         tree = experiment.tree
+        chosen, named = rule.choose or choose, len(tree.children[CLOUD])
+        self._selection = ClientSelection(tier, seed=experiment.seed, node=CLOUD, choose=chosen, named=named)
         below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
         self._dispatched = partial(dispatched, down, tier, self._selection, rule)
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
@@ -259,7 +260,8 @@ class GlobalRounds:
     async def _run_round(self) -> None:
         state, r = self._state, self._state.global_round
         started = self._down.now()
-        dispatch = await self._dispatched(r, (r, 0), epochs=state.epochs, last=r + 1 == self._experiment.rounds)
+        epochs = dict.fromkeys(self._down.peers, self._experiment.training.epochs) | dict(state.epochs)
+        dispatch = await self._dispatched(r, (r, 0), epochs=epochs, last=r + 1 == self._experiment.rounds)
         selected = dispatch.selected
         closed_round = await self._down.round(dispatch)
         outcome = await run_refining(partial(self._rule.aggregate, r, closed_round.uploads), self._refiner)
@@ -303,7 +305,8 @@ class GlobalRounds:
         decided = closed_round.decided(r, unreported=unreported(self._down))
         plans = {CLOUD: [self._selection.facts(dispatch.selected) | decided]}
         for name, result in closed_round.results.items():
-            plans |= {node: found for node, found in plans_of(result).items() if node in self._aggregators[name]}
+            below = self._aggregators.get(name, ())
+            plans |= {node: found for node, found in plans_of(result).items() if node in below}
         for node, (plan, *_) in plans.items():
             self._folder.event("scoring", {"global_round": r, "node": node, "local_round": 0, **plan})
         return closed_round.results
@@ -369,14 +372,15 @@ class GlobalRounds:
         omegas: Mapping[str, float],
     ) -> GlobalRoundRecord:
         before, self._bytes = self._bytes, self._tier_bytes()
-        names = self._down.peers
-        results = {name: closed_round.results[name] for name in names if name in closed_round.results}
+        names = self._experiment.tree.children[CLOUD]
+        results = {name: closed_round.results[name] for name in self._down.peers if name in closed_round.results}
         plans = {CLOUD: [outcome.plan | self._tempo(omegas)]}
         for name, result in results.items():
             self._folder.add_devices(self._state.global_round, self._device_reports(name, result))
             found = plans_of(result)
-            plans |= {node: made for node, made in found.items() if node in self._aggregators[name]}
-            self._report_numbers({node: found[node] for node in self._devices[name] if node in found})
+            plans |= {node: made for node, made in found.items() if node in self._aggregators.get(name, ())}
+            devices = [each.name for each in self._device_reports(name, result)]
+            self._report_numbers({node: found[node] for node in devices if node in found})
         steps = sum(result.steps for result in results.values())
         spreads = self._report_plans(plans)
         trained = [each.tests.trained for each in self._reports(results) if each.tests is not None]
@@ -564,8 +568,10 @@ class GlobalRounds:
 
     def _device_reports(self, child: str, result: Result) -> list[ChildReport]:
         """Return the reports on the devices at and below a child, in their order."""
-        found = {report.name: report for report in (result.work_of(child), *result.children)}
-        return [found[device] for device in self._devices[child] if device in found]
+        own = replace(result.work_of(child), parent="" if child in self._devices else CLOUD)
+        found = {report.link: report for report in (own, *result.children)}
+        entered = [report for report in found.values() if report.parent]
+        return [found[device] for device in self._devices.get(child, ()) if device in found] + entered
 
     async def _save_best(self, global_round: int, row: Row) -> None:
         """Keep the model of an improvement beside the next global round."""

@@ -412,6 +412,10 @@ def _links(reports: Mapping[str, ChildReport], experiment: Experiment) -> Iterat
         if name in reports:
             report = reports[name]
             yield _Link(experiment.tier_above(name).name, tree.parent(name), name, report.traffic, report.measured)
+    for report in reports.values():
+        if report.parent:
+            tier = experiment.tier_below(report.parent).name
+            yield _Link(tier, report.parent, report.name, report.traffic, report.measured)
 
 
 def _link_records(link: _Link) -> list[LinkRecord]:

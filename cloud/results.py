@@ -208,12 +208,11 @@ class RunFolder:
 
     def add_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
         """Append devices to devices.csv."""
-        tree = self.experiment.tree
         if self._devices and self._devices[0].global_round != global_round:
             self._devices = []
         records = [
             DeviceRecord(
-                global_round=global_round, node=tree.path(r.name), samples=r.samples, local_rounds=r.rounds,
+                global_round=global_round, node=self._path(r), samples=r.samples, local_rounds=r.rounds,
                 epochs=r.epochs, sgd_steps=r.steps, loss=r.loss, train_s=r.train_s, wait_s=r.wait_s, pause_s=r.pause_s,
                 path=r.path, **{name: getattr(r.costs, name) for name in COSTS}, **self._trained(r),
             )
@@ -222,14 +221,19 @@ class RunFolder:
         self._devices += records
         self._add_rows("devices.csv", records)
 
+    def _path(self, device: ChildReport) -> str:
+        """Return the names from the cloud down to a device."""
+        tree = self.experiment.tree
+        return f"{tree.path(device.parent)}/{device.name}" if device.parent else tree.path(device.name)
+
     def score_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
         """Add the devices' scores of a global round's model to its rows, the last ones of devices.csv."""
-        tree, score = self.experiment.tree, self.experiment.score
+        score = self.experiment.score
         rows = {record.node: record for record in self._devices if record.global_round == global_round}
         count = len(rows)
         for report in reports:
             if report.tests is not None and (tests := report.tests.received) is not None:
-                node = tree.path(report.name)
+                node = self._path(report)
                 row = rows.get(node) or DeviceRecord(
                     global_round=global_round, node=node, samples=report.samples, local_rounds=0, epochs=0,
                     sgd_steps=0, loss=None, train_s=0.0, wait_s=0.0, pause_s=0.0, path=TrainingPath.NONE,

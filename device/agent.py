@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, OutOfReach, RunFailed
 from common.experiment.data import Data, check_alike, examine_data, found_in
 from common.experiment.devices import Pace
 from common.experiment.own import permit
@@ -29,9 +29,9 @@ from common.model.layout import ModelLayout
 from common.protocol.limits import task_limits
 from common.protocol.messages import NodeState, Phase, Task
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.discovery import Found, activity, join
+from common.runtime.discovery import Found, activity, another_parent, join
 from common.runtime.exports import export_child
-from common.runtime.lifecycle import live, through_absences, while_online
+from common.runtime.lifecycle import Moves, live, through_absences, while_online
 from common.runtime.models import Arriving, work_on
 from common.runtime.roll import Resources
 from common.runtime.round import Report, WorkResult
@@ -52,7 +52,8 @@ log = logging.getLogger("fedstrata.device")
 class _Part:
     """A device's part in a run, which it keeps while it is away; `work`: once it has prepared.
 
-    `layout`: the cloud's; `files`: frozen arrays of this run and of earlier ones.
+    `layout`: the cloud's; `files`: frozen arrays of this run and of earlier ones. `parent`: its present one, and
+    `session` that one's; `used`: the last task that a parent used, and which one.
     """
 
     found: Found
@@ -61,6 +62,9 @@ class _Part:
     spool: Spool
     states: Spool
     files: FrozenFiles
+    parent: str
+    session: str
+    used: tuple[int, str] = (0, "")
     work: LocalWork | None = None
 
 
@@ -87,6 +91,7 @@ class DeviceAgent:
         self._states = states
         self._labels = NodeLabels("device", name, parent=parent)
         self._scores: Sequence[str] = ()  # the names of the run's
+        self._moved_to = ""
 
     async def run(self) -> None:
         """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
@@ -105,60 +110,92 @@ class DeviceAgent:
         asked = host.data or str(host.data_root / Data.model_fields["root"].default)
         root = Path(asked.replace("{node}", self._name))
         findings = [*examine_host(host.folders, learns=True), examine_data(root, needed=host.data is not None)]
-        return Resources(self._training.hardware, ", ".join(found_in(root)), tuple(findings))
+        return Resources(self._training.hardware, ", ".join(found_in(root)), tuple(findings), parent=self._moved_to)
 
     async def _take_part(self, found: Found) -> None:
         try:
             with self._metrics.run_of(self._labels):
                 await self._serve(found)
         finally:
+            self._moved_to = ""
             self._training.leave()
 
     async def _serve(self, found: Found) -> None:
         run, host = found.run, self._host
         experiment = host.placed(announced(found.announcement.experiment), self._name)
         tree = experiment.tree
-        check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
+        if not experiment.takes(self._name, self._parent):  # before it publishes its name
+            check_parent(tree, self._name, self._parent, role="device", among=tree.devices)
         spool = Spool.open(host.spool, run=run, node=self._name)
         keeps = experiment.devices_remember or experiment.keeps_secret(self._name)
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         layout = ModelLayout.from_json(found.announcement.layout)
         files = FrozenFiles(self._states, self._name, run="" if host.stay else run)
-        once = partial(self._take_part_once, _Part(found, experiment, layout, spool, states, files))
-        times = experiment.online(self._name)
-        await through_absences(once, host, self._name, self._parent, run=run, times=times)
+        part = _Part(found, experiment, layout, spool, states, files, self._parent, found.parent_session)
+        once, times = partial(self._take_part_moving, part), experiment.online(self._name)
+        await through_absences(once, host, self._name, lambda: part.parent, run=run, times=times)
         spool.close()
         states.close()
         files.close()
 
-    async def _take_part_once(self, part: _Part) -> None:
-        """Take part in a run to its end. Raises Away if the device's trace takes it away before."""
+    async def _take_part_moving(self, part: _Part) -> None:
+        """Take part in a run to its end, below another parent after each move. Raises Away."""
+        host, name, experiment = self._host, self._name, part.experiment
+        patience_s = experiment.tiers[-1].move_after_s if len(experiment.tree.parents) > 1 else None
+        while True:
+            try:
+                return await self._take_part_once(part, patience_s)
+            except Moves as move:
+                part.parent, part.session = move.parent, ""
+            except (OutOfReach, RunFailed) as error:
+                parents = [parent for parent in experiment.tree.parents if parent != part.parent]
+                if patience_s is None:
+                    raise
+                run, for_s = part.found.run, experiment.transfer.idle_s
+                activity.info("%s: run %s: looks for another parent: %s", name, run, error)
+                if (found := await another_parent(host, name, parents, run=run, for_s=for_s)) is None:
+                    raise
+                part.parent, part.session = found
+            self._moved_to = part.parent
+            activity.info("%s: run %s: moves to %s", name, part.found.run, part.parent)
+
+    async def _take_part_once(self, part: _Part, patience_s: float | None) -> None:
+        """Take part in a run to its end. Raises Away or Moves if the device's traces take it away before."""
         host, experiment, found = self._host, part.experiment, part.found
         tier = experiment.tier_above(self._name)
+        used, by = part.used
         up = ChildEndpoint(
             host.broker,
             host.identity(found.run, self._name, "device"),
-            parent=self._parent,
-            parent_session=found.parent_session,
+            parent=part.parent,
+            parent_session=part.session,
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=experiment.links.enforce == "bucket",
-            limits=task_limits(experiment, self._name),
+            limits=task_limits(experiment, self._name, part.parent),
             codecs=tier.transfer,
             spool=part.spool,
             frozen=part.layout.frozen,
             files=part.files,
+            patience_s=patience_s,
+            after=0 if by == part.parent else used,
+            entered=self._name not in experiment.tree.children[part.parent],
             world=host.world,
         )
         export_child(self._metrics, up, self._labels, tier=tier.name)
-        await live(
-            (up,),
-            while_online(up, experiment.online(self._name), self._work(up, part)),
-            connect_timeout_s=host.connect_timeout_s,
-            goodbye=partial(up.farewell, (), timeout_s=FAREWELL_S),
-            last_scrape=self._metrics.last_scrape,
-        )
+        times, moves = experiment.online(self._name), experiment.homes(self._name, self._parent)
+        try:
+            await live(
+                (up,),
+                while_online(up, times, self._work(up, part), moves=moves),
+                connect_timeout_s=host.connect_timeout_s,
+                goodbye=partial(up.farewell, (), timeout_s=FAREWELL_S),
+                last_scrape=self._metrics.last_scrape,
+            )
+        finally:
+            if (key := up.session.accepted) is not None:
+                part.used = experiment.device_rounds * key.global_round + key.local_round + 1, part.parent
 
     async def _work(self, up: ChildEndpoint, part: _Part) -> None:
         part.work = part.work or await self._join(up, part)

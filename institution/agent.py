@@ -14,7 +14,7 @@ from common.methods.rule import link_layouts
 from common.metrics import NodeLabels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
-from common.protocol.limits import limits_below, task_limits
+from common.protocol.limits import entering_below, limits_below, task_limits
 from common.protocol.messages import LIVING, NodeState
 from common.protocol.round_state import PHASES
 from common.runtime.child_endpoint import ChildEndpoint
@@ -88,6 +88,7 @@ class InstitutionAgent:
             codecs=tier.transfer,
             limits=limits_below(experiment, self._name),
             minimum=tier.minimum_of(len(children)),
+            entering=entering_below(experiment, self._name),
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
             world=host.world,
@@ -100,7 +101,7 @@ class InstitutionAgent:
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=shaped,
-            limits=task_limits(experiment, self._name),
+            limits=task_limits(experiment, self._name, self._parent),
             below=down.ledger,
             codecs=experiment.tier_above(self._name).transfer,
             spool=spool,

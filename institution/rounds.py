@@ -74,7 +74,7 @@ class LocalRounds:
             measures=False,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
-            children=len(down.peers),
+            children=len(tree.children[name]),
             training=experiment.training,
             learning_rate=experiment.learning_rate_in,
             rounds_below=experiment.rounds_below(name),
@@ -91,7 +91,13 @@ class LocalRounds:
         )
         self._memory = Memory(
             build,
-            lambda rule: ClientSelection(self._tier, seed=experiment.seed, node=name, choose=rule.choose or choose),
+            lambda rule: ClientSelection(
+                self._tier,
+                seed=experiment.seed,
+                node=name,
+                choose=rule.choose or choose,
+                named=len(tree.children[name]),
+            ),
             remembers=experiment.remembers(name),
             spool=spool,
             rounds_back=experiment.cloud.rounds_back,
@@ -186,12 +192,12 @@ class LocalRounds:
         counted = self._down.ledger.reports()
         return tuple(
             replace(
-                self._did.get(name, ChildReport(name)),
+                self._did.get(link, report.without_bytes()),
                 measured=report.measured,
                 traffic=report.traffic,
                 broker=report.broker,
             )
-            for name, report in counted.items()
+            for link, report in counted.items()
         )
 
     def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> None:
@@ -209,6 +215,7 @@ class LocalRounds:
         """Add the reports of a round to those of the task."""
         for name, result in closed_round.results.items():
             self._down.samples[name] = result.samples
-            below = (report for report in result.children if report.name in self._below[name])
-            for report in (result.work_of(name), *below):
-                self._did[report.name] = report.with_work_of(self._did.get(report.name, ChildReport(report.name)))
+            below = self._below.get(name, frozenset())
+            own = replace(result.work_of(name), parent="" if name in self._below else self._name)
+            for report in (own, *(each for each in result.children if each.name in below or each.parent)):
+                self._did[report.link] = report.with_work_of(self._did.get(report.link, ChildReport(report.name)))

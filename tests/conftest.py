@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -28,6 +28,7 @@ from common.experiment.topology import CLOUD
 from common.protocol.messages import Manifest
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.records import a_global_round
+from tests.helpers.timeouts import ended_by_timeout
 
 sys.dont_write_bytecode = False  # each process of tests imports all of them: compiling is half of that
 
@@ -38,9 +39,9 @@ for _profile, _count in DRAWN.items():
     settings.register_profile(_profile, SAME, max_examples=_count)
 settings.load_profile(PROFILE)
 
-LONG: Final = (  # most CPU seconds first
-    "sweep", "faults", "odd_models", "parts", "device_scores", "staying", "control_variates", "seeds", "report",
-    "trainers", "vmapped", "lab", "direct", "pool", "recording",
+LONG: Final = (  # most seconds first, of cores and of waits
+    "doctor", "subprocess_channel", "simulated_plan", "faults", "simulated_run", "privacy", "pool", "seeds", "parts",
+    "role_errors", "plan", "sent_models", "lab", "device_scores", "odd_models", "frozen", "trainers", "direct",
 )  # fmt: skip
 
 
@@ -129,6 +130,21 @@ def _unsynced() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """End a test that times out with what it has started: a lab's processes end with the one that started them."""
+    with ended_by_timeout():
+        return (yield)
+
+
+@pytest.fixture
+def one_thread() -> None:
+    """Let torch compute in one thread."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

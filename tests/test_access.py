@@ -10,7 +10,7 @@ import json
 import select
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -177,6 +177,16 @@ class Members:
         }
         self.all = {name: Member(address, name) for name, address in self.address.items()}
 
+    def publish(self, messages: Iterable[tuple[str, str]]) -> None:
+        """Publish on topics, each by its publisher, and wait until all was delivered."""
+        by_publisher: dict[str, dict[str, None]] = {}
+        for publisher, topic in messages:
+            by_publisher.setdefault(publisher, {})[topic] = None
+        for publisher, its in by_publisher.items():
+            for topic in its:
+                self.all[publisher].client.publish(topic, b"", qos=0)
+            self.flush(publisher)
+
     def flush(self, publisher: str) -> None:
         """Wait until all that the publisher sent was delivered: a last message, to itself by way of the broker."""
         last = f"{RUN}/{publisher}/blob/{publisher}/{BLOB}/0/0"
@@ -238,29 +248,25 @@ def test_nobody_publishes_under_another_name(members: Members) -> None:
     for name in NAMES:
         for topic in dict.fromkeys(topic for _, topic in WRITES):
             members.all[name].subscribe(topic)
-    for name, topic in WRITES:
-        members.all[name].client.publish(topic, b"forged", qos=0)
-        members.flush(name)
-        assert [each for each in NAMES if members.received(each, topic)] == [], (name, topic)
+    members.publish(WRITES)
+    assert [(each, topic) for each in NAMES for _, topic in WRITES if members.received(each, topic)] == []
 
 
 def test_nobody_receives_what_is_not_for_it(members: Members) -> None:
     members.all["operator"].subscribe("fs1/north/#")
-    for publisher, topic, reader in READS:
+    for _, topic, reader in READS:
         for filter_ in (topic, "fs1/north/#", "#"):
             members.all[reader].subscribe(filter_)
-        members.all[publisher].client.publish(topic, b"secret", qos=0)
-        members.flush(publisher)
-        assert members.received("operator", topic), (publisher, topic)
-        assert not members.received(reader, topic), (publisher, topic, reader)
+    members.publish((publisher, topic) for publisher, topic, _ in READS)
+    assert [topic for _, topic, _ in READS if not members.received("operator", topic)] == []
+    assert [(topic, reader) for _, topic, reader in READS if members.received(reader, topic)] == []
 
 
 def test_what_a_lab_needs_is_allowed(members: Members) -> None:
-    for publisher, topic, reader in ALLOWED:
+    for _, topic, reader in ALLOWED:
         members.all[reader].subscribe(topic)
-        members.all[publisher].client.publish(topic, b"", qos=0)
-        members.flush(publisher)
-        assert members.received(reader, topic), (publisher, topic, reader)
+    members.publish((publisher, topic) for publisher, topic, _ in ALLOWED)
+    assert [(topic, reader) for _, topic, reader in ALLOWED if not members.received(reader, topic)] == []
 
 
 def test_retained_presences_of_others_and_false_wills_are_refused(members: Members) -> None:
@@ -323,6 +329,21 @@ def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home:
         and findings["retained messages, at its topic"]
         and findings["the will of a lost client"]
     )
+
+
+def test_devices_of_a_lab_that_lets_them_move_reach_all_parents_on_their_broker() -> None:
+    """And their parents reach them; institutions, and devices on another broker, are as before."""
+    other = {"institution-2": {"machine": "server", "broker": "second"}}
+    tree = {**LAB_TREE, "brokers": {"main": {"machine": "server"}, "second": {"machine": "server", "port": 9999}}}
+    tree["institutions"] = {**LAB_TREE["institutions"], **other}
+    tree["devices"] = [*LAB_TREE["devices"], {"names": ["device-4"], "machine": "server", "parent": "institution-2"}]
+    still, moving = (access.users(parse({**tree, "moves": moves}), "main") for moves in (False, True))
+    seek = "fs1/north/seek/institution-{}/device-0"
+    assert {each for each in moving["device-0"].publish if "/seek/" in each} == {seek.format(k) for k in (0, 1)}
+    assert {each for each in still["device-0"].publish if "/seek/" in each} == {seek.format(0)}
+    assert "fs1/north/+/device-0/state" in moving["institution-1"].receive
+    assert "fs1/north/+/device-0/state" not in still["institution-1"].receive
+    assert moving["cloud"] == still["cloud"] and "device-4" not in moving
 
 
 def test_a_broker_lets_those_in_that_meet_there_and_who_calls_the_roll() -> None:

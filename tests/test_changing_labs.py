@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
-from common.errors import InvalidExperiment
+from common.accounting.child_report import ChildReport
+from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import Closing, Minimum, Tier
+from common.learning import splits
 from common.methods.selection import ClientSelection
+from common.protocol.attendance import Targets
+from common.protocol.limits import check_report, limits_below
+from common.protocol.messages import ChildStatus, Key, NodeState, Presence, Status, Step, Target, Task
+from common.protocol.serialization import decode
+from common.protocol.topics import InboxTopic
+from common.protocol.topics import parse as parse_topic
+from common.runtime.exports import discovery
+from deploy.results.maps import changes
+from deploy.results.run import Run
+from deploy.simulation.broker import Routed
+from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.outcome import LabOutcome
+from deploy.watching.lab import WatchedLab
+from tests.helpers.commands import table as read_table
 from tests.helpers.commands import tensors
+from tests.helpers.coordinators import result_of
 from tests.helpers.direct import run_direct
 from tests.test_replay import plans, replay
 
@@ -224,3 +245,375 @@ def test_a_run_with_absent_nodes_is_replayed(tmp_path: Path) -> None:
     disturbed = replay(undisturbed)
     assert tensors(disturbed) != tensors(undisturbed) and tensors(replay(disturbed)) == tensors(disturbed)
     assert absences(plans(disturbed), "institution-0") == [["device-1"]] * 6
+
+
+# Devices that enter
+
+
+OPEN: Final = with_institution(entering=2)
+
+
+def rows_of(lab: SimulatedLab, table: str) -> list[dict[str, str]]:
+    (folder,) = lab.agents.runs.iterdir()
+    return read_table(folder / table)
+
+
+@pytest.mark.parametrize("rule", ["fedavg", "fedcross", "fedmr", "fedcda", "fedadp", "scaffold", "feddyn", "fedexp"])
+def test_a_new_device_takes_part_from_the_next_round_on(rule: str) -> None:
+    kept: dict[str, list[dict[str, str]]] = {}
+
+    async def enter(lab: SimulatedLab) -> None:
+        await asyncio.sleep(12)
+        lab.start("device-9", parent="institution-1")
+
+    tree = with_institution(entering=2, aggregation={"name": rule})
+    tree |= {"training": {"objective": {"name": rule}}} if rule in ("scaffold", "feddyn") else {}
+    lab = SimulatedLab(
+        parse(tree),
+        seed=1,
+        model_bytes=10_000,
+        scenario=enter,
+        at_end=lambda lab: kept.update({name: rows_of(lab, name) for name in ("devices.csv", "links.csv")}),
+    )
+    outcome = lab.run()
+    assert outcome.ok, outcome.result
+    rounds = [int(row["global_round"]) for row in kept["devices.csv"] if row["node"].endswith("/device-9")]
+    assert {row["node"] for row in kept["devices.csv"] if "device-9" in row["node"]} == {"cloud/institution-1/device-9"}
+    assert rounds and rounds[0] > 1
+    if rule not in ("fedcross", "fedmr"):  # of four devices three take part, for three models
+        assert rounds == list(range(rounds[0], 7))
+    links = [row for row in kept["links.csv"] if "device-9" in (row["from"], row["to"]) and row["kind"] == "all"]
+    assert [(row["from"], row["to"]) for row in links] == [("institution-1", "device-9"), ("device-9", "institution-1")]
+    assert all(int(row["message_bytes"]) > 10_000 for row in links)
+
+
+# Devices that move
+
+
+def moving(moves: list[dict[str, Any]], **keys: Any) -> dict[str, Any]:
+    return {**with_institution(**{"entering": 2, **keys}), "availability": {"moves": {"device-4": moves}}}
+
+
+def played(
+    tree: Mapping[str, Any], scenario: Scenario | None = None
+) -> tuple[LabOutcome, dict[str, list[dict[str, str]]]]:
+    """Run a lab; return its outcome and its tables."""
+    kept: dict[str, list[dict[str, str]]] = {}
+
+    def at_end(lab: SimulatedLab) -> None:
+        kept.update({name: rows_of(lab, f"{name}.csv") for name in ("devices", "links")})
+
+    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, scenario=scenario, at_end=at_end).run()
+    return outcome, kept
+
+
+def homes_of(rows: Sequence[Mapping[str, str]], device: str) -> dict[int, list[str]]:
+    """Return below whom a device worked, by global round."""
+    found: dict[int, list[str]] = {}
+    for row in rows:
+        if row["node"].endswith(f"/{device}") and int(row["local_rounds"]):
+            found.setdefault(int(row["global_round"]), []).append(row["node"].split("/")[1])
+    return found
+
+
+def test_a_device_moves_by_its_trace() -> None:
+    outcome, tables = played(moving([{"at_s": 5, "parent": "institution-0"}, {"at_s": 14, "parent": "institution-1"}]))
+    assert outcome.ok, outcome.result
+    homes = homes_of(tables["devices"], "device-4")
+    assert homes[1] == ["institution-1"] and homes[6] == ["institution-1"]
+    assert ["institution-0"] in homes.values()
+    links = {(row["from"], row["to"]) for row in tables["links"] if "device-4" in (row["from"], row["to"])}
+    assert {("institution-0", "device-4"), ("institution-1", "device-4")} < links
+
+
+def test_devices_of_an_institution_that_is_gone_move_to_another() -> None:
+    tree = with_institution(entering=3, move_after_s=6.0)
+    outcome, tables = played(tree, later("institution-1", at_s=10, then=lambda lab, node: lab.kill(node)))
+    assert outcome.ok, outcome.result
+    for device in ("device-3", "device-4", "device-5"):
+        assert homes_of(tables["devices"], device)[6] == ["institution-0"]
+
+
+def test_moves_that_undo_themselves_before_a_training_change_nothing() -> None:
+    still, _ = played(with_institution(entering=2))
+    before = [{"at_s": 0, "parent": "institution-0"}, {"at_s": 0.001, "parent": "institution-1"}]
+    outcome, _ = played(moving(before))
+    assert outcome.ok and outcome.digest == still.digest
+
+
+SLOW: Final = Durations(train_s=6.0)
+UNDONE: Final = [{"at_s": 0.2, "parent": "institution-0"}, {"at_s": 1.0, "parent": "institution-1"}]
+
+
+def killed(victim: str, at_s: float) -> Scenario:
+    """Kill a node at a time, and restart it."""
+
+    async def disturb(lab: SimulatedLab) -> None:
+        await asyncio.sleep(at_s)
+        lab.kill(victim)
+        await asyncio.sleep(0.4)
+        lab.start(victim)
+
+    return disturb
+
+
+def digest_of(tree: Mapping[str, Any], scenario: Scenario | None = None) -> str:
+    lab = SimulatedLab(parse({**tree, "rounds": 2}), seed=1, model_bytes=10_000, durations=SLOW, scenario=scenario)
+    outcome = lab.run()
+    assert outcome.ok, outcome.result
+    return outcome.digest
+
+
+@pytest.mark.parametrize("victim", ["device-4", "institution-0", "institution-1", "cloud"])
+def test_a_kill_at_each_state_of_a_move_that_undoes_itself_changes_nothing(victim: str) -> None:
+    still = digest_of(with_institution(entering=2))
+    assert digest_of(moving(UNDONE)) == still
+    for at_s in np.arange(1.4, 3.6, 0.3).tolist():  # the lab begins after 1.3 s
+        assert digest_of(moving(UNDONE), killed(victim, at_s)) == still, at_s
+
+
+def tasks_of(device: str, tree: Mapping[str, Any], *, scenario: Scenario | None = None) -> list[tuple[str, int, int]]:
+    """Return the tasks that a device gets in a lab: their parents, their local rounds, and what they follow, from 1."""
+    found: dict[tuple[str, int], int] = {}
+
+    async def disturb(lab: SimulatedLab) -> None:
+        lab.network.hooks.append(hook)
+        if scenario is not None:
+            await scenario(lab)
+
+    def hook(message: Routed) -> None:
+        topic = parse_topic(message.topic)
+        if isinstance(topic, InboxTopic) and topic.node == device:
+            task = decode(message.body)[1]
+            if isinstance(task, Task):
+                found[topic.sender, 2 * task.key.global_round + task.key.local_round + 1] = task.follows
+
+    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, scenario=disturb).run()
+    assert outcome.ok, outcome.result
+    return [(parent, number, follows) for (parent, number), follows in found.items()]
+
+
+@pytest.mark.parametrize("keeps", ["scaffold", "feedback"])
+def test_a_device_that_moves_keeps_its_vectors(keeps: str) -> None:
+    """The first task below another parent follows the last one whose result the parent before has accepted."""
+    tree = moving([{"at_s": 5, "parent": "institution-0"}, {"at_s": 12, "parent": "institution-1"}])
+    if keeps == "scaffold":
+        tree["institution"] |= {"aggregation": {"name": "scaffold"}}
+        tree["training"] = {"objective": {"name": "scaffold"}}
+    else:
+        tree["transfer"] = {**LAB["transfer"], "lan": {"up": {"name": "topk", "share": 0.1, "feedback": True}}}
+    tasks = tasks_of("device-4", tree)
+    parents = [parent for parent, _, _ in tasks]
+    assert parents.index("institution-0") > 0 and parents[-1] == "institution-1"
+    for (_, number, _), (_, later_number, follows) in pairwise(tasks):
+        assert follows in (number, number - 1) and number < later_number  # a task that it left behind has no result
+    assert tasks[0][2] == 0 and all(follows > 0 for _, _, follows in tasks[1:])
+
+
+TWO_TIERS: Final[dict[str, Any]] = {
+    "rounds": 8,
+    "links": {"check": "off"},
+    "topology": {"institutions": 0, "devices": 3},
+    "transfer": {"idle_s": 20.0, "keepalive_s": 5},
+    "cloud": {"min_available": 1, "start_wait_s": 5, "entering": 1},
+}
+
+
+@pytest.mark.parametrize("node", [None, "cloud", "device-7", "device-0"])
+def test_a_device_enters_below_the_cloud_and_returns_after_a_kill(node: str | None) -> None:
+    async def enter(lab: SimulatedLab) -> None:
+        await asyncio.sleep(4)
+        lab.start("device-7", parent="cloud")
+        await asyncio.sleep(3)
+        if node is not None:
+            lab.kill(node)
+            await asyncio.sleep(0.4)
+            lab.start(node, parent="cloud" if node == "device-7" else None)
+
+    outcome, tables = played(TWO_TIERS, enter)
+    assert outcome.ok, outcome.result
+    rounds = [int(row["global_round"]) for row in tables["devices"] if row["node"] == "cloud/device-7"]
+    assert 8 in rounds and 1 not in rounds
+    sent = [row for row in tables["links"] if row["from"] == "device-7" and row["kind"] == "model"]
+    assert len(sent) == 1 and int(sent[0]["payload_bytes"]) >= 10_000 * len(rounds)
+
+
+def test_a_device_without_a_place_waits() -> None:
+    async def enter(lab: SimulatedLab) -> None:
+        await asyncio.sleep(4)
+        for name in ("device-7", "device-8"):
+            lab.start(name, parent="cloud")
+
+    outcome, tables = played(TWO_TIERS, enter)
+    entered = {row["node"] for row in tables["devices"]} & {"cloud/device-7", "cloud/device-8"}
+    assert len(entered) == 1 and not outcome.ended["cloud"]
+    assert any("all places are taken: 4 children" in warning for warning in outcome.warnings), outcome.warnings
+
+
+# What may enter, and what it may report
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"cloud": {**LAB["cloud"], "entering": 1}}, "cloud.entering = 1: its children must be devices"),
+        ({"institution": {"entering": 1}}, "institution.entering = 1: rounds wait for each child"),
+        (
+            {"institution": {**LAB["institution"], "move_after_s": 5}},
+            "institution.move_after_s = 5.0: no parent takes in",
+        ),
+        (
+            with_institution(entering=1, aggregation={"name": "fedbuff", "buffer": 1}),
+            "institution.entering = 1: the rule fedbuff has tasks of several rounds",
+        ),
+        (
+            with_institution(entering=1)
+            | {"cloud": {"privacy": {"unit": "institution", "clip_norm": 1, "noise_multiplier": 1, "delta": 0.1}}},
+            "institution.entering = 1: epsilon counts the devices that the experiment names",
+        ),
+        (
+            {"availability": {"moves": {"device-0": [{"at_s": 1, "parent": "institution-1"}]}}},
+            "Set institution.entering.",
+        ),
+        (moving([{"at_s": 1, "parent": "institution-9"}]), "no parent of devices has this name"),
+        (moving([{"at_s": 2, "parent": "institution-0"}, {"at_s": 1, "parent": "institution-1"}]), "does not grow"),
+        (
+            with_institution(entering=1) | {"availability": {"moves": {"device-9": [{"at_s": 1, "parent": "cloud"}]}}},
+            "no device has this name",
+        ),
+    ],
+)
+def test_a_change_that_cannot_be_is_an_error_that_names_it(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(InvalidExperiment) as error:
+        parse({**LAB, **change})
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "parent", "takes"),
+    [
+        ("device-0", "institution-0", True),
+        ("device-0", "institution-1", True),
+        ("device-99", "institution-1", True),
+        ("anything", "institution-0", True),
+        ("device-0", "cloud", False),
+        ("device-0", "institution-7", False),
+        ("cloud", "institution-0", False),
+        ("institution-1", "institution-0", False),
+        ("all", "institution-0", False),
+    ],
+)
+def test_devices_alone_enter_and_below_parents_of_devices(device: str, parent: str, takes: bool) -> None:
+    assert parse(OPEN).takes(device, parent) is takes
+    assert parse(LAB).takes(device, parent) is ((device, parent) == ("device-0", "institution-0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "parent", "most"),
+    [
+        ("device-0", "", 1),
+        ("device-9", "institution-0", 1),
+        ("device-3", "institution-0", 1),
+        ("device-9", "", None),
+        ("device-9", "institution-1", None),
+        ("device-9", "cloud", None),
+        ("a/b", "institution-0", None),
+        ("cloud", "institution-0", None),
+        ("x\n", "institution-0", None),
+    ],
+)
+def test_a_report_on_a_device_that_cannot_be_there_is_refused(name: str, parent: str, most: int | None) -> None:
+    limits = limits_below(parse({**OPEN, "data": {"dataset": "digits"}}), "cloud")["institution-0"]
+    found = limits.most_samples(ChildReport(name, parent=parent))
+    assert found is None if most is None else found is not None and found >= most
+    closed = limits_below(parse(LAB), "cloud")["institution-0"]
+    assert (closed.most_samples(ChildReport(name, parent=parent)) is not None) is ((name, parent) == ("device-0", ""))
+
+
+def test_more_reports_than_places_are_refused() -> None:
+    limits = limits_below(parse({**OPEN, "data": {"dataset": "digits"}}), "cloud")["institution-0"]
+    key = Key(1, 0, 0)
+    for count, refused in ((5, False), (6, True)):
+        children = tuple(ChildReport(f"device-{90 + k}", 1, parent="institution-0") for k in range(count))
+        result = replace(result_of(key), samples=1, epochs=1, steps=1, path_steps=1, children=children)
+        with pytest.raises(RefusedModel) if refused else nullcontext():
+            check_report(result, limits=limits, epochs=1)
+
+
+def test_a_run_in_which_a_device_has_moved_is_not_replayed(tmp_path: Path) -> None:
+    run = run_direct(tmp_path, LAB | {"model": {"name": "mlp_digits"}, "training": {"batch_size": 2000}, "rounds": 1})
+    rows = (run / "devices.csv").read_text()
+    (run / "devices.csv").write_text(rows.replace("institution-1/device-4", "institution-0/device-4"))
+    with pytest.raises(InvalidExperiment) as error:
+        replay(run)
+    assert "cloud/institution-0/device-4 has entered or moved" in str(error.value)
+
+
+# The data of a device that enters
+
+
+@pytest.mark.parametrize(
+    ("data", "node", "expected"),
+    [
+        ({"partition": "dirichlet_overlap", "partition_size": 50}, "device-9", 50),
+        ({"partition": "dirichlet_overlap", "partition_size": 50}, "pi-6", 50),
+        ({"partition": "dirichlet_overlap", "partition_size": 50}, "device-3", "a number from 6 on"),
+        ({"partition": "dirichlet_overlap", "partition_size": 50}, "zero", "a number from 6 on"),
+        ({"partition": "iid"}, "device-9", "data.partition = 'iid' divides the samples"),
+        ({"partition": "dirichlet"}, "device-9", "divides the samples among the devices"),
+    ],
+)
+def test_the_share_of_a_new_device_is_by_its_number(data: dict[str, Any], node: str, expected: int | str) -> None:
+    tree = {**OPEN, "data": {"dataset": "digits", **data}}
+    if node == "device-3":
+        tree["topology"] = {"institutions": 2, "devices": [f"pi-{number}" for number in range(6)]}
+    experiment = parse(tree)
+    split = splits.split_of(experiment)
+    if isinstance(expected, str):
+        with pytest.raises(InvalidExperiment) as error:
+            splits.samples_of(experiment, split, node=node)
+        assert expected in str(error.value)
+        return
+    found = splits.samples_of(experiment, split, node=node)
+    assert len(np.unique(found)) == expected and not any(np.array_equal(found, part) for part in split.partitions)
+    larger = parse({**tree, "topology": {"institutions": 2, "devices": 12}})
+    place = int(node.split("-")[1])
+    assert np.array_equal(found, splits.split_of(larger).partitions[place])  # as if it had been there from the start
+
+
+def test_a_watcher_shows_who_has_entered_and_no_more_than_may() -> None:
+    lab = WatchedLab("run", parse(OPEN), brokers=["broker"], now=0.0)
+    entries = tuple(
+        ChildStatus(f"device-{k}", NodeState.READY, Step.TRAINING, 0, 0, 0, 1, 0, 0, None, 0.0, "")
+        for k in (0, 1, 4, 9, 8)
+    )
+    lab.take("institution-0", Status(1.0, None, True, False, (), entries, (), None), 1.0)
+    below = lab.nodes["institution-0"].children  # three children and two places
+    assert list(below) == ["device-0", "device-1", "device-2", "device-4", "device-9"]
+    assert below["device-9"].step is Step.TRAINING and lab.nodes["device-9"] is below["device-9"]
+    assert lab.nodes["device-4"] is lab.nodes["institution-1"].children["device-4"]
+
+
+def test_prometheus_finds_devices_that_have_entered() -> None:
+    targets = Targets({"institution-0": ["device-0"]}, {"institution-0": 1})
+    names = ("device-0", "a/b", "device-9", "device-8")
+    reported = tuple(Target(name, f"10.0.0.{k}:9100") for k, name in enumerate(names))
+    presence = Presence(NodeState.READY, "institution", metrics="10.0.0.9:9100", targets=reported)
+    targets.receive("institution-0", presence, now=0.0)
+    found = discovery(targets.addresses(), parse(OPEN).tree, cloud="10.0.0.8:9100", run="run")
+    assert {each["labels"]["node"] for each in found} == {"cloud", "institution-0", "device-0", "device-9"}
+
+
+def test_the_report_shows_who_worked_below_whom(tmp_path: Path) -> None:
+    def at_end(lab: SimulatedLab) -> None:
+        (folder,) = lab.agents.runs.iterdir()
+        shutil.copytree(folder, tmp_path / folder.name)
+
+    tree = moving([{"at_s": 5, "parent": "institution-0"}])
+    assert SimulatedLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run().ok
+    (path,) = tmp_path.iterdir()
+    figure = changes(Run(path))
+    assert figure is not None and figure.table is not None
+    found = [(row[1], row[3]) for row in figure.table.rows if row[0] == "devices that worked"]
+    expected = {"institution-0": [3, 3, 4, 4, 4, 4], "institution-1": [3, 3, 2, 2, 2, 2]}
+    assert found == [(parent, count) for parent, counts in expected.items() for count in counts]

@@ -34,6 +34,8 @@ from common.runtime.world import new_session
 from deploy.brokers import broker
 from deploy.brokers.broker import Kind
 from deploy.brokers.guard import Guard
+from tests.helpers.nodes import nothing
+from tests.helpers.sites import until
 
 PATIENCE_S = 30.0
 
@@ -51,16 +53,6 @@ def scenario(play: Coroutine[Any, Any, None]) -> list[dict[str, Any]]:
 
     asyncio.run(bounded())
     return called
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until something outside this test's control has come true."""
-    while not condition():  # noqa: ASYNC110 - there is no event to wait for
-        await asyncio.sleep(0.005)
-
-
-async def nothing() -> None:
-    pass
 
 
 def connection_to(
@@ -410,12 +402,15 @@ def test_kinds_of_failures_are_bounded() -> None:
 # What is reported at once, and what ends at once
 
 
-def outcome_of(address: BrokerAddress, caplog: pytest.LogCaptureFixture) -> str:
+def outcome_of(
+    address: BrokerAddress, caplog: pytest.LogCaptureFixture, then: Callable[[], object] = lambda: None
+) -> str:
     """Connect, with a thousand seconds of patience; return the error, or the first line that is logged."""
 
     async def run() -> str:
         running = asyncio.create_task(connection_to(address).run(connect_timeout_s=1000.0))
         await until(lambda: running.done() or bool(logged(caplog)))
+        then()
         running.cancel()
         await asyncio.wait((running,))
         if not running.cancelled():
@@ -453,7 +448,7 @@ def test_what_may_come_yet_is_reported_at_once_and_waited_for(caplog: pytest.Log
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.MonkeyPatch.context() as patch:
         patch.setattr("common.net.connection.ANSWER_S", 0.01)
         where = BrokerAddress(*silent.getsockname())
-        assert outcome_of(where, caplog) == f"broker {where}: no answer yet"
+        assert outcome_of(where, caplog, then=silent.close) == f"broker {where}: no answer yet"
 
 
 @pytest.mark.parametrize(

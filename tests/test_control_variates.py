@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,6 @@ from safetensors.numpy import load_file
 from torch import nn
 from torch.nn import functional
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.codecs import UP
 from common.experiment.methods import RULES
@@ -33,9 +31,6 @@ from common.model.parts import ModelParts
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Task
 from common.storage.spool import Spool
-from deploy.local.direct import run_in_process
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome
 from device.memory import DeviceMemory
 from device.training.batches import load_local_dataset
 from device.training.objectives.objective import LocalUpdate
@@ -43,8 +38,9 @@ from device.training.objectives.table import objective_of
 from device.training.vectors import finish, vectors_of
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
+from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
-from tests.helpers.scenarios import restarted
+from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import run_steps
 from tests.test_aggregators import Report
 
@@ -93,8 +89,7 @@ def play(rule: Rule, name: str, r: int, *, answers: Sequence[str] = CHILDREN) ->
     return received, control, [LAYOUT.floats(rows_K)[k, :D], links.up.extra_columns(rows_K)[k]]
 
 
-@pytest.mark.parametrize("eta", [1.0, 0.5])
-@pytest.mark.parametrize("answers", [CHILDREN, CHILDREN[1:3]])
+@pytest.mark.parametrize(("eta", "answers"), [(1.0, CHILDREN), (0.5, CHILDREN[1:3])])
 def test_scaffolds_node_is_its_plain_twin(eta: float, answers: tuple[str, ...]) -> None:
     rule = rule_of("scaffold", learning_rate=eta)
     x, c = np.zeros(D), np.zeros(D)
@@ -401,14 +396,12 @@ def test_scaffolds_first_round_is_the_uniform_mean(tmp_path: Path) -> None:
     }
     found = {}
     for name, method in methods.items():
-        folder = RunFolder.create(tmp_path, parse(tree | {"name": name} | method), direct=True)
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        found[name] = load_file(folder.path / "model.safetensors")
+        found[name] = load_file(run_direct(tmp_path, tree | {"name": name} | method) / "model.safetensors")
     for entry, tensor in found["scaffold"].items():
         np.testing.assert_allclose(tensor, found["fedavg"][entry], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", slow(OBJECTIVES, but=["scaffold", "feddyn"]))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     tree = {
         "rounds": 5, "topology": {"institutions": 2, "devices": 6}, "model": {"name": "mlp_digits"},
@@ -417,21 +410,8 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(name: str, tmp_path
         "institution": {"rounds": 2, "participation": 0.67, "aggregation": {"name": rule_with(name)}},
     }  # fmt: skip
 
-    def run(until: int, folder: RunFolder, *, resume: bool = False) -> Path:
-        def observe(event: str, facts: Any) -> None:
-            if event == "global_round" and facts["global_round"] == until:
-                raise KeyboardInterrupt
-
-        try:
-            run_in_process(folder, resume=resume, accelerator="cpu", observe=observe)
-        except KeyboardInterrupt:
-            assert until < 5
-        folder.release()
-        return folder.path
-
-    whole = run(9, RunFolder.create(tmp_path, parse(tree), direct=True))
-    broken = run(3, RunFolder.create(tmp_path, parse(tree), direct=True))
-    run(9, RunFolder.reopen(broken, direct=True), resume=True)
+    whole, broken = run_direct(tmp_path, tree), run_direct(tmp_path, tree, until=3)
+    resumed_run(broken)
     assert tensors(broken) == tensors(whole) and not (broken / "spool").exists()
 
 
@@ -443,17 +423,7 @@ FAULTY: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 
-def played(**options: Any) -> LabOutcome:
-    outcome = SimulatedLab(parse(FAULTY), seed=1, model_bytes=10_000, **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> LabOutcome:
-    return played()
-
-
+KILLED: Final = KilledLab(FAULTY, model_bytes=10_000)
 KILLS: Final = (("cloud", 0.8), ("institution-0", 0.55), ("device-0", 0.3), ("device-3", 0.55), ("device-0", 0.8))
 
 
@@ -461,22 +431,16 @@ KILLS: Final = (("cloud", 0.8), ("institution-0", 0.55), ("device-0", 0.3), ("de
     ("node", "share"),
     slow(product(("cloud", "institution-0", "device-0", "device-3"), (0.3, 0.55, 0.8)), but=KILLS),
 )
-def test_a_killed_node_continues_with_the_same_vectors(node: str, share: float, undisturbed: LabOutcome) -> None:
-    assert played(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
+def test_a_killed_node_continues_with_the_same_vectors(node: str, share: float) -> None:
+    KILLED.assert_same_if_killed(node, share)
 
 
-def test_without_files_results_may_be_refused_too(undisturbed: LabOutcome) -> None:
-    assert played(spool=False).digest == undisturbed.digest
+def test_without_files_results_may_be_refused_too() -> None:
+    assert KILLED.run(spool=False).digest == KILLED.undisturbed.digest
 
 
-def test_a_device_that_lost_its_vectors_ends_the_run(undisturbed: LabOutcome) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(0.8 * undisturbed.virtual_s)
-        lab.kill("device-0")
-        lab.start("device-0", keep_files=False)
-
-    outcome = SimulatedLab(parse(FAULTY), seed=1, model_bytes=10_000, scenario=kill).run()
-    assert "what this device kept after its task" in outcome.result
+def test_a_device_that_lost_its_vectors_ends_the_run() -> None:
+    assert "what this device kept after its task" in KILLED.loses_files("device-0", share=0.8).result
 
 
 # Bad input

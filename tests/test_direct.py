@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from deploy.results.run import Run
 from deploy.sweeps.grid import merged
 from deploy.watching.showing import show
 from tests.helpers import commands
+from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.examples import slow
 
 PATIENCE_S = 90
 SMALL: dict[str, Any] = {
@@ -53,10 +56,8 @@ Model = Mapping[str, npt.NDArray[np.float32]]
 Tree = Mapping[str, Any]
 
 
-def run_direct(root: Path, *changes: Tree) -> Path:
-    folder = RunFolder.create(root, parse(merged(SMALL, *changes)), direct=True)
-    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    return folder.path
+def run_small(root: Path, *changes: Tree) -> Path:
+    return run_direct(root, merged(SMALL, *changes))
 
 
 def test_a_run_that_diverges_reports_it_once_and_leaves_json(
@@ -102,7 +103,7 @@ def test_notes_on_split_data_are_reported_once_and_on_private_data_by_each_devic
     data = {"dataset": "t.csv", "root": str(tmp_path), "target_column": "y", "missing": "drop"}
     monkeypatch.setitem(SMALL, "data", {})
     split: Tree = {"data": data, "model": {"name": "linearnet:build"}, "rounds": 1}
-    found = run_direct(tmp_path / "runs", split)
+    found = run_small(tmp_path / "runs", split)
     events = [json.loads(line) for line in (found / "events.jsonl").read_text().splitlines()]
     reasons = [event["reason"] for event in events if event["event"] == "warning" and "t.csv" in event["reason"]]
     assert reasons == [
@@ -116,7 +117,7 @@ def test_notes_on_split_data_are_reported_once_and_on_private_data_by_each_devic
         (tmp_path / node).mkdir()
         (tmp_path / node / "t.csv").write_text(f"a,b,y\n{rows if node != 'device-1' else '1,2,None'}")
     private = data | {"root": f"{tmp_path}/{{node}}", "partition": "private", "classes": ["None", "Apnea"]}
-    found = run_direct(tmp_path / "runs", {**split, "data": private})
+    found = run_small(tmp_path / "runs", {**split, "data": private})
     assert (found / "events.jsonl").read_text().count("cloud/t.csv: 20 of 100 rows") == 1
     reported = [record.getMessage() for record in caplog.records if "t.csv" in record.getMessage()]
     assert [text.partition(": ")[0] for text in reported] == ["device-0", "device-2", "device-3"]
@@ -146,7 +147,7 @@ def assert_close(one: Path, other: Path) -> None:
 
 def test_a_run_leaves_its_folder(tmp_path: Path) -> None:
     # Of three models the two least alike choose each other, and one of them is chosen twice.
-    folder = run_direct(tmp_path, {"cloud": {"aggregation": CROSS}, "topology": {"institutions": 3, "devices": 6}})
+    folder = run_small(tmp_path, {"cloud": {"aggregation": CROSS}, "topology": {"institutions": 3, "devices": 6}})
     assert {path.name for path in folder.iterdir()} == {
         "experiment.toml", "manifest.json", "rounds.csv", "links.csv", "devices.csv", "events.jsonl", "checkpoints",
         "model.safetensors", "ledger.json", "partition.npz", "partition.json",
@@ -169,8 +170,8 @@ def test_a_run_leaves_its_folder(tmp_path: Path) -> None:
 
 def test_three_layers_with_one_local_round_are_two_layers(tmp_path: Path) -> None:
     changes = ({"training": ONE_STEP, "institution": {"rounds": 1}}, {"rounds": 4})
-    three = run_direct(tmp_path, *changes)
-    two = run_direct(tmp_path, *changes, {"topology": {"institutions": 1}})
+    three = run_small(tmp_path, *changes)
+    two = run_small(tmp_path, *changes, {"topology": {"institutions": 1}})
     assert len({row["samples"] for row in table(two, "devices")}) == 4  # the weights matter
     assert_close(three, two)
 
@@ -191,8 +192,8 @@ SEVERAL = [
 def test_one_institution_need_not_ask_the_cloud_between_its_rounds(rule: Tree, tmp_path: Path) -> None:
     alone = {"topology": {"institutions": 1, "devices": 6}, "training": ONE_STEP}
     rounds = {"participation": 0.5, "aggregation": rule}
-    together = run_direct(tmp_path, alone, {"rounds": 1, "institution": {"rounds": 4, **rounds}})
-    apart = run_direct(tmp_path, alone, {"rounds": 4, "institution": {"rounds": 1, **rounds}})
+    together = run_small(tmp_path, alone, {"rounds": 1, "institution": {"rounds": 4, **rounds}})
+    apart = run_small(tmp_path, alone, {"rounds": 4, "institution": {"rounds": 1, **rounds}})
     if rule in SINGLE:  # what comes down is what went up
         assert_same_bits(together, apart)
     else:
@@ -201,7 +202,7 @@ def test_one_institution_need_not_ask_the_cloud_between_its_rounds(rule: Tree, t
 
 def test_reset_models_do_forget_where_recentred_ones_go_on(tmp_path: Path) -> None:
     found = [
-        run_direct(tmp_path, {"institution": {"aggregation": {**CROSS, "on_new_model": start}}})
+        run_small(tmp_path, {"institution": {"aggregation": {**CROSS, "on_new_model": start}}})
         for start in ("reset", "recentre")
     ]
     with pytest.raises(AssertionError):
@@ -211,7 +212,7 @@ def test_reset_models_do_forget_where_recentred_ones_go_on(tmp_path: Path) -> No
 @pytest.mark.parametrize("how", [{"alpha": 0.5}, {"first_stage_rounds": 99}], ids=["half", "first stage"])
 def test_equal_models_are_recentred_as_they_are_reset(how: Tree, tmp_path: Path) -> None:
     found = [
-        run_direct(tmp_path, {"institution": {"aggregation": {"name": "fedcross", "on_new_model": start, **how}}})
+        run_small(tmp_path, {"institution": {"aggregation": {"name": "fedcross", "on_new_model": start, **how}}})
         for start in ("reset", "recentre")
     ]
     assert_same_bits(*found)
@@ -220,9 +221,9 @@ def test_equal_models_are_recentred_as_they_are_reset(how: Tree, tmp_path: Path)
 def test_tempo_with_equal_distances_is_fedavg_with_c_epochs(tmp_path: Path) -> None:
     even = {"name": "fedavg", "weights": "uniform"}  # of two models, which are as far from their plain mean
     epochs = {"training": {"epochs": 3}}
-    tempo = run_direct(tmp_path, epochs, {"cloud": {"aggregation": even, "epoch_control": {"name": "tempo"}}})
+    tempo = run_small(tmp_path, epochs, {"cloud": {"aggregation": even, "epoch_control": {"name": "tempo"}}})
     assert {row[f"epochs_institution-{m}"] for row in table(tempo) for m in (0, 1)} == {"3"}
-    assert_same_bits(tempo, run_direct(tmp_path, epochs, {"cloud": {"aggregation": even}}))
+    assert_same_bits(tempo, run_small(tmp_path, epochs, {"cloud": {"aggregation": even}}))
 
 
 # Interrupted and resumed
@@ -253,7 +254,7 @@ def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: P
     def second(name: str, **control: object) -> list[int]:
         tempo = {"cloud": {"epoch_control": {"name": "tempo", **control}}}
         lab = {"rounds": 2, "topology": {"institutions": 5, "devices": 5}, "training": {"epochs": 4}}
-        folder = run_direct(tmp_path / name, lab, tempo)
+        folder = run_small(tmp_path / name, lab, tempo)
         played = [int(table(folder)[1][f"epochs_institution-{m}"]) for m in range(5)]
         plans = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"plan"' in line]
         reported = next(plan for plan in plans if plan["node"] == "cloud" and plan["global_round"] == 1)
@@ -269,38 +270,36 @@ def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: P
     assert {3, 10} <= set(plato) <= set(range(3, 11))
 
 
-@pytest.mark.parametrize(
-    ("tier", "every"),
-    [*(pytest.param(tier, 1, marks=pytest.mark.slow) for tier in ("cloud", "institution")), ("institution", 2)],
-)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
-def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:
-    def until_the_third(event: str, facts: Mapping[str, object]) -> None:
-        if event == "global_round" and facts["global_round"] == 3:
-            raise KeyboardInterrupt
+SAVED = ("clusamp", "fedadam", "fedcda", "fedcross")  # each with another state
 
+
+@pytest.mark.parametrize(
+    ("rule", "tier", "every"),
+    slow(
+        product(RULES, ("cloud", "institution"), (1, 2)),
+        but=[(rule, "institution", 2) for rule in RULES if rule["name"] in SAVED and "strategy" not in rule],
+    ),
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:
     institutions, devices = (3, 3) if tier == "cloud" else (2, 6) if every == 1 else (3, 9)  # three for each rule
     topology = {"institutions": institutions, "devices": devices}
     size: dict[str, Any] = {"rounds": 5, "topology": topology, "training": ONE_STEP}
     cloud = {"checkpoint_every": every, "participation": 0.67 if every > 1 else 1.0}  # not all may have a last one
     tree = merged(SMALL, size, {"cloud": cloud}, {tier: {"aggregation": rule}})
-    folder = RunFolder.create(tmp_path, parse(tree), direct=True)
-    with pytest.raises(KeyboardInterrupt):
-        run_in_process(folder, resume=False, accelerator="cpu", observe=until_the_third)
-    assert len(table(folder.path)) == 3
-    folder.release()  # like the end of its process
-    again = RunFolder.reopen(folder.path, direct=True)
-    run_in_process(again, resume=True, accelerator="cpu", observe=lambda event, facts: None)
-    undisturbed = run_direct(tmp_path, tree)
-    assert_same_bits(folder.path, undisturbed)
-    for one, other in zip(table(folder.path), table(undisturbed), strict=True):
+    path = run_direct(tmp_path, tree, until=3)
+    assert len(table(path)) == 3
+    resumed_run(path)
+    undisturbed = run_small(tmp_path, tree)
+    assert_same_bits(path, undisturbed)
+    for one, other in zip(table(path), table(undisturbed), strict=True):
         kept = [key for key in one if not key.endswith("_s") and not key.endswith("_bytes")]
         assert {key: one[key] for key in kept} == {key: other[key] for key in kept}
-    assert not (folder.path / "spool").exists()
+    assert not (path / "spool").exists()
 
 
 def test_a_run_is_resumed_in_the_way_it_was_begun(tmp_path: Path) -> None:
-    folder = run_direct(tmp_path)
+    folder = run_small(tmp_path)
     with pytest.raises(InvalidExperiment, match="Add --direct"):
         RunFolder.reopen(folder)
     other = RunFolder.create(tmp_path, parse(SMALL))

@@ -20,7 +20,7 @@ from common.host.processes import free_port
 from common.net.address import BrokerAddress
 from common.net.tls import Tls
 from common.runtime.roll import call_rolls
-from deploy.brokers import broker
+from deploy.brokers import broker, contract
 from deploy.brokers.guard import Guard
 from deploy.console.service import KIT
 from deploy.kits import access
@@ -34,6 +34,12 @@ HERE: Final = ["127.0.0.1", "localhost"]
 LONG_AGO: Final = datetime.now(UTC) - timedelta(days=500)
 
 Row = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the slow reader pause for less time than a slow network needs."""
+    monkeypatch.setattr(contract, "PAUSE_S", 0.2)
 
 
 def findings(*arguments: str | Path) -> tuple[int, dict[tuple[str, str], Row]]:

@@ -57,12 +57,13 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
     return parse({"model": {"name": "net:build"}, "evaluation": {"accelerator": "auto"}})
 
 
-def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports_its_end(
-    tmp_path: Path, net: Experiment
+def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_is_replaced_and_reports_its_end(
+    tmp_path: Path, net: Experiment, caplog: pytest.LogCaptureFixture
 ) -> None:
     tester = ModelTester(net, accelerator=accelerator_of(net))
     folder = tmp_path / "run"
     folder.mkdir()
+    order = tmp_path / f"do-{signal.SIGKILL}"
 
     async def play() -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -71,6 +72,7 @@ def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports
             try:
                 beginning = await evaluator.start()
                 assert beginning.layout == tester.layout and np.array_equal(beginning.row, tester.first)
+                assert evaluator._process.channel is not None and evaluator._process.channel.idle_s == 120
                 assert beginning.accelerator == str(accelerator_of(net))
                 assert beginning.partition == splits.split_of(net).digest
                 assert {path.name for path in folder.iterdir()} == {"partition.npz", "partition.json"}
@@ -79,37 +81,15 @@ def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports
                     assert (found.global_round, found.score) == (global_round, wanted.score)
                     assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
                 assert np.array_equal(beginning.row, tester.first)
+                order.write_text("1")
+                assert await evaluator.evaluate(2, np.zeros_like(tester.first)) == found and not order.exists()
+                assert caplog.messages == ["the evaluator process was killed by SIGKILL: it is started again"]
                 (tmp_path / "fail").touch()
                 place = r"in Net\.forward \(.*net\.py:14\)"
                 with pytest.raises(
                     InvalidExperiment, match=rf"^model\.name = 'net:build': .* KeyError: 'a bug', {place}"
                 ):
                     await evaluator.evaluate(3, beginning.row)
-            finally:
-                evaluator.close()
-
-    asyncio.run(play())
-
-
-def test_an_evaluator_that_is_killed_is_replaced(
-    tmp_path: Path, net: Experiment, caplog: pytest.LogCaptureFixture
-) -> None:
-    tester = ModelTester(net)
-    order = tmp_path / f"do-{signal.SIGKILL}"
-
-    async def play() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            evaluator = Evaluator(net, tmp_path)
-            try:
-                begun = await evaluator.start()
-                assert evaluator._process.channel is not None and evaluator._process.channel.idle_s == 120
-                order.write_text("1")
-                found = await evaluator.evaluate(1, begun.row)
-                assert not order.exists()
-                wanted = tester.evaluate(begun.row)
-                assert (found.score, found.loss) == (wanted.score, wanted.loss)
-                assert caplog.messages == ["the evaluator process was killed by SIGKILL: it is started again"]
-                assert await evaluator.evaluate(1, begun.row) == found
             finally:
                 evaluator.close()
 

@@ -130,6 +130,7 @@ def test_mlflow_gets_each_number_once_and_the_experiment(folder: Path, tmp_path:
         assert [point.value for point in points] == pytest.approx([series(row)[name] for row in run.rounds])
 
 
+@pytest.mark.slow
 def test_wandb_gets_a_run_that_can_be_synchronised(folder: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         command("export", folder, "--wandb", tmp_path), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
@@ -145,11 +146,8 @@ def test_wandb_gets_a_run_that_can_be_synchronised(folder: Path, tmp_path: Path)
 def test_a_tracker_that_is_away_is_one_line(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    done = subprocess.run(
-        command("export", folder, "--mlflow", f"http://127.0.0.1:{port}"), capture_output=True, text=True,
-        timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 3 and done.stderr.startswith(f"fedstrata: --mlflow: http://127.0.0.1:{port}")
+    done = invoke("export", folder, "--mlflow", f"http://127.0.0.1:{port}")
+    assert done.exit_code == 3 and done.stderr.startswith(f"fedstrata: --mlflow: http://127.0.0.1:{port}")
     assert done.stderr.count("\n") == 1 and "export again" in done.stderr
 
 

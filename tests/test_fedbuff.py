@@ -371,7 +371,7 @@ def test_the_slow_devices_step_comes_with_its_age() -> None:
 @pytest.mark.parametrize("node", ["cloud", "device-0", "device-1"])
 def test_a_lab_goes_on_after_a_node_was_killed(node: str) -> None:
     tree = {**LAB, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}}
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, scenario=restarted(node, at_s=3.0)).run()
+    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, scenario=restarted(node, 3.0)).run()
     assert outcome.ok, outcome.result
 
 

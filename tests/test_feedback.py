@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RefusedModel, StateLost
 from common.experiment.lint import warnings
 from common.experiment.reading import parse
@@ -21,14 +20,16 @@ from common.runtime.models import decode_row
 from common.runtime.uploads import UploadEncoder
 from common.storage.spool import Spool
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome, model_digest
+from deploy.simulation.outcome import model_digest
 from deploy.sweeps.grid import merged
 from device.jobs import LocalResult, Order, Prepared
 from device.training.work import LocalWork
 from tests.helpers.commands import tensors
+from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
-from tests.helpers.scenarios import restarted
-from tests.test_sent_models import LAB, run
+from tests.helpers.scenarios import KilledLab
+from tests.test_sent_models import LAB
 
 LAYOUT: Final = ModelLayout.build(
     [("weight", (3000,), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
@@ -181,41 +182,33 @@ def tiers(which: str, **keys: Any) -> dict[str, Any]:
     return {"transfer": {name: {"up": dict(up), "down": "fp16"} for name, up in UP[which].items()} | keys}
 
 
-@pytest.mark.parametrize("which", UP)
+@pytest.mark.parametrize("which", slow(UP, but=["both"]))
 def test_agents_over_a_network_compute_what_one_process_does(which: str, tmp_path: Path) -> None:
     experiment = parse(merged(LAB, tiers(which), {"rounds": 3}))
     outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
     assert outcome.ok, outcome.result
-    folder = run(RunFolder.create(tmp_path, experiment, direct=True))
+    path = run_direct(tmp_path, experiment)
     assert outcome.digest == model_digest(tmp_path)
     plain = {name: {"up": {"feedback": False}} for name in UP[which]}
     without = parse(merged(LAB, tiers(which), {"rounds": 3, "transfer": plain}))
-    other = run(RunFolder.create(tmp_path / "other", without, direct=True))
-    assert tensors(other.path) != tensors(folder.path), "feedback changes the model"
+    other = run_direct(tmp_path / "other", without)
+    assert tensors(other) != tensors(path), "feedback changes the model"
 
 
-@pytest.mark.parametrize("which", UP)
+@pytest.mark.parametrize("which", slow(UP, but=["both"]))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(which: str, tmp_path: Path) -> None:
     tree = merged(LAB, tiers(which), {"rounds": 5, "cloud": {"checkpoint_every": 2}})
-    broken = run(RunFolder.create(tmp_path, parse(tree), direct=True), until=3).path
-    run(RunFolder.reopen(broken, direct=True), resume=True)
-    whole = run(RunFolder.create(tmp_path / "whole", parse(tree), direct=True)).path
-    assert tensors(broken) == tensors(whole)
+    broken = run_direct(tmp_path, tree, until=3)
+    assert tensors(resumed_run(broken)) == tensors(run_direct(tmp_path / "whole", tree))
+
+
+KILLED: Final = KilledLab(merged(LAB, tiers("both", inline_bytes=0)), model_bytes=40_000)
 
 
 @pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0"])
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("share", slow([0.3, 0.6, 0.8], but=[0.6]))
 def test_a_killed_node_continues_with_what_it_left_out(node: str, share: float) -> None:
-    tree = merged(LAB, tiers("both", inline_bytes=0))
-
-    def played(**options: Any) -> LabOutcome:
-        outcome = SimulatedLab(parse(tree), seed=1, model_bytes=40_000, **options).run()
-        assert outcome.ok, outcome.result
-        return outcome
-
-    undisturbed = played()
-
-    assert played(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
+    KILLED.assert_same_if_killed(node, share)
 
 
 # Settings and their warnings

@@ -45,7 +45,7 @@ from deploy.simulation.lab import LabOutcome, SimulatedLab
 from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
 from tests.helpers.direct import run_direct
-from tests.helpers.examples import examples
+from tests.helpers.examples import examples, slow
 from tests.helpers.nodes import child_of, layout_of, living, parent_of, together
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.sites import SimulatedSite, until, virtual
@@ -155,7 +155,7 @@ def test_devices_fetch_the_clouds_frozen_arrays_once_and_train_with_them(
     assert not (path / "spool").exists() or not any((path / "spool").rglob("*"))
 
 
-@pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0"])
+@pytest.mark.parametrize("node", slow(["cloud", "institution-0", "device-0"], but=["cloud", "device-0"]))
 def test_a_node_killed_while_it_fetches_or_serves_goes_on(
     node: str, lab: Experiment, undisturbed: tuple[LabOutcome, dict[str, int], str]
 ) -> None:
@@ -212,7 +212,7 @@ def test_a_run_does_not_go_on_with_other_frozen_arrays(tmp_path: Path) -> None:
 # Training
 
 
-@pytest.mark.parametrize("model", [MODEL, {"name": "cnn_digits", "frozen": ["conv*"]}])
+@pytest.mark.parametrize("model", slow([MODEL, {"name": "cnn_digits", "frozen": ["conv*"]}], but=[MODEL]))
 def test_given_arrays_train_as_those_that_the_model_has(
     model: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +298,7 @@ def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_pages_bytes_are_those_of_its_example() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "own.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```toml\n(# finetune\.toml.*?)^```", page, re.MULTILINE | re.DOTALL)
     lab = parse(tomllib.loads(example))
     inputs, whole = datasets.load(lab.data).inputs, lab.model.model_copy(update={"frozen": []})

@@ -44,6 +44,7 @@ from device.vmapped import loop, trainer
 from device.vmapped.loop import Turn
 from device.vmapped.loop import train as train_together
 from device.vmapped.models import Recipe, VmappedModels
+from tests.helpers.examples import slow
 
 QUICK = {"batch_size": 50, "learning_rate": 0.05}
 
@@ -154,7 +155,11 @@ def test_models_are_scored_before_they_are_trained_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "training", [{}, {"augmentation": {"flip": True, "crop": 1}}, {"nesterov": True, "clip_norm": 0.5}]
+    "training",
+    slow(
+        [{}, {"augmentation": {"flip": True, "crop": 1}}, {"nesterov": True, "clip_norm": 0.5}],
+        but=[{"augmentation": {"flip": True, "crop": 1}}],
+    ),
 )
 def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Work(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4

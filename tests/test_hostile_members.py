@@ -374,7 +374,7 @@ def test_noise_of_one_child_is_no_noise_of_another() -> None:
     ],
 )
 def test_a_task_that_no_round_of_the_run_has_is_declined(key: Key, epochs: int, reason: str) -> None:
-    limits = task_limits(parse(THREE_TIERS), "device-0")
+    limits = task_limits(parse(THREE_TIERS), "device-0", "institution-0")
     model = manifest_of(b"1" * MODEL_BYTES)
     limits.check(Task(Key(9, 2, 1), 4, model, None))
     with pytest.raises(RefusedModel, match=reason):
@@ -397,7 +397,7 @@ def test_a_flood_of_tasks_that_do_not_fit_has_few_answers() -> None:
 @pytest.mark.parametrize(("variant", "most"), [("paper", 8), ("plato", 8)])
 def test_tempo_gives_at_most_the_epochs_of_the_limit(variant: str, most: int) -> None:
     tempo = {"cloud": {"epoch_control": {"name": "tempo", "variant": variant}}}
-    assert task_limits(parse(THREE_TIERS | tempo), "institution-0").epochs == most
+    assert task_limits(parse(THREE_TIERS | tempo), "institution-0", "cloud").epochs == most
 
 
 # Announcements

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.timeouts import ended_by_timeout
 from tests.helpers.touched import touched
 
 ROOT = Path(__file__).parents[1]
@@ -88,8 +90,28 @@ def test_an_experiment_is_read_without_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel lists the processes of a thread on Linux alone")
+@pytest.mark.parametrize(("reason", "ends"), [("Timeout (>1.0s) from pytest-timeout.", True), ("an assertion", False)])
+def test_what_a_test_has_started_ends_if_it_times_out(reason: str, ends: bool) -> None:
+    def wait_and_fail() -> None:
+        started.append(subprocess.Popen(words))
+        pytest.fail(reason)
+
+    words, started = [sys.executable, "-c", "import signal; signal.pause()"], []
+    with subprocess.Popen(words) as before:
+        with pytest.raises(pytest.fail.Exception), ended_by_timeout():
+            wait_and_fail()
+        (process,) = started
+        assert process.wait(10) == -signal.SIGKILL if ends else process.poll() is None
+        assert before.poll() is None
+        for each in (before, process):
+            each.kill()
+            each.wait()
+
+
 def test_a_change_touches_the_tests_that_import_it_and_those_of_the_house() -> None:
     house = {"tests/test_house.py", "tests/test_words.py"}
     found = {*touched(["common/net/bulk.py"])}
     assert found >= {"tests/test_packets.py", *house} and not found & {"tests/test_docs.py", "tests/test_mixing.py"}
-    assert {*touched(["docs/own.md", "tests/test_own.py"])} == {"tests/test_docs.py", "tests/test_own.py", *house}
+    of_pages = {"tests/test_docs.py", "tests/test_docs_names.py"}
+    assert {*touched(["docs/own.md", "tests/test_own.py"])} == {"tests/test_own.py", *of_pages, *house}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import socket
 import ssl
@@ -39,6 +38,7 @@ from common.runtime.models import Arriving
 from common.runtime.round import Dispatch, Report, WorkResult
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
+from tests.helpers.commands import table
 from tests.helpers.nodes import child_of, introduced, living, parent_of
 from tests.helpers.sites import PATIENCE_S, RealSite, real, until
 
@@ -529,8 +529,7 @@ def a_link(wire: TcpStats) -> Traffic:
 
 
 def links_of(folder: RunFolder) -> dict[tuple[str, str, str], dict[str, str]]:
-    with (folder.path / "links.csv").open(newline="") as file:
-        return {(row["from"], row["to"], row["kind"]): row for row in csv.DictReader(file)}
+    return {(row["from"], row["to"], row["kind"]): row for row in table(folder.path / "links.csv")}
 
 
 def reported(folder: RunFolder) -> object:

@@ -15,18 +15,18 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
-from cloud.results import RunFolder
 from common.experiment.reading import load
 from common.experiment.schema import Experiment
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.codecs import codec_of
 from deploy.brokers import broker
-from deploy.local.direct import run_in_process
 from deploy.simulation.hardware import NullWorkload
 from deploy.simulation.outcome import model_digest
 from device.training.trainer import Trainer
+from tests.helpers import direct
 from tests.helpers.commands import DEMO, PATIENCE_S, command, null_model, run_lab, sets, table, tensors
+from tests.helpers.examples import slow
 from tests.helpers.null_lab import MODEL_BYTES
 
 SMALL = (
@@ -73,9 +73,7 @@ def run_roles(runs: Path, address: str, *pairs: str, devices: list[list[str]], n
 
 
 def run_direct(root: Path, *pairs: str) -> Path:
-    folder = RunFolder.create(root, load(DEMO, pairs), direct=True)
-    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    return folder.path
+    return direct.run_direct(root, load(DEMO, pairs))
 
 
 def model_of(folder: Path) -> Model:
@@ -220,7 +218,10 @@ def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
     return layout.floats(row).astype(np.float64)
 
 
-@pytest.mark.parametrize("size", ["rounds=1", "rounds=4 training.batch_size=2000 training.momentum=0.0"])
+LONGER = "rounds=4 training.batch_size=2000 training.momentum=0.0"
+
+
+@pytest.mark.parametrize("size", slow(["rounds=1", LONGER], but=["rounds=1"]))
 def test_three_layers_with_one_local_round_equal_two_layer_fedavg(size: str, tmp_path: Path) -> None:
     # Many small steps of SGD enlarge the rounding of the institutions' means a hundredfold within three
     # global rounds; so either one global round of small steps, or several of one large step.

@@ -11,7 +11,6 @@ from typing import Any
 import aiomqtt
 import pytest
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 from cloud.agent import CloudAgent
 from cloud.results import RunFolder
@@ -25,7 +24,6 @@ from common.protocol.messages import Announcement, NodeState, Presence
 from common.protocol.serialization import encode
 from common.runtime.world import Host
 from deploy.brokers import broker
-from deploy.cli.main import app
 from deploy.local.direct import run_in_process
 from deploy.simulation.hardware import (
     Durations,
@@ -40,6 +38,7 @@ from deploy.watching.runs import Runs
 from device.agent import DeviceAgent
 from device.jobs import Prepared
 from institution.agent import InstitutionAgent
+from tests.helpers.commands import invoke
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.sites import real
 
@@ -195,9 +194,7 @@ def test_a_watch_shows_the_runs_of_its_lab_alone(address: BrokerAddress) -> None
 
 def test_a_watch_of_an_empty_lab_names_it(address: BrokerAddress) -> None:
     asyncio.run(keep(address, "north", "20260101T000000Z-aaaaaa", state=NodeState.READY))
-    done = CliRunner().invoke(
-        app, ["watch", "--broker", str(address), "--once", "--timeout", "0.3"], env={"FEDSTRATA_LAB": "south"}
-    )
+    done = invoke("watch", "--broker", str(address), "--once", "--timeout", "0.3", env={"FEDSTRATA_LAB": "south"})
     assert done.exit_code == 5 and f"no active run of lab south on broker {address}" in done.output
 
 
@@ -215,7 +212,7 @@ def test_a_watch_of_an_empty_lab_names_it(address: BrokerAddress) -> None:
 @pytest.mark.parametrize("name", ["+", "my lab"])
 def test_a_lab_name_of_another_form_is_a_usage_error(command: list[str], name: str) -> None:
     by_option, by_environment = (
-        CliRunner().invoke(app, [*command, *flags], env={"FEDSTRATA_LAB": value, "COLUMNS": "200"})
+        invoke(*command, *flags, env={"FEDSTRATA_LAB": value, "COLUMNS": "200"})
         for flags, value in ((["--lab", name], "north"), ([], name))
     )
     for done in (by_option, by_environment):

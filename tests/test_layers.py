@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cloud.results import RunFolder
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from deploy.brokers import broker
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
 from tests.helpers.commands import PATIENCE_S, command, null_model, table, tensors
+from tests.helpers.direct import run_direct
+from tests.helpers.examples import slow
 from tests.helpers.scenarios import restarted
 
 # Each rule remembers something between its tasks, so a repeated task shows whether that was restored.
@@ -76,14 +77,14 @@ def test_one_model_goes_down_and_one_up_in_each_round_of_each_tier(
     assert devices[-1]["node"] == "cloud/region-1/institution-3/device-7"
 
 
-@pytest.mark.parametrize("node", ["region-0", "institution-1", "device-3", "cloud"])
-@pytest.mark.parametrize("share", [0.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.6, 0.9))])
+@pytest.mark.parametrize("node", slow(["region-0", "institution-1", "device-3", "cloud"], but=["region-0", "device-3"]))
+@pytest.mark.parametrize("share", slow([0.3, 0.6, 0.9], but=[0.3]))
 def test_a_node_that_is_killed_changes_no_bit_and_no_byte_is_counted_twice(
     node: str, share: float, undisturbed: tuple[LabOutcome, dict[tuple[str, str], int], list[dict[str, str]]]
 ) -> None:
     expected, whole, devices = undisturbed
 
-    outcome, counted, work = play(scenario=restarted(node, at_s=share * expected.virtual_s))
+    outcome, counted, work = play(scenario=restarted(node, share * expected.virtual_s))
     assert outcome.digest == expected.digest
     assert [row["node"] for row in work] == [row["node"] for row in devices]
     for link, count in counted.items():  # a global round is repeated at most, and what it had counted is lost at most
@@ -104,16 +105,12 @@ def test_two_rounds_of_regions_over_two_of_one_institution_each_are_four_of_thre
 
 
 def test_fedavg_with_one_round_a_tier_is_fedavg_of_two_layers(tmp_path: Path) -> None:
-    from deploy.local.direct import run_in_process  # torch
-
     tiers = [{"name": "wan", "children": "region", "fan_out": 2}, {"name": "metro", "children": "institution",
              "fan_out": 2}, {"name": "lan", "fan_out": 2}]  # fmt: skip
     common = {"rounds": 2, "model": {"name": "mlp_digits"}, "data": {"partition": "dirichlet", "concentration": 0.5}}
     models = []
     for layers in ({"tiers": tiers}, {"topology": {"institutions": 0, "devices": 8}}):
-        folder = RunFolder.create(tmp_path, parse(common | layers), direct=True)
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        models.append(load_file(folder.path / "model.safetensors"))
+        models.append(load_file(run_direct(tmp_path, common | layers) / "model.safetensors"))
     four, two = models
     assert four.keys() == two.keys()
     assert max(float(np.abs(four[name] - two[name]).max()) for name in four) < 1e-6

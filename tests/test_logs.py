@@ -106,7 +106,11 @@ def test_the_frames_of_own_code_stand_below_its_error_at_the_level_info(capsys: 
 
 @pytest.mark.parametrize(
     "role",
-    [["cloud", str(DEMO)], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--parent", "i"]],
+    [
+        ["cloud", str(DEMO)],
+        pytest.param(["institution", "--name", "institution-0"], marks=pytest.mark.slow),
+        pytest.param(["device", "--name", "d", "--parent", "i"], marks=pytest.mark.slow),
+    ],
     ids=lambda role: role[0],
 )
 def test_every_role_logs_as_json_that_no_broker_is_there_and_that_its_certificate_ends(

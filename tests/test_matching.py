@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.methods import RULES
 from common.experiment.reading import parse
@@ -22,8 +21,8 @@ from common.methods.aggregator import build
 from common.methods.rule import Rule, Uploads
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import groups_of, permute
-from deploy.local.direct import run_in_process
 from tests.helpers.commands import tensors
+from tests.helpers.direct import run_direct
 from tests.test_aggregators import Report
 from tests.test_permutations import batch_of, built
 
@@ -177,22 +176,18 @@ def test_the_assignment_minimises_the_papers_cost() -> None:
         assert tuple(fedma.assigned(others.sum(0) @ own.T)) == best
 
 
-@pytest.mark.parametrize("name", ["fedma", "gamf"])
+@pytest.mark.parametrize("name", ["fedma", pytest.param("gamf", marks=pytest.mark.slow)])
 def test_without_matching_a_run_is_fedavg_bit_for_bit(name: str, tmp_path: Path) -> None:
     tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 4}, "training": {"batch_size": 100}}
     found = []
     for rule in ({}, {"name": name, "matching": False}):
-        folder = RunFolder.create(
-            tmp_path, parse(tree | {"institution": {"rounds": 2, "aggregation": rule}}), direct=True
-        )
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        found.append(tensors(folder.path))
+        found.append(tensors(run_direct(tmp_path, tree | {"institution": {"rounds": 2, "aggregation": rule}})))
     assert found[0] == found[1]
 
 
 def test_what_cannot_be_matched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"model": {"name": "mine:net"}, "cloud": {"aggregation": {"name": "fedma"}}}
-    with pytest.raises(InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is one's own"):
+    with pytest.raises(InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is your own"):
         parse(own)
     monkeypatch.setattr(fedma, "find_spec", lambda name: None)
     with pytest.raises(InvalidExperiment, match=r"'fedma': needs scipy.*fedstrata\[methods\]"):

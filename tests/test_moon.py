@@ -11,18 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.training import TrainingSettings
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.models import classifier_of, with_features
-from deploy.local.direct import run_in_process
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.training.sgd import features_of
 from tests.helpers.commands import tensors
+from tests.helpers.direct import run_direct
 from tests.helpers.steps import run_steps
 from tests.test_models import SIZES
 
@@ -119,9 +118,7 @@ def test_with_mu_0_a_run_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
     found = []
     for objective in ({}, {"name": "moon", "mu": 0.0}, {"name": "moon"}):
         chosen = {"training": {"batch_size": 100, "objective": objective}}
-        folder = RunFolder.create(tmp_path, parse(tree | chosen), direct=True)
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        found.append(tensors(folder.path))
+        found.append(tensors(run_direct(tmp_path, tree | chosen)))
     assert found[0] == found[1] != found[2]
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from ipaddress import IPv4Address, IPv4Network
 from itertools import pairwise
@@ -37,15 +37,9 @@ from deploy.local.network import LabNetwork, one_host, shares
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, null_model, run_lab, sets
 from tests.helpers.netns import in_namespaces, with_delays, without_delays
+from tests.helpers.roles import until
 
 SMALL = ("topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2")
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < give_up, f"not within {PATIENCE_S:g} s: {what}"
-        time.sleep(0.02)
 
 
 # The plan
@@ -367,7 +361,7 @@ def test_a_lab_that_is_killed_leaves_no_process_no_namespace_and_no_interface(
 
 @in_namespaces
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv (util-linux) takes away a right")
-@pytest.mark.parametrize("right", ["sys_admin", "net_admin"])
+@pytest.mark.parametrize("right", ["sys_admin", pytest.param("net_admin", marks=pytest.mark.slow)])
 def test_a_user_without_the_right_learns_what_to_do(right: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["setpriv", f"--bounding-set=-{right}", *command("run", DEMO, "--netns", "--runs", tmp_path)],

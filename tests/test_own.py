@@ -81,7 +81,8 @@ def test_the_files_of_the_page_are_enough_for_a_run_in_one_process(flats: Path) 
 
 @pytest.mark.slow
 def test_the_other_loss_and_score_of_the_page_run(flats: Path) -> None:
-    other = tomllib.loads(re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[-1])
+    blocks = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    other = next(tomllib.loads(block) for block in blocks if "pinball:pinball" in block)
     keys = {"training.loss": other["training"]["loss"], "score": '{ name = "pinball:covered", better = "higher" }'}
     sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     done = fedstrata("run", "flats.toml", "--direct", "--format", "json", "--set", "rounds=2", *sets)
@@ -114,7 +115,8 @@ def test_the_lab_of_the_page_runs_in_terminals(flats: Path) -> None:
     port = str(free_port())
     env = {**os.environ, "FEDSTRATA_BROKER": f"127.0.0.1:{port}"}
     env.pop("PYTHONPATH", None)
-    lab = COMMANDS[COMMANDS.index("fedstrata broker") :]
+    begin = COMMANDS.index("fedstrata broker")
+    lab = COMMANDS[begin : COMMANDS.index("fedstrata cloud flats.toml", begin) + 1]
     assert len(lab) == 8
     with terminals([f"{lab[0]} --port {port}", *lab[1:]], flats, env) as processes:
         assert processes[-1].wait(PATIENCE_S) == 0, (flats / "7.log").read_text()

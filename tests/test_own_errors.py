@@ -25,6 +25,7 @@ from common.model.refinement import RoundModels
 from deploy.console import logs
 from deploy.local.direct import run_in_process
 from tests.helpers.commands import fedstrata, invoke
+from tests.helpers.examples import slow
 
 # Code that fails where its name is, with the error of the environment; `fail` is the innermost frame.
 FAULTY: Final = """
@@ -292,7 +293,7 @@ SWEEP: Final = {
 }
 
 
-@pytest.mark.parametrize("command", ["plan", "sweep"])
+@pytest.mark.parametrize("command", slow(["plan", "sweep"], but=["plan"]))
 def test_a_model_that_cannot_be_built_is_one_line_from_a_pool_of_processes(command: str, home: Path) -> None:
     tree = {**SWEEP, "experiment": with_fault("construction")} if command == "sweep" else with_fault("construction")
     (home / "file.toml").write_text(write(tree))

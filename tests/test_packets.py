@@ -20,6 +20,7 @@ from common.net.bulk import HEAD_BYTES, PUBLISH_QOS0, RETAINED, Body, BulkClient
 from common.net.connection import BrokerConnection, Handlers
 from common.protocol.limits import skip_large
 from deploy.brokers import broker
+from tests.helpers.nodes import nothing
 
 
 @dataclass
@@ -270,10 +271,6 @@ def test_what_is_said_after_a_subscription_does_not_overtake_it() -> None:
         return sorted((b"free", b"lane", b"ask"), key=sent.index)
 
     assert asyncio.run(run()) == [b"free", b"lane", b"ask"]
-
-
-async def nothing() -> None:
-    pass
 
 
 @pytest.mark.parametrize("stock", [False, True])

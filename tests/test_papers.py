@@ -11,18 +11,17 @@ from typing import Final
 
 import pytest
 
-from cloud.results import RunFolder
 from common.experiment.lint import warnings
 from common.experiment.reading import load as load_experiment
-from common.experiment.reading import override, parse
+from common.experiment.reading import override
 from common.experiment.schema import Experiment
 from deploy.console.shipped import shipped_sweeps
-from deploy.local.direct import run_in_process
 from deploy.results.kept import brief
 from deploy.results.run import Run, State, folders
 from deploy.sweeps.grid import Grid, SweepCell, figures_of, load
 from docs.tools import reproduction
 from tests.helpers.commands import EXPERIMENTS, invoke, table
+from tests.helpers.direct import run_direct
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "reproduction.md"
 # By file: cells and seeds, those of the small form, and how many figures the paper prints.
@@ -257,11 +256,11 @@ def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> Non
     for change in ("rounds=2", "training.epochs=1"):
         override(tree, change)
     rule.update({key: min(rule[key], most) for key, most in SHORT.items() if key in rule})
-    folder = RunFolder.create(tmp_path, parse(tree), direct=True)
-    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    assert len(table(folder.path / "rounds.csv")) == 2
+    path = run_direct(tmp_path, tree)
+    assert len(table(path / "rounds.csv")) == 2
 
 
+@pytest.mark.slow
 def test_the_bytes_of_fedcross_table_1_are_those_of_its_text(tmp_path: Path) -> None:
     """ "FedCross needs a communication of 2K models, which is the same as FedAvg"; SCAFFOLD "2K models plus 2K global
     control variables"; FedGen "2K models plus K generators"; FedProx and CluSamp as FedAvg.
@@ -272,10 +271,9 @@ def test_the_bytes_of_fedcross_table_1_are_those_of_its_text(tmp_path: Path) -> 
         tree = cell.experiments[1].model_dump(mode="json")
         for change in (f"rounds={rounds}", "training.epochs=1"):
             override(tree, change)
-        folder = RunFolder.create(tmp_path, parse(tree), direct=True)
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        manifest = json.loads((folder.path / "manifest.json").read_text())
-        rows = table(folder.path / "rounds.csv")
+        path = run_direct(tmp_path, tree)
+        manifest = json.loads((path / "manifest.json").read_text())
+        rows = table(path / "rounds.csv")
         up, down = (sum(int(row[f"wan_{way}_bytes"]) for row in rows) for way in ("up", "down"))
         found[cell.values["method"]] = up / manifest["model_bytes"], down / manifest["model_bytes"]
     generators = found.pop("FedGen")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
@@ -21,7 +20,6 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from cloud.checkpoint import save_model
-from cloud.results import RunFolder
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
 from common.experiment.data import Model
@@ -34,17 +32,16 @@ from common.methods.rule import link_layouts
 from common.model.layout import FrozenForm, ModelLayout, Section
 from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
-from deploy.local.direct import run_in_process
 from deploy.results.run import Run
-from deploy.simulation.lab import LabOutcome, SimulatedLab
 from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
 from device.training import batches
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, table
-from tests.helpers.direct import run_direct
+from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
+from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import batches_of
 
 CPU = torch.device("cpu")
@@ -125,7 +122,7 @@ def mean(states: list[dict[str, Any]], weights: list[int], names: list[str]) -> 
     return {name: of(name) for name in names}
 
 
-@pytest.mark.parametrize("name", PERSONAL)
+@pytest.mark.parametrize("name", slow(PERSONAL, but=["fedper"]))
 def test_ten_rounds_with_partial_participation_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     lab = experiment(PERSONAL[name])
     path = run_direct(tmp_path, lab)
@@ -168,59 +165,28 @@ def test_a_plain_mean_of_the_whole_model_is_another(tmp_path: Path) -> None:
     assert float((whole["fc1.weight"] - body["fc1.weight"]).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", PERSONAL)
+@pytest.mark.parametrize("name", slow(PERSONAL, but=["fedbn"]))
 def test_a_run_with_personal_parts_that_is_interrupted_and_resumed_is_the_same(name: str, tmp_path: Path) -> None:
     lab = experiment(PERSONAL[name], rounds=5, institution={"participation": 0.67, "rounds": 2})
     whole = run_direct(tmp_path / "whole", lab)
-    broken = RunFolder.create(tmp_path / "broken", lab, direct=True)
-
-    def observe(event: str, facts: Mapping[str, object]) -> None:
-        if event == "global_round" and facts["global_round"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_in_process(broken, resume=False, accelerator="cpu", observe=observe)
-    broken.release()
-    again = RunFolder.reopen(broken.path, direct=True)
-    run_in_process(again, resume=True, accelerator="cpu", observe=lambda event, facts: None)
-    assert (whole / "model.safetensors").read_bytes()[-1000:] == (again.path / "model.safetensors").read_bytes()[-1000:]
-    found, wanted = load_file(again.path / "model.safetensors"), load_file(whole / "model.safetensors")
+    again = resumed_run(run_direct(tmp_path / "broken", lab, until=3))
+    assert (whole / "model.safetensors").read_bytes()[-1000:] == (again / "model.safetensors").read_bytes()[-1000:]
+    found, wanted = load_file(again / "model.safetensors"), load_file(whole / "model.safetensors")
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> LabOutcome:
-    return played()
+KILLED: Final = KilledLab(
+    experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2}), workload=RealWorkload
+)
 
 
-def played(**options: Any) -> LabOutcome:
-    lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
-    outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
+@pytest.mark.parametrize("node", slow(["cloud", "institution-0", "device-0", "device-5"], but=["cloud", "device-0"]))
+def test_a_killed_node_continues_with_the_same_personal_parts(node: str) -> None:
+    KILLED.assert_same_if_killed(node, 0.4, 0.4)
 
 
-@pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0", "device-5"])
-def test_a_killed_node_continues_with_the_same_personal_parts(node: str, undisturbed: LabOutcome) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        for share in (0.4, 0.4):
-            await asyncio.sleep(share * undisturbed.virtual_s)
-            lab.kill(node)
-            await asyncio.sleep(1.0)
-            lab.start(node)
-
-    assert played(scenario=kill).digest == undisturbed.digest
-
-
-def test_a_device_that_lost_its_personal_parts_ends_the_run(undisturbed: LabOutcome) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(0.7 * undisturbed.virtual_s)
-        lab.kill("device-0")
-        lab.start("device-0", keep_files=False)
-
-    lab = experiment(PERSONAL["fedper"], rounds=3, links={"check": "off"}, institution={"rounds": 2})
-    outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), scenario=kill).run()
-    assert "what this device kept after its task" in outcome.result
+def test_a_device_that_lost_its_personal_parts_ends_the_run() -> None:
+    assert "what this device kept after its task" in KILLED.loses_files("device-0", share=0.7).result
 
 
 @pytest.mark.slow
@@ -374,8 +340,7 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 OBJECTIVES: Final = ("cross_entropy", "fedprox", "fedsam", "scaffold", "feddyn")
 EACH_ONCE: Final = (  # each kind of parts with a state on the devices and without one
-    ("fedper", "scaffold"), ("fedbn", "fedsam"), ("own frozen", "fedprox"), ("frozen", "feddyn"),
-    ("fedbn", "scaffold"), ("own frozen", "cross_entropy"),
+    ("fedper", "scaffold"), ("fedbn", "scaffold"), ("own frozen", "fedprox"), ("own frozen", "cross_entropy"),
 )  # fmt: skip
 
 
@@ -418,7 +383,7 @@ def test_the_proximal_term_is_of_the_exchanged_parameters_alone(tmp_path: Path) 
 
 # The page's examples
 
-PAGE = (Path(__file__).parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "own.md").read_text(encoding="utf-8")
 LORA = re.findall(r"^```python\n# lora\.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES_MOST = 30
 

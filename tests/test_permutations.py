@@ -41,7 +41,7 @@ def built(name: str, seed: int, inputs: Inputs, *, projection: int = 0) -> nn.Mo
 @pytest.mark.parametrize(
     ("name", "inputs"),
     [
-        pytest.param(name, inputs, marks=[pytest.mark.slow] if name == "vgg16_bn" else [])
+        pytest.param(name, inputs, marks=[pytest.mark.slow] if name.startswith(("vgg", "resnet18")) else [])
         for name, inputs in {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items()
     ],
 )

@@ -9,9 +9,9 @@ import os
 import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -138,13 +138,20 @@ def peak_of(settings: RuleSettings, layout: ModelLayout, children: Sequence[str]
     return peak
 
 
+FOUR: Final = [f"device-{k}" for k in range(4)]
+EIGHT_MB: Final = ModelLayout.build([("fc.weight", (1000, 2000), Section.PARAMETER)])
+
+
+@cache
+def peak_of_fedavg() -> int:
+    return peak_of(FedAvg(), EIGHT_MB, FOUR)
+
+
 @pytest.mark.parametrize("name", [name for name in RULES if name not in ("fedma", "gamf", "fedgen")])
 def test_the_memory_of_a_rule_is_what_its_settings_have(name: str) -> None:
-    children = [f"device-{k}" for k in range(4)]
-    layout = ModelLayout.build([("fc.weight", (1000, 2000), Section.PARAMETER)])
-    settings, size = RULES[name](**LEAST[name]), layout.row_bytes
+    settings, size = RULES[name](**LEAST[name]), EIGHT_MB.row_bytes
     held = settings.held_bytes(size, children=4, taking_part=4, resident_bytes=1e9) / size
-    found = (peak_of(settings, layout, children) - peak_of(FedAvg(), layout, children)) / size
+    found = (peak_of(settings, EIGHT_MB, FOUR) - peak_of_fedavg()) / size
     in_flight = 4 if name == "fedbuff" else 0  # of other versions, which rounds on time do not have
     assert held - in_flight - 1.3 <= found <= held + 1.3
 

@@ -568,6 +568,7 @@ def test_a_model_that_fails_is_reported_with_its_place_and_spares_the_worker(
     assert lab.pids() == before
 
 
+@pytest.mark.slow
 def test_a_worker_whose_accelerator_fails_for_good_is_replaced_and_its_training_done_again(
     lab: Lab, moody: schema.Experiment
 ) -> None:

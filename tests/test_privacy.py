@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import stat
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import count
 from math import exp, inf, sqrt
+from operator import or_
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,6 @@ from torch import nn
 
 from cloud.privacy import PrivacyLedger
 from cloud.records import GlobalRoundRecord
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment import accountant, lint
 from common.experiment.methods import RULES
@@ -33,16 +33,16 @@ from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, SecretNoise, SeededNoise
 from common.runtime.world import RealWorld
 from common.storage.spool import Spool
-from deploy.local.direct import run_in_process
 from deploy.local.replay import replayed
 from deploy.results.page import compose
 from deploy.results.run import Run
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome, model_digest
+from deploy.simulation.outcome import model_digest
 from deploy.simulation.world import SimulatedWorld
-from tests.helpers.commands import null_model, run_lab, tensors
+from tests.helpers.commands import null_model, run_lab, table, tensors
+from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.examples import slow
 from tests.helpers.rules import LEAST
-from tests.helpers.scenarios import restarted
+from tests.helpers.scenarios import KilledLab
 from tests.test_aggregators import Report
 
 LAYOUT: Final = ModelLayout.build([("weight", (40, 1000), Section.PARAMETER)])
@@ -499,20 +499,15 @@ TURNED: Final[dict[str, Any]] = {
 }
 
 
-def labs(tree: Mapping[str, Any], **options: Any) -> LabOutcome:
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
+LABS: Final = {"seeded": KilledLab(LAB, model_bytes=10_000), "system": KilledLab(TURNED, model_bytes=10_000)}
 
 
-@pytest.mark.parametrize("tree", [LAB, TURNED], ids=["seeded", "system"])
+@pytest.mark.parametrize("noise", LABS)
 @pytest.mark.parametrize("node", ["cloud", "institution-1", "device-4"])
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
-def test_a_killed_node_adds_the_noise_that_it_would_have_added(tree: dict[str, Any], node: str, share: float) -> None:
+@pytest.mark.parametrize("share", slow([0.3, 0.5, 0.7, 0.9], but=[0.5, 0.9]))
+def test_a_killed_node_adds_the_noise_that_it_would_have_added(noise: str, node: str, share: float) -> None:
     """A secret is drawn once: by the processes that begin, in both labs alike."""
-    whole = labs(tree, spool=True)
-
-    assert labs(tree, spool=True, scenario=restarted(node, at_s=share * whole.virtual_s)).digest == whole.digest
+    LABS[noise].assert_same_if_killed(node, share)
 
 
 def test_secrets_of_nodes_differ_and_decide_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,10 +520,10 @@ def test_secrets_of_nodes_differ_and_decide_the_noise(monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(SimulatedWorld, "noise", noise)
-    once = labs(TURNED)
+    once = LABS["system"].run(spool=False)
     assert len(set(drawn)) == len(drawn) == 3  # of the institutions
     monkeypatch.setattr(SimulatedWorld, "noise", lambda world, nbytes: plain(world, nbytes)[::-1])
-    assert labs(TURNED).digest != once.digest
+    assert LABS["system"].run(spool=False).digest != once.digest
 
 
 # In this process, and in processes
@@ -549,62 +544,40 @@ NOISY: Final[dict[str, Any]] = {
 }
 
 
-def run_direct(
-    folder: RunFolder,
-    *,
-    resume: bool = False,
-    until: int = 99,
-    seen: Callable[[str, Mapping[str, object]], None] = lambda event, facts: None,
-) -> Path:
-    """Run a lab in this process, broken off after a number of global rounds."""
-
-    def observe(event: str, facts: Mapping[str, object]) -> None:
-        seen(event, facts)
-        if event == "global_round" and facts["global_round"] == until:
-            raise KeyboardInterrupt
-
-    try:
-        run_in_process(folder, resume=resume, accelerator="cpu", observe=observe)
-    except KeyboardInterrupt:
-        folder.release()
-    return folder.path
-
-
-def new(root: Path, *trees: Mapping[str, Any]) -> RunFolder:
-    tree = dict(TINY)
-    for each in trees:
-        tree |= each
-    return RunFolder.create(root, parse(tree), direct=True)
+def direct(root: Path, *tables: Mapping[str, Any], **options: Any) -> Path:
+    return run_direct(root, reduce(or_, tables, TINY), **options)
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader((path / "rounds.csv").read_text(encoding="utf-8").splitlines()))
+    return table(path / "rounds.csv")
 
 
 def test_neither_noise_nor_clipping_gives_the_bits_of_no_privacy(tmp_path: Path) -> None:
-    plain = run_direct(new(tmp_path))
+    plain = direct(tmp_path)
     nothing = {"noise_multiplier": 0.0}
     tables = {"cloud": {"privacy": {"unit": "institution", **nothing}}}
     for unit in ("device", "sample"):
         tables |= {"institution": {"privacy": {"unit": unit, **nothing}}}
-        assert tensors(run_direct(new(tmp_path, tables))) == tensors(plain)
+        assert tensors(direct(tmp_path, tables)) == tensors(plain)
 
 
+@pytest.mark.slow
 def test_a_lab_of_processes_has_the_noise_of_a_lab_in_virtual_time(tmp_path: Path) -> None:
+    lab = parse({**LAB, "rounds": 2, "topology": {"institutions": 1, "devices": 3}})
     file = tmp_path / "noisy.toml"
-    file.write_text(to_toml(parse(LAB)))
+    file.write_text(to_toml(lab))
     run_lab(file, tmp_path / "runs", null=True)
-    assert model_digest(tmp_path / "runs") == null_model(parse(LAB))
+    assert model_digest(tmp_path / "runs") == null_model(lab)
 
 
 @pytest.mark.slow
 def test_a_lab_of_processes_has_the_model_of_one_process_and_one_in_virtual_time(tmp_path: Path) -> None:
-    direct = run_direct(new(tmp_path, NOISY))
+    noisy = direct(tmp_path, NOISY)
     sample = {**DEVICE, "unit": "sample", "noise": "seeded"}
-    of_samples = run_direct(new(tmp_path, {"institution": {"privacy": sample}}))
-    assert tensors(direct) != tensors(of_samples)
+    of_samples = direct(tmp_path, {"institution": {"privacy": sample}})
+    assert tensors(noisy) != tensors(of_samples)
     file = tmp_path / "noisy.toml"
-    for path in (direct, of_samples):
+    for path in (noisy, of_samples):
         file.write_text((path / "experiment.toml").read_text())
         processes = run_lab(file, tmp_path / "processes")
         assert tensors(processes) == tensors(path)
@@ -620,14 +593,14 @@ def test_a_resumed_run_has_the_same_noise(
     drawn = count()
     monkeypatch.setattr(RealWorld, "noise", lambda _, nbytes: bytes([next(drawn)]) * nbytes)
     privacy = {"institution": {"privacy": {**DEVICE, "unit": unit, "noise": noise}}}
-    whole = run_direct(new(tmp_path, privacy))
+    whole = direct(tmp_path, privacy)
     drawn = count()
-    killed = run_direct(new(tmp_path, privacy), until=2)
-    resumed = run_direct(RunFolder.reopen(killed, direct=True), resume=True)
+    killed = direct(tmp_path, privacy, until=2)
+    resumed = resumed_run(killed)
     assert tensors(resumed) == tensors(whole)
     assert [row["epsilon_lan"] for row in rows(resumed)] == [row["epsilon_lan"] for row in rows(whole)]
     drawn = count(100)
-    assert (tensors(run_direct(new(tmp_path, privacy))) == tensors(whole)) is (noise == "seeded")
+    assert (tensors(direct(tmp_path, privacy)) == tensors(whole)) is (noise == "seeded")
     assert not list((resumed / "spool").rglob("secret"))  # it goes with the run
 
 
@@ -635,15 +608,15 @@ def test_a_run_ends_before_the_round_that_could_exceed_its_budget(tmp_path: Path
     seen: dict[str, Mapping[str, object]] = {}
     privacy = {**DEVICE, "noise_multiplier": 2.0, "max_epsilon": 3.5}
     most = max(count for count in range(1, 99) if PrivacySettings(**privacy).epsilon(count) <= 3.5)
-    folder = new(tmp_path, {"rounds": 9, "evaluation": {"every": 9}, "institution": {"privacy": privacy}})
-    path = run_direct(folder, seen=lambda event, facts: seen.update({event: facts}))
-    table = rows(path)
-    assert len(table) == most == 2 and float(table[-1]["epsilon_lan"]) <= 3.5
+    tables = {"rounds": 9, "evaluation": {"every": 9}, "institution": {"privacy": privacy}}
+    path = direct(tmp_path, tables, observe=lambda event, facts: seen.update({event: facts}))
+    found = rows(path)
+    assert len(found) == most == 2 and float(found[-1]["epsilon_lan"]) <= 3.5
     assert seen["finished"]["stopped"] == "privacy budget" and seen["finished"]["global_round"] == most
-    assert float(table[-1]["accuracy"]) >= 0  # the last model is evaluated
-    assert seen["finished"]["epsilon_lan"] == pytest.approx(float(table[-1]["epsilon_lan"]), rel=1e-5)
+    assert float(found[-1]["accuracy"]) >= 0  # the last model is evaluated
+    assert seen["finished"]["epsilon_lan"] == pytest.approx(float(found[-1]["epsilon_lan"]), rel=1e-5)
     assert (path / "checkpoints" / f"round-{most:06d}.safetensors").exists()
-    records = [GlobalRoundRecord.read(row) for row in table]
+    records = [GlobalRoundRecord.read(row) for row in found]
     assert [record.epsilon["lan"] for record in records] == [
         pytest.approx(accountant.epsilon(2.0, releases=count + 1, delta=1e-5), rel=1e-5) for count in range(most)
     ]
@@ -660,24 +633,24 @@ def test_a_gauge_has_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         made.append(metrics)
 
     monkeypatch.setattr(Metrics, "__init__", remembered)
-    path = run_direct(new(tmp_path, NOISY))
+    path = direct(tmp_path, NOISY)
     labels = {"role": "cloud", "node": "cloud", "parent": "", "tier": "lan", "unit": "device"}
     found = made[-1]._registry.get_sample_value("fedstrata_privacy_epsilon", labels)
     assert found == pytest.approx(float(rows(path)[-1]["epsilon_lan"]), rel=1e-5)
 
 
 def test_clipping_alone_has_an_infinite_epsilon(tmp_path: Path) -> None:
-    path = run_direct(new(tmp_path, {"institution": {"privacy": {**DEVICE, "noise_multiplier": 0.0}}}))
+    path = direct(tmp_path, {"institution": {"privacy": {**DEVICE, "noise_multiplier": 0.0}}})
     (*_, last) = rows(path)
     assert last["epsilon_lan"] == "inf" and GlobalRoundRecord.read(last).epsilon == {"lan": None}
     assert PrivacySettings(**{**DEVICE, "noise_multiplier": 0.0}).epsilon(1) == inf
 
 
 def test_only_seeded_noise_can_be_replayed(tmp_path: Path) -> None:
-    seeded = run_direct(new(tmp_path, NOISY))
+    seeded = direct(tmp_path, NOISY)
     again = replayed(Run(seeded), tmp_path, accelerator="cpu", observe=lambda event, facts: None)
     assert tensors(again) == tensors(seeded)
-    secret = run_direct(new(tmp_path, {"institution": {"privacy": DEVICE}}))
+    secret = direct(tmp_path, {"institution": {"privacy": DEVICE}})
     with pytest.raises(InvalidExperiment, match=r"institution\.privacy\.noise = 'system': the noise.*Use \"seeded\""):
         replayed(Run(secret), tmp_path, accelerator="cpu", observe=lambda event, facts: None)
 
@@ -696,7 +669,7 @@ def test_a_model_with_batch_statistics_is_refused(unit: str, noise_by: str, tmp_
     tree = {table: {"privacy": {**DEVICE, "unit": unit, "noise_by": noise_by}}}
     tree |= {"model": {"name": "tests.test_privacy:Normalised"}}
     with pytest.raises(InvalidExperiment, match=r"privacy\.unit = '(device|institution)': the model has buffers"):
-        run_direct(new(tmp_path, tree))
+        direct(tmp_path, tree)
 
 
 @pytest.mark.parametrize("rule", ["fedavg", "fedcross", "fedmr"])
@@ -707,5 +680,5 @@ def test_rules_learn_digits_at_a_mild_noise(rule: str, tmp_path: Path) -> None:
         "training": {"batch_size": 20, "learning_rate": 0.05, "epochs": 2},
         "cloud": {"aggregation": {"name": rule}, "privacy": {**DEVICE, "noise_multiplier": 0.005, "noise": "seeded"}},
     }  # fmt: skip
-    (*_, last) = rows(run_direct(new(tmp_path, tree)))
+    (*_, last) = rows(direct(tmp_path, tree))
     assert float(last["accuracy"]) > 0.85

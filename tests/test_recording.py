@@ -70,11 +70,16 @@ def trained(lab: Experiment) -> tuple[dict[int, bool], bytes, float]:
     return {size: program is not None for size, program in programs.items()}, bytes(out), result.loss
 
 
+LARGE = ("cnn_fedavg", "cnn_fedavg_padded", "resnet20")
+
+
 @pytest.mark.parametrize(
     ("model", "objective", "keys"),
     [
-        *((model, {"name": "cross_entropy"}, {}) for model in SHAPES if model != "cnn_fedavg_padded"),
-        pytest.param("cnn_fedavg_padded", {"name": "cross_entropy"}, {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(model, {"name": "cross_entropy"}, {}, marks=[pytest.mark.slow] if model in LARGE else [])
+            for model in SHAPES
+        ),
         *(("cnn_digits", {"name": name}, {}) for name in ("fedprox", "fedsam", "scaffold", "feddyn", "moon", "fedgen")),
         ("mlp_digits", {"name": "cross_entropy"}, {"momentum": 0.0, "weight_decay": 0.1, "clip_norm": 0.5}),
         ("mlp_digits", {"name": "fedprox", "mu": 0.5}, {"nesterov": True, "clip_norm": 0.1}),
@@ -308,6 +313,7 @@ def test_progress_and_cancellation_are_looked_at_within_a_long_program(monkeypat
     assert seen == [0, *range(8, 30)]
 
 
+@pytest.mark.slow
 def test_recording_does_not_import_the_compiler() -> None:
     """It would take seconds and 150 MB in each process that trains."""
     text = (

@@ -20,6 +20,7 @@ from common.model.layout import ModelLayout, Section
 from common.model.refinement import RoundModels
 from tests.helpers.commands import tensors
 from tests.helpers.direct import run_direct
+from tests.helpers.examples import slow
 from tests.test_aggregators import Report
 
 NAMES: Final = ("feddf", "fedbe", "fedlaw")
@@ -180,7 +181,10 @@ def plans(folder: Path, node: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "plan" and event["node"] == node]
 
 
-@pytest.mark.parametrize(("name", "tier"), [("feddf", "cloud"), ("fedbe", "institution"), ("fedlaw", "institution")])
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    slow([("feddf", "cloud"), ("fedbe", "institution"), ("fedlaw", "institution")], but=[("fedbe", "institution")]),
+)
 def test_a_labs_plans_report_what_the_refinement_did(name: str, tier: str, tmp_path: Path) -> None:
     tree = lab(name, tier, **({"steps": 60} if name == "feddf" else {}))
     folder = run_direct(tmp_path / "one", tree)

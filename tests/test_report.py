@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shutil
@@ -28,7 +27,6 @@ from common.experiment import tiers as experiment_tiers
 from common.experiment.reading import parse
 from common.protocol.round_state import GLOBAL_PHASES
 from deploy.console.tabular import THIN, html
-from deploy.local import direct
 from deploy.results import charts
 from deploy.results.figures import (
     CLASSES,
@@ -48,7 +46,8 @@ from deploy.results.figures import (
 from deploy.results.maps import Rates, epochs, topology
 from deploy.results.page import compose
 from deploy.results.run import Run
-from tests.helpers.commands import invoke
+from tests.helpers.commands import invoke, table
+from tests.helpers.direct import run_direct
 from tests.helpers.records import BYTES
 
 MakeRun = Callable[..., Path]
@@ -72,10 +71,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     paths = []
     for control in ("fixed", "tempo"):
         for seed in (1, 2):
-            tree = {**LAB, "seed": seed, "cloud": {"epoch_control": {"name": control}}}
-            folder = RunFolder.create(root, parse(tree), direct=True)
-            direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-            paths.append(folder.path)
+            paths.append(run_direct(root, {**LAB, "seed": seed, "cloud": {"epoch_control": {"name": control}}}))
     return paths
 
 
@@ -156,8 +152,7 @@ def number(cell: str) -> float:
 def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
     run = Run(played[2])
     tree = read(compose([run])[0].html("t"))
-    with (run.path / "links.csv").open(newline="") as file:
-        wanted = list(csv.DictReader(file))
+    wanted = table(run.path / "links.csv")
     heads, *rows = tree.tables["Bytes of each link"]
     assert heads[:6] == ["tier", "from", "to", "kind", "payload", "MQTT"] and len(rows) == len(wanted)
     for row, line in zip(rows, wanted, strict=True):
@@ -174,10 +169,9 @@ def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
         assert number(row[3]) == sum(int(x["message_bytes"]) for x in mine)
         assert number(row[3]) == run.totals[f"{tier}_{way}_bytes"]  # rounds.csv counts the same
     global_rounds = tree.tables["Each global round"]
-    with (run.path / "rounds.csv").open(newline="") as file:
-        for row, line in zip(global_rounds[1:], csv.DictReader(file), strict=True):
-            assert [number(cell) for cell in row[-5:-1]] == [int(line[name]) for name in BYTES]
-            assert number(row[2]) == pytest.approx(float(line["accuracy"]), abs=5e-5)
+    for row, line in zip(global_rounds[1:], table(run.path / "rounds.csv"), strict=True):
+        assert [number(cell) for cell in row[-5:-1]] == [int(line[name]) for name in BYTES]
+        assert number(row[2]) == pytest.approx(float(line["accuracy"]), abs=5e-5)
 
 
 def test_phases_add_up_to_the_global_rounds(played: list[Path]) -> None:
@@ -278,17 +272,16 @@ def test_several_runs_are_laid_over_each_other_and_compared(played: list[Path], 
     facts = json.loads(done.stdout)
     assert facts["report"] == str(tmp_path / "all.html") and all(Path(file).is_file() for file in facts["files"])
     assert len(set(facts["files"])) == len(facts["files"])
-    with (tmp_path / "accuracy-rounds.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table(tmp_path / "accuracy-rounds.csv")
     assert (
         {row["series"] for row in rows} == {"fixed", "tempo"}
         and len(rows) == 6
         and "test_accuracy_percent_sd" in rows[0]
     )
-    table = invoke("compare", *played, "--target", "0.05").stdout.splitlines()
-    assert table[0].split()[:2] == ["experiment", "reached"]
-    assert [line.split()[0] for line in table[1:]] == ["fixed", "tempo"]
-    assert all("2/2" in line for line in table[1:])
+    compared = invoke("compare", *played, "--target", "0.05").stdout.splitlines()
+    assert compared[0].split()[:2] == ["experiment", "reached"]
+    assert [line.split()[0] for line in compared[1:]] == ["fixed", "tempo"]
+    assert all("2/2" in line for line in compared[1:])
     never = invoke("compare", *played)  # the experiments' own target
     assert never.exit_code == 0
 
@@ -301,8 +294,8 @@ def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     page, _ = compose([Run(played[0])])
     again: dict[str, str | bytes] = {}
-    for table in page.tables:
-        again |= {f"{table.name}.csv": table.csv(), f"{table.name}.tex": table.latex()}
+    for each in page.tables:
+        again |= {f"{each.name}.csv": each.csv(), f"{each.name}.tex": each.latex()}
     for figure in {figure.draw(True).headed: figure for figure in page.figures}.values():  # a drawing and a chart
         again |= {f"{figure.name}.{kind}": file for kind, file in render(figure, ["pdf", "png", "svg"]).items()}
     for name, content in again.items():

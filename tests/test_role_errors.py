@@ -32,6 +32,7 @@ from deploy.brokers.guard import Guard
 from device.training.trainer import Trainer
 from institution.agent import InstitutionAgent
 from tests.helpers.commands import PATIENCE_S
+from tests.helpers.nodes import nothing
 from tests.helpers.roles import SMALL, Role, device, lab_of, until
 from tests.helpers.sites import real
 
@@ -57,9 +58,6 @@ async def announcing(
     address: BrokerAddress, name: str, experiment: Experiment, *, children: list[str]
 ) -> AsyncIterator[ParentEndpoint]:
     """Keep a parent on the broker that announces an experiment."""
-
-    async def nothing() -> None:
-        pass
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
     identity = Identity(f"run-{secrets.token_hex(4)}", name, "institution", new_session())
@@ -241,7 +239,16 @@ def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) ->
     assert "MNIST" in complaints[0] and "download=True" in complaints[0]
 
 
-def test_a_refused_login_ends_every_role_with_3_and_names_the_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["cloud"], marks=pytest.mark.slow),
+        pytest.param(["institution", "--name", "institution-0"], marks=pytest.mark.slow),
+        ["device", "--name", "device-0", "--parent", "institution-0"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_refused_login_ends_every_role_with_3_and_names_the_address(words: list[str], tmp_path: Path) -> None:
     passwords = tmp_path / "passwords"
     passwords.write_text("")
     file = tmp_path / "experiment.toml"
@@ -251,18 +258,10 @@ def test_a_refused_login_ends_every_role_with_3_and_names_the_address(tmp_path: 
     login = ["--username", "me", "--password-file", secret, "--connect-timeout", "1"]
     with broker.start(directory=tmp_path, guard=Guard(passwords=passwords)) as refusing:
         address = f"{refusing.host}:{refusing.port}"
-        roles = [
-            Role(tmp_path / f"{words[0]}.log", *words, "--broker", address, *login)
-            for words in (
-                ["cloud", file, "--runs", tmp_path / "runs"],
-                ["institution", "--name", "institution-0"],
-                ["device", "--name", "device-0", "--parent", "institution-0"],
-            )
-        ]
-        for role in roles:
-            (error,) = (line for line in role.ends(3).splitlines() if line.startswith("fedstrata: "))
-            assert address in error
-            assert "login" in error
+        runs = [file, "--runs", tmp_path / "runs"] if words[0] == "cloud" else []
+        role = Role(tmp_path / f"{words[0]}.log", *words, *runs, "--broker", address, *login)
+        (error,) = (line for line in role.ends(3).splitlines() if line.startswith("fedstrata: "))
+        assert address in error and "login" in error
 
 
 def test_a_broker_that_stays_away_ends_a_role_with_5_and_is_named(tmp_path: Path) -> None:

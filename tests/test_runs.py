@@ -11,13 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.protocol.round_state import GLOBAL_PHASES
-from deploy.cli.main import app
 from deploy.console.tabular import age
 from deploy.results.run import Run, State, find, find_all, folders
 from tests.helpers.commands import invoke
@@ -188,7 +186,7 @@ def test_each_command_on_runs_takes_what_a_shell_makes_of_a_sweeps_folder(tmp_pa
     assert [group["reached"] for group in reached["groups"]] == [2]
     listed = invoke("runs", "list", "--runs", tmp_path, "--format", "json").stdout.splitlines()
     assert {json.loads(line)["folder"] for line in listed} == set(map(str, paths))
-    asked = CliRunner().invoke(app, ["runs", "delete", str(sweep)], input="n\n")
+    asked = invoke("runs", "delete", sweep, answers="n\n")
     assert asked.exit_code == 1 and "Delete 2 runs?" in asked.output and all(path.exists() for path in paths)
 
 
@@ -222,9 +220,9 @@ def test_the_age_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
 
 def test_runs_are_deleted_after_a_question(tmp_path: Path, make_run: MakeRun) -> None:
     paths = [make_run(tmp_path, {"name": name}) for name in ("first", "second")]
-    asked = CliRunner().invoke(app, ["runs", "delete", str(paths[0])], input="n\n")
+    asked = invoke("runs", "delete", paths[0], answers="n\n")
     assert asked.exit_code == 1 and "Delete 1 runs?" in asked.output and paths[0].exists()
-    assert CliRunner().invoke(app, ["runs", "delete", str(paths[0])], input="y\n").exit_code == 0
+    assert invoke("runs", "delete", paths[0], answers="y\n").exit_code == 0
     assert not paths[0].exists() and paths[1].exists()
     assert invoke("runs", "delete", paths[0], "--yes").exit_code == 4, "no such run any more"
     folder = RunFolder.reopen(paths[1])  # as the cloud does

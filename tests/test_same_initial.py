@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 from typing import Any, Final
@@ -22,12 +21,12 @@ from common.learning.nets import draw_default
 from common.randomness import Purpose, torch_seed
 from deploy.local.replay import replayed
 from deploy.results.run import Run
-from deploy.simulation.lab import LabOutcome, SimulatedLab
 from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
 from device.training import batches
 from tests.helpers.commands import tensors
 from tests.helpers.real_workload import RealWorkload
+from tests.helpers.scenarios import KilledLab
 from tests.test_parts import CPU, mean, one_round, run_direct
 
 LAB: Final[dict[str, Any]] = {
@@ -98,24 +97,9 @@ def test_in_common_steps_devices_begin_as_alone(monkeypatch: pytest.MonkeyPatch)
     assert np.abs(alone[0] - alone[1]).max() > 0.1
 
 
-def played(**options: Any) -> LabOutcome:
+def test_a_killed_device_begins_with_the_same_model() -> None:
     lab = lab_of(topology={"institutions": 2, "devices": 6}, cloud={})
-    outcome = SimulatedLab(lab, seed=1, workload=RealWorkload(lab), **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
-
-
-def test_a_killed_device_begins_with_the_same_model(tmp_path: Path) -> None:
-    undisturbed = played()
-
-    async def kill(lab: SimulatedLab) -> None:
-        for share in (0.2, 0.2):
-            await asyncio.sleep(share * undisturbed.virtual_s)
-            lab.kill("device-0")
-            await asyncio.sleep(1.0)
-            lab.start("device-0")
-
-    assert played(scenario=kill).digest == undisturbed.digest
+    KilledLab(lab, workload=RealWorkload).assert_same_if_killed("device-0", 0.2, 0.2)
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,14 +13,13 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from cloud import checkpoint
-from cloud.results import RunFolder
 from common.experiment.reading import load, parse
 from common.methods.selection import ResultFacts
-from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome
 from tests.helpers.commands import DEMO, run_lab, tensors
-from tests.helpers.scenarios import restarted
+from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.examples import slow
+from tests.helpers.scenarios import KilledLab
 
 MODEL_BYTES: Final = 10_000
 
@@ -33,43 +32,25 @@ LAB: Final = {
 }
 
 
-def digest_of(*, tree: Mapping[str, Any] = LAB, **options: Any) -> LabOutcome:
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=MODEL_BYTES, **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
+SELECTING: Final = KilledLab(LAB, model_bytes=MODEL_BYTES)
+NODES: Final = ("cloud", "institution-0", "institution-1", "device-3")
+KILLS: Final = (("cloud", 0.4), ("cloud", 0.8), ("institution-1", 0.4), ("device-3", 0.8))
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> LabOutcome:
-    return digest_of()
+@pytest.mark.parametrize(("node", "share"), slow(product(NODES, (0.4, 0.8)), but=KILLS))
+def test_a_node_that_is_killed_selects_as_if_it_had_not_been(node: str, share: float) -> None:
+    SELECTING.assert_same_if_killed(node, share)
 
 
-@pytest.mark.parametrize("node", ["cloud", "institution-0", "institution-1", "device-3"])
-@pytest.mark.parametrize("share", [0.4, 0.8])
-def test_a_node_that_is_killed_selects_as_if_it_had_not_been(node: str, share: float, undisturbed: LabOutcome) -> None:
-    assert digest_of(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_an_institution_that_loses_its_state_does_not_go_on_without(keep: bool) -> None:
+def test_an_institution_that_loses_its_state_does_not_go_on_without() -> None:
     adam = {"aggregation": {"name": "fedadam", "learning_rate": 0.1}}
-    experiment = parse(LAB | {"institution": LAB["institution"] | adam})
-    whole = SimulatedLab(experiment, seed=1, model_bytes=MODEL_BYTES).run()
-
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(0.8 * whole.virtual_s)
-        lab.kill("institution-0")
-        lab.start("institution-0", keep_files=keep)
-
-    outcome = SimulatedLab(experiment, seed=1, model_bytes=MODEL_BYTES, scenario=kill).run()
-    assert outcome.ok == keep, outcome.result
-    if keep:
-        assert outcome.digest == whole.digest
-    else:
-        assert "the state of this institution's rule after its task" in outcome.result
+    lab = KilledLab(LAB | {"institution": LAB["institution"] | adam}, model_bytes=MODEL_BYTES)
+    lab.assert_same_if_killed("institution-0", 0.8)
+    lost = lab.loses_files("institution-0", share=0.8)
+    assert not lost.ok and "the state of this institution's rule after its task" in lost.result
 
 
-def test_the_selection_matters_and_is_recorded(undisturbed: LabOutcome) -> None:
+def test_the_selection_matters_and_is_recorded() -> None:
     found: list[Mapping[str, Any]] = []
 
     def at_end(lab: SimulatedLab) -> None:
@@ -77,12 +58,12 @@ def test_the_selection_matters_and_is_recorded(undisturbed: LabOutcome) -> None:
         lines = (folder / "events.jsonl").read_text().splitlines()
         found.extend(event for event in map(json.loads, lines) if event["event"] == "plan")
 
-    assert digest_of(at_end=at_end).digest == undisturbed.digest
+    assert SELECTING.run(at_end=at_end).digest == SELECTING.undisturbed.digest
     recorded = [set(event["taking_part"]) for event in found if event["node"] == "cloud"]
     assert len(recorded) == 4 and all(len(names) == 2 for names in recorded)
     assert recorded[0] | recorded[1] == {"institution-0", "institution-1", "institution-2"}
     plain = parse({**LAB, "cloud": {"participation": 0.67}})
-    assert SimulatedLab(plain, seed=1, model_bytes=MODEL_BYTES).run().digest != undisturbed.digest
+    assert SimulatedLab(plain, seed=1, model_bytes=MODEL_BYTES).run().digest != SELECTING.undisturbed.digest
 
 
 # In this process, and in processes
@@ -97,20 +78,6 @@ TINY: Final[dict[str, Any]] = {
 }
 
 
-def run_direct(folder: RunFolder, *, resume: bool = False, until: int = 99) -> Path:
-    """Run a lab in this process, broken off after a number of global rounds."""
-
-    def observe(event: str, facts: Mapping[str, object]) -> None:
-        if event == "global_round" and facts["global_round"] == until:
-            raise KeyboardInterrupt
-
-    try:
-        run_in_process(folder, resume=resume, accelerator="cpu", observe=observe)
-    except KeyboardInterrupt:
-        folder.release()  # like the end of its process
-    return folder.path
-
-
 def plans(folder: Path) -> list[dict[str, Any]]:
     """Return the cloud's plans, also those of global rounds that were repeated."""
     events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
@@ -122,13 +89,13 @@ def taking_part(folder: Path) -> dict[int, list[str]]:
     return {plan["global_round"]: plan["taking_part"] for plan in plans(folder)}
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", slow([1, 2], but=[2]))
 def test_a_resumed_run_selects_as_an_undisturbed_one(every: int, tmp_path: Path) -> None:
     cloud = {"participation": 0.67, "checkpoint_every": every, "selection": {"name": "power_of_choice"}}
     experiment = parse(TINY | {"cloud": cloud})
-    undisturbed = run_direct(RunFolder.create(tmp_path, experiment, direct=True))
-    killed = run_direct(RunFolder.create(tmp_path, experiment, direct=True), until=3)
-    resumed = run_direct(RunFolder.reopen(killed, direct=True), resume=True)
+    undisturbed = run_direct(tmp_path, experiment)
+    killed = run_direct(tmp_path, experiment, until=3)
+    resumed = resumed_run(killed)
     assert tensors(resumed) == tensors(undisturbed)
     assert taking_part(resumed) == taking_part(undisturbed) and len(taking_part(resumed)) == 5
 
@@ -136,9 +103,9 @@ def test_a_resumed_run_selects_as_an_undisturbed_one(every: int, tmp_path: Path)
 def test_a_round_that_is_repeated_has_the_same_selection_by_durations(tmp_path: Path) -> None:
     """The run is broken off after its fourth global round, of which there is no checkpoint yet."""
     cloud = {"participation": 0.67, "selection": {"name": "oort", "cut_off": 0.01}}
-    killed = run_direct(RunFolder.create(tmp_path, parse(TINY | {"cloud": cloud}), direct=True), until=4)
+    killed = run_direct(tmp_path, parse(TINY | {"cloud": cloud}), until=4)
     before = taking_part(killed)
-    resumed = run_direct(RunFolder.reopen(killed, direct=True), resume=True, until=4)
+    resumed = resumed_run(killed, until=4)
     repeated = [event["global_round"] for event in plans(resumed)]
     assert repeated == [1, 2, 3, 4, 4] and taking_part(resumed) == before
 
@@ -168,7 +135,7 @@ def test_processes_select_as_one_process_does_and_know_the_same(tmp_path: Path) 
         *("transfer.wan.up=delta+fp32+zstd", "transfer.wan.down=fp32+zstd", "transfer.lan.up=delta+int8"),
     )
     network = run_lab(DEMO, tmp_path / "network", *pairs)
-    direct = run_direct(RunFolder.create(tmp_path / "direct", load(DEMO, pairs), direct=True))
+    direct = run_direct(tmp_path / "direct", load(DEMO, pairs))
     assert tensors(direct) == tensors(network)
     assert taking_part(direct) == taking_part(network)
     known = histories(direct)
@@ -176,13 +143,16 @@ def test_processes_select_as_one_process_does_and_know_the_same(tmp_path: Path) 
     assert len(bytes_of(direct)) > 1
 
 
-@pytest.mark.parametrize(("up", "down", "share"), [("fp32", "fp32", 2.0), ("fp32", "fp16", 1.5), ("fp16", "fp16", 1.0)])
+@pytest.mark.parametrize(
+    ("up", "down", "share"),
+    slow([("fp32", "fp32", 2.0), ("fp32", "fp16", 1.5), ("fp16", "fp16", 1.0)], but=[("fp32", "fp16", 1.5)]),
+)
 def test_the_bytes_of_a_result_are_those_of_both_models_as_they_travel(
     up: str, down: str, share: float, tmp_path: Path
 ) -> None:
     wan = {"transfer": {"wan": {"up": up, "down": down}}}
     cloud = {"participation": 0.67, "selection": {"name": "power_of_choice"}}
-    direct = run_direct(RunFolder.create(tmp_path, parse(TINY | wan | {"rounds": 1, "cloud": cloud}), direct=True))
+    direct = run_direct(tmp_path, parse(TINY | wan | {"rounds": 1, "cloud": cloud}))
     size = sum(entry.nbytes for entry in load_file(direct / "model.safetensors").values())
     assert bytes_of(direct) == {share * size}
     found: set[int] = set()
@@ -191,5 +161,5 @@ def test_the_bytes_of_a_result_are_those_of_both_models_as_they_travel(
         (folder,) = lab.agents.runs.iterdir()
         found.update(bytes_of(folder))
 
-    digest_of(tree=LAB | wan, at_end=at_end)
+    KilledLab(LAB | wan, model_bytes=MODEL_BYTES).run(at_end=at_end)
     assert found == {share * MODEL_BYTES}

@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from cloud.results import RunFolder
 from common.errors import RunFailed
 from common.experiment.codecs import DOWN, Codecs
 from common.experiment.methods import RULES, NormBound
@@ -27,15 +26,16 @@ from common.runtime.models import Arriving
 from common.runtime.round import Dispatch, Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
-from deploy.local.direct import run_in_process
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome, model_digest
+from deploy.simulation.outcome import model_digest
 from deploy.sweeps.grid import merged
 from tests.helpers.codecs import codecs_of
 from tests.helpers.commands import tensors
+from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.rules import LEAST
-from tests.helpers.scenarios import restarted
+from tests.helpers.scenarios import KilledLab
 from tests.test_aggregators import Report as Trained
 from tests.test_aggregators import label
 
@@ -190,23 +190,8 @@ def without(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if name != key}
 
 
-def run(folder: RunFolder, *, until: int | None = None, resume: bool = False) -> RunFolder:
-    """Run a lab in this process, to its end or to the end of a global round."""
-
-    def observe(event: str, facts: Any) -> None:
-        if event == "global_round" and facts["global_round"] == until:
-            raise KeyboardInterrupt
-
-    try:
-        run_in_process(folder, resume=resume, accelerator="cpu", observe=observe)
-    except KeyboardInterrupt:
-        assert until is not None
-    folder.release()
-    return folder
-
-
 def model_of(root: Path, *trees: Mapping[str, Any]) -> bytes:
-    return tensors(run(RunFolder.create(root, parse(merged(*trees)), direct=True)).path)
+    return tensors(run_direct(root, merged(*trees)))
 
 
 NULLS: Final[list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = [
@@ -246,7 +231,7 @@ def test_feddyns_node_has_the_mean_of_what_its_devices_keep(codecs: str, tmp_pat
     """h is the mean of the h_k, whoever takes part; the node keeps h / alpha."""
     alpha = 0.05
     experiment = parse(merged(LAB, dynamic(alpha), {"transfer": TIERS[codecs], "rounds": 4}))
-    folder = run(RunFolder.create(tmp_path, experiment, direct=True), until=3).path
+    folder = run_direct(tmp_path, experiment, until=3)
     for name, devices in experiment.tree.children.items():
         if name == "cloud":
             continue
@@ -263,7 +248,11 @@ def newest(folder: Path, node: str, name: str) -> Path | None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "codecs"), [("feddyn", "other"), ("feddyn", "equal"), ("scaffold", "other"), ("fedavgm", "exact above")]
+    ("rule", "codecs"),
+    slow(
+        [("feddyn", "other"), ("feddyn", "equal"), ("scaffold", "other"), ("fedavgm", "exact above")],
+        but=[("feddyn", "other"), ("fedavgm", "exact above")],
+    ),
 )
 def test_agents_over_a_network_compute_what_one_process_does(rule: str, codecs: str, tmp_path: Path) -> None:
     objective = {} if rule == "fedavgm" else {"objective": {"name": rule}}
@@ -272,17 +261,20 @@ def test_agents_over_a_network_compute_what_one_process_does(rule: str, codecs: 
     experiment = parse(merged(LAB, methods, cloud, {"rounds": 2}))
     outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
     assert outcome.ok, outcome.result
-    run(RunFolder.create(tmp_path, experiment, direct=True))
+    run_direct(tmp_path, experiment)
     assert outcome.digest == model_digest(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("rule", "codecs"),
-    [
-        ({"name": "feddyn"}, "other"),
-        ({"name": "fedavgm"}, "exact above"),
-        ({"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}, "equal"),
-    ],
+    slow(
+        [
+            ({"name": "feddyn"}, "other"),
+            ({"name": "fedavgm"}, "exact above"),
+            ({"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}, "equal"),
+        ],
+        but=[({"name": "feddyn"}, "other")],
+    ),
     ids=str,
 )
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(
@@ -292,21 +284,16 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(
     cloud = {"checkpoint_every": 2, "aggregation": {"name": "fedavgm"}}
     methods = {"training": objective, "institution": {"aggregation": rule}, "transfer": TIERS[codecs], "cloud": cloud}
     tree = merged(LAB, methods, {"rounds": 5})
-    broken = run(RunFolder.create(tmp_path, parse(tree), direct=True), until=3).path
-    run(RunFolder.reopen(broken, direct=True), resume=True)
-    assert tensors(broken) == model_of(tmp_path, tree)
+    broken = run_direct(tmp_path, tree, until=3)
+    assert tensors(resumed_run(broken)) == model_of(tmp_path, tree)
+
+
+KILLED: Final = KilledLab(
+    merged(LAB, dynamic(0.05), {"transfer": TIERS["other"] | {"inline_bytes": 0}}), model_bytes=40_000
+)
 
 
 @pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0"])
-@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("share", slow([0.3, 0.6], but=[0.6]))
 def test_a_killed_node_continues_with_what_was_decoded(node: str, share: float) -> None:
-    tree = merged(LAB, dynamic(0.05), {"transfer": TIERS["other"] | {"inline_bytes": 0}})
-
-    def played(**options: Any) -> LabOutcome:
-        outcome = SimulatedLab(parse(tree), seed=1, model_bytes=40_000, **options).run()
-        assert outcome.ok, outcome.result
-        return outcome
-
-    undisturbed = played()
-
-    assert played(scenario=restarted(node, at_s=share * undisturbed.virtual_s)).digest == undisturbed.digest
+    KILLED.assert_same_if_killed(node, share)

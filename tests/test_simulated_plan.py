@@ -131,9 +131,13 @@ LAN = {"up_mbit": 20, "down_mbit": 40}
 @pytest.mark.parametrize(
     ("tree", "options"),
     [
-        ({**MANY, "topology": {"institutions": 0, "devices": 80}}, {}),
+        ({**MANY, "topology": {"institutions": 0, "devices": 80}, "links": {"wan": SLOW}}, {"interface_mbit": 5.0}),
         ({**MANY, "topology": {"institutions": 0, "devices": 80}}, {"site": Site.ONE_HOST}),
-        ({"topology": {"institutions": 0, "devices": 40}, "links": {"wan": SLOW}}, {"interface_mbit": 50.0}),
+        pytest.param(
+            {"topology": {"institutions": 0, "devices": 40}, "links": {"wan": SLOW}},
+            {"interface_mbit": 50.0},
+            marks=pytest.mark.slow,
+        ),
         ({**MANY, "topology": {"institutions": 3, "devices": 120}, "links": {"wan": SLOW, "lan": LAN}}, {}),
     ],
 )

@@ -603,6 +603,7 @@ def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
     assert "Traceback" not in lab.said("institution") + lab.said("device")
 
 
+@pytest.mark.slow
 def test_a_lab_has_one_run_at_a_time_a_cloud_that_dies_leaves_it_free_and_nodes_end_on_sigterm(lab: Lab) -> None:
     first = lab.cloud(LONG, seed=1)
     assert first.stdout is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping
 from math import isnan, nan
@@ -21,7 +20,8 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.stopping import Course, Stop, StopReason, as_written
 from common.experiment.training import Score
-from deploy.local.direct import run_in_process
+from tests.helpers.commands import table
+from tests.helpers.direct import direct_run, resumed_run
 
 LAB: dict[str, Any] = {
     "rounds": 12, "topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"},
@@ -86,21 +86,6 @@ def test_what_cannot_be_is_refused(tree: dict[str, Any], text: str) -> None:
 # Runs
 
 
-def run(folder: RunFolder, *, until: int = 0, resume: bool = False) -> RunFolder:
-    """Run a lab in this process, to its end or to the end of a global round."""
-
-    def observe(event: str, facts: Mapping[str, Any]) -> None:
-        if event == "global_round" and facts["global_round"] == until:
-            raise KeyboardInterrupt
-
-    try:
-        run_in_process(folder, resume=resume, accelerator="cpu", observe=observe)
-    except KeyboardInterrupt:
-        assert until
-    folder.release()
-    return folder
-
-
 def new(root: Path, *trees: Mapping[str, Any]) -> RunFolder:
     tree = dict(LAB)
     for each in trees:
@@ -114,7 +99,7 @@ def arrays(path: Path) -> dict[str, Any]:
 
 
 def rows(folder: RunFolder) -> list[dict[str, str]]:
-    return list(csv.DictReader((folder.path / "rounds.csv").read_text(encoding="utf-8").splitlines()))
+    return table(folder.path / "rounds.csv")
 
 
 def finished(folder: RunFolder) -> dict[str, Any]:
@@ -127,23 +112,23 @@ PATIENT = {"stop": {"patience": 2, "min_delta": 0.02, "best": True}}
 
 
 def test_patience_ends_a_run_and_its_best_model_stays_also_if_it_is_resumed_anywhere(tmp_path: Path) -> None:
-    whole = run(new(tmp_path / "whole", PATIENT))
-    facts, table = finished(whole), rows(whole)
-    assert facts["stopped"] == "patience" and len(table) < LAB["rounds"]
+    whole = direct_run(new(tmp_path / "whole", PATIENT))
+    facts, found = finished(whole), rows(whole)
+    assert facts["stopped"] == "patience" and len(found) < LAB["rounds"]
     course = Course(Stop.model_validate(PATIENT["stop"]), Score())
-    for row in table[:-1]:  # the last one was trained while the decision was made
+    for row in found[:-1]:  # the last one was trained while the decision was made
         assert course.ended is None
         course.take(int(row["global_round"]), score=float(row["accuracy"]), loss=float(row["loss"]))
     assert course.ended is StopReason.PATIENCE
-    course.take(len(table), score=float(table[-1]["accuracy"]), loss=float(table[-1]["loss"]))
+    course.take(len(found), score=float(found[-1]["accuracy"]), loss=float(found[-1]["loss"]))
     assert facts["best_round"] == course.best > 1
     best = arrays(whole.path / "best.safetensors")
-    alone = run(new(tmp_path / "alone", {"rounds": course.best}))
+    alone = direct_run(new(tmp_path / "alone", {"rounds": course.best}))
     wanted = arrays(alone.path / "model.safetensors")
     assert best.keys() == wanted.keys() and all(np.array_equal(best[name], wanted[name]) for name in best)
-    for until in range(1, len(table), 2):
-        folder = run(new(tmp_path / f"killed-{until}", PATIENT), until=until)
-        again = run(RunFolder.reopen(folder.path, direct=True), resume=True)
+    for until in range(1, len(found), 2):
+        folder = direct_run(new(tmp_path / f"killed-{until}", PATIENT), until=until)
+        again = direct_run(RunFolder.reopen(folder.path, direct=True), resume=True)
         assert (finished(again)["best_round"], finished(again)["stopped"]) == (course.best, "patience")
         for name in ("best.safetensors", "model.safetensors"):
             one, other = arrays(again.path / name), arrays(whole.path / name)
@@ -151,15 +136,13 @@ def test_patience_ends_a_run_and_its_best_model_stays_also_if_it_is_resumed_anyw
 
 
 def test_a_best_model_that_is_lost_is_named(tmp_path: Path) -> None:
-    folder = run(new(tmp_path, {"rounds": 3, "stop": {"best": True, "min_delta": 0.9}}), until=3)
+    folder = direct_run(new(tmp_path, {"rounds": 3, "stop": {"best": True, "min_delta": 0.9}}), until=3)
     for path in folder.checkpoints.glob("best-*"):
         path.unlink()
     warnings: list[Any] = []
-    reopened = RunFolder.reopen(folder.path, direct=True)
-    run_in_process(
-        reopened, resume=True, accelerator="cpu",
-        observe=lambda event, facts: warnings.append(facts["reason"]) if event == "warning" else None,
-    )  # fmt: skip
+    resumed_run(
+        folder.path, observe=lambda event, facts: warnings.append(facts["reason"]) if event == "warning" else None
+    )
     assert "the best model, of global round 1, is lost" in warnings
     assert not (folder.path / "best.safetensors").exists()
 
@@ -169,13 +152,13 @@ def test_a_best_model_that_is_lost_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return run(new(tmp_path_factory.mktemp("earlier"), {"rounds": 3}))
+    return direct_run(new(tmp_path_factory.mktemp("earlier"), {"rounds": 3}))
 
 
 def test_a_run_starts_from_the_model_of_another(earlier: RunFolder, tmp_path: Path) -> None:
     still = {"rounds": 1, "training": {"learning_rate": 1e-12}}
     of_folder, of_file = (
-        run(new(tmp_path / name, still, {"model": {"name": "mlp_digits", "initial": str(path)}}))
+        direct_run(new(tmp_path / name, still, {"model": {"name": "mlp_digits", "initial": str(path)}}))
         for name, path in (("folder", earlier.path), ("file", earlier.path / "model.safetensors"))
     )
     (first,), (other,), last = rows(of_folder), rows(of_file), rows(earlier)[-1]
@@ -208,11 +191,11 @@ def test_a_file_of_another_model_is_refused(change: Any, text: str, earlier: Run
     save_file(found, tmp_path / "other.safetensors")
     folder = new(tmp_path / "runs", {"model": {"name": "mlp_digits", "initial": str(tmp_path / "other.safetensors")}})
     with pytest.raises(InvalidExperiment, match=text):
-        run(folder)
+        direct_run(folder)
 
 
 def test_a_place_without_a_model_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no", Path(__file__)):
         folder = new(tmp_path / "runs", {"model": {"name": "mlp_digits", "initial": str(path)}})
         with pytest.raises(InvalidExperiment, match=r"model\.initial = .* cannot be read: .* Name a finished run"):
-            run(folder)
+            direct_run(folder)

@@ -175,7 +175,6 @@ def test_both_ends_have_the_same_rows_which_grow() -> None:
     ("request_", "killed", "how"),
     [
         ({"do": "exit", "code": 0}, False, "ended with code 0; the output of its node may have the reason"),
-        ({"do": "exit", "code": 3}, False, "ended with code 3; the output of its node may have the reason"),
         ({"do": "raise"}, False, "ended with code 1; the output of its node may have the reason"),
         ({"do": "kill"}, True, "was killed by SIGKILL"),
         ({"do": "half", "code": 7}, False, "ended with code 7; the output of its node may have the reason"),
@@ -262,7 +261,7 @@ def test_progress_is_counted_and_no_reply() -> None:
     async def work(channel: SubprocessChannel) -> None:
         object.__setattr__(channel, "moved", lambda: moves.append(1))
         assert await channel.request(do="progress", times=3) == {"done": True} and len(moves) == 3
-        assert await channel.request(do="busy", cpu_s=2.0) == {"done": True} and len(moves) > 3
+        assert await channel.request(do="busy", cpu_s=0.7) == {"done": True} and len(moves) > 3
 
     run(work)
 

@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from deploy.sweeps.folder import MissingRun, SweepFolder
 from deploy.sweeps.grid import load, merged
 from deploy.sweeps.running import CellFailed, SweepProgress, Watch, fitting, run_jobs
 from tests.helpers.commands import command, fedstrata, invoke, tensors
+from tests.helpers.direct import HereSlot
 
 TREE: Final[Mapping[str, Any]] = {
     "title": "Two rules",
@@ -47,6 +49,15 @@ def sweep_file(folder: Path, *changes: Mapping[str, Any]) -> Path:
     file = folder / "two.toml"
     file.write_text(write(merged(TREE, *changes)))
     return file
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[None]:
+    """Run cells in the test's process; the worker processes of sweeps that are killed, and of slow tests, stay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deploy.sweeps.running.DirectSlot", HereSlot)
+        patch.setattr("deploy.local.direct.interruptible", nullcontext)  # only the main thread is
+        yield
 
 
 def models(runs: Path) -> dict[str, bytes]:
@@ -79,6 +90,7 @@ def test_two_at_once_give_the_same_bits_and_nothing_is_run_again(tmp_path: Path)
     assert refused.exit_code == 4 and "had no network. Add --direct, or name another folder." in refused.stderr
 
 
+@pytest.mark.usefixtures("here")
 def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> None:
     file = sweep_file(tmp_path, {"axes": {"method": {"FedCross": {"rounds": 15}}}})
     words = ["sweep", file, "--direct", "--format", "csv"]
@@ -102,6 +114,7 @@ def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> 
     assert [Run(path).state for path in folders(folder.path)] == [State.FINISHED] * 4  # none was begun twice
 
 
+@pytest.mark.usefixtures("here")
 def test_runs_that_fail_or_lack_their_data_are_reported_and_tried_again_and_the_others_go_on(tmp_path: Path) -> None:
     cifar = {"data": {"dataset": "cifar10", "root": str(tmp_path)}, "model": {"name": "lenet_cifar"}}
     digits = {"data": {"dataset": "digits"}, "model": {"name": "mlp_digits"}}
@@ -198,7 +211,7 @@ class ScriptedSlot:
             raise self._failures[job.label]
 
     def close(self) -> None:
-        """End nothing."""
+        pass
 
 
 def test_an_error_of_the_broker_or_the_disk_ends_the_sweep(tmp_path: Path) -> None:
@@ -247,7 +260,7 @@ def test_what_a_lab_waits_for_is_written_once(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.fixture(scope="module")
-def monday(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def monday(tmp_path_factory: pytest.TempPathFactory, here: None) -> Path:
     """Return a folder with the file of a sweep, the runs of one of its two cells, and what is kept of them."""
     home = tmp_path_factory.mktemp("monday")
     words = ["--only", "method=FedAvg", "--runs", home / "monday", "--kept", home / "kept"]
@@ -294,6 +307,7 @@ def test_a_kept_run_is_found_by_its_experiment_as_it_is_read_today(monday: Path,
     assert lost.exit_code == 4 and "experiment.toml" in lost.stderr and "lost" in lost.stderr
 
 
+@pytest.mark.usefixtures("here")
 def test_cells_that_the_command_changed_are_compared_with_the_papers_order_alone(tmp_path: Path) -> None:
     paper = {"cite": "They", "figures": [["FedAvg", "FedCross"], [90.0, 91.0]]}
     file = sweep_file(tmp_path, {"seeds": 1, "paper": paper})

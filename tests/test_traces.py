@@ -18,6 +18,7 @@ from common.protocol.outbox import Shaper
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.outcome import LabOutcome
+from tests.helpers.examples import slow
 
 
 @st.composite
@@ -134,7 +135,7 @@ def run(links: dict[str, Any], **settings: Any) -> LabOutcome:
     return SimulatedLab(experiment, seed=3, model_bytes=400_000, durations=Durations(spread=0.0)).run()
 
 
-@pytest.mark.parametrize("tier", ["wan", "lan"])
+@pytest.mark.parametrize("tier", slow(["wan", "lan"], but=["wan"]))
 def test_a_lab_survives_an_outage_and_its_model_is_the_same(tier: str) -> None:
     plain = run({tier: {"up_mbit": 2, "down_mbit": 2}})
     outage = run({tier: {"trace": OUTAGE}})

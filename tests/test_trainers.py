@@ -1,4 +1,4 @@
-"""Trainers of one's own: the example of docs/extend.md, Flower's clients, what they may not return, without PyTorch."""
+"""Trainers of a user's own: the example of docs/own.md, Flower's clients, what they may not return, without PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
@@ -26,10 +25,11 @@ from common.model import flower
 from common.protocol.limits import check_report, limits_below
 from common.protocol.messages import Key, Manifest, Result
 from deploy.brokers import broker
-from deploy.local.direct import run_in_process
 from deploy.planning import workload
 from deploy.planning.footprint import memory_of
 from tests.helpers.commands import PATIENCE_S, command, fedstrata, folder_in, invoke, run_lab, table, tensors
+from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.examples import slow
 from tests.test_bare import SITE, bare
 from tests.test_extend import EXAMPLES
 
@@ -285,21 +285,11 @@ def written(home: Path, trainer: Mapping[str, Any] | str, **tables: Any) -> Path
     return path
 
 
-def direct(folder: Path, experiment: Experiment, *, stop_after: int = 0) -> RunFolder:
+def direct(folder: Path, experiment: Experiment, *, stop_after: int = 0) -> Path:
     """Run a lab in this process; `stop_after`: the global round after which it is killed, and then resumed."""
 
-    def observe(event: str, facts: Any) -> None:
-        if event == "global_round" and facts["global_round"] == stop_after:
-            raise KeyboardInterrupt
-
-    run = RunFolder.create(folder, experiment, direct=True)
-    if stop_after:
-        with pytest.raises(KeyboardInterrupt):
-            run_in_process(run, resume=False, accelerator="cpu", observe=observe)
-        run.release()
-        run = RunFolder.reopen(run.path, direct=True)
-    run_in_process(run, resume=bool(stop_after), accelerator="cpu", observe=lambda event, facts: None)
-    return run
+    path = run_direct(folder, experiment, until=stop_after)
+    return resumed_run(path) if stop_after else path
 
 
 FLOWER: Final = {"name": "flower", "client_fn": "app:client_fn", "evaluate_fn": "app:evaluate"}
@@ -310,19 +300,19 @@ KINDS: Final[dict[str, Any]] = {"numpy": SOFTMAX, "state": "others:Counting", "f
 KINDS_OF_LABS: Final = {"direct": ["--direct"], "simulated": ["--simulate"], "processes": []}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow(KINDS, but=["flower", "state"]))
 def test_a_killed_run_in_one_process_gives_the_same_model(kind: str, home: Path) -> None:
     experiment = parse(lab(KINDS[kind], cloud={"checkpoint_every": 2}))
     whole = direct(home / "whole", experiment)
     killed = direct(home / "killed", experiment, stop_after=3)
-    assert tensors(whole.path) == tensors(killed.path)
-    rows = table(whole.path / "rounds.csv")
+    assert tensors(whole) == tensors(killed)
+    rows = table(whole / "rounds.csv")
     assert len(rows) == LAB["rounds"] and all(float(row["train_loss"]) > 0 for row in rows)
     assert [bool(row["accuracy"]) for row in rows] == [kind in ("numpy", "flower")] * LAB["rounds"]
-    events = [json.loads(line) for line in (whole.path / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
     trained = [event for event in events if event["event"] == "trained"]
     assert len(trained) == 4 * 2 * 2 and all(event["numbers"] for event in trained)
-    assert invoke("report", whole.path).exit_code == 0
+    assert invoke("report", whole).exit_code == 0
 
 
 @pytest.mark.slow
@@ -379,28 +369,26 @@ def scores_of(run: Path) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["numpy", "flower"])
+@pytest.mark.parametrize("kind", slow(["numpy", "flower"], but=["flower"]))
 def test_devices_score_by_their_trainer(kind: str, home: Path) -> None:
     experiment = parse(lab(KINDS[kind], evaluation={"at": "both"}, cloud={"checkpoint_every": 2}))
     assert parse(experiment.to_json()).digest == experiment.digest and experiment.evaluation.data == "own"
     run, killed = direct(home / "whole", experiment), direct(home / "killed", experiment, stop_after=3)
-    assert tensors(run.path) == tensors(killed.path) == tensors(direct(home / "cloud", parse(lab(KINDS[kind]))).path)
-    assert scores_of(run.path) == scores_of(killed.path)
-    scored = [row for row in table(run.path / "devices.csv") if row["test_samples"]]
-    rows = table(run.path / "rounds.csv")
+    assert tensors(run) == tensors(killed) == tensors(direct(home / "cloud", parse(lab(KINDS[kind]))))
+    assert scores_of(run) == scores_of(killed)
+    scored = [row for row in table(run / "devices.csv") if row["test_samples"]]
+    rows = table(run / "rounds.csv")
     assert len(scored) == 2 * len(rows) and all(row["accuracy"] and row["devices_scored"] == "2" for row in rows)
     for row in rows:
         each = [one for one in scored if one["global_round"] == row["global_round"]]
         n, score = (np.array([float(one[key]) for one in each]) for key in ("test_samples", "test_score"))
         assert float(row["devices_score"]) == pytest.approx(score @ n / n.sum(), abs=1e-5)
-    model = load_file(run.path / "model.safetensors")
+    model = load_file(run / "model.safetensors")
     for row in scored[-2:]:
         device, found = row["node"].rpartition("/")[2], (float(row["test_loss"]), float(row["test_score"]))
         if kind == "flower":
             data = np.random.default_rng(int(device[-1])).normal(size=(10 + int(device[-1]), 4)).astype(np.float32)
-            took_part = [
-                one for one in table(run.path / "devices.csv") if device in one["node"] and one["local_rounds"]
-            ]
+            took_part = [one for one in table(run / "devices.csv") if device in one["node"] and one["local_rounds"]]
             fits = sum(int(one["local_rounds"]) for one in took_part)
             wanted = float(np.square(model["0"] - data[:3].mean(0)).mean()), 0.1 * fits  # its state has these
         else:
@@ -409,14 +397,14 @@ def test_devices_score_by_their_trainer(kind: str, home: Path) -> None:
             losses = np.log(np.exp(logits).sum(1)) - logits[range(len(logits)), tests["y"]]
             wanted = losses.mean(), (logits.argmax(1) == tests["y"]).mean()
         assert found == pytest.approx(wanted, abs=1e-5)
-    assert invoke("report", run.path).exit_code == 0
+    assert invoke("report", run).exit_code == 0
 
 
 def test_a_device_scores_its_own_model_after_its_training(home: Path) -> None:
     evaluation = {"at": "devices", "personalised": True}
     run = direct(home / "runs", parse(lab(FLOWER, evaluation=evaluation, institution={"participation": 1.0})))
     fits: dict[str, int] = {}
-    for row in table(run.path / "devices.csv"):
+    for row in table(run / "devices.csv"):
         fits[row["node"]] = fits.get(row["node"], 0) + int(row["local_rounds"])  # its state has these
         assert float(row["personalised_score"]) == pytest.approx(0.1 * fits[row["node"]])
         assert float(row["test_score"]) == pytest.approx(0.1 * fits[row["node"]])  # with the next task, before it
@@ -426,7 +414,7 @@ def test_a_device_scores_its_own_model_after_its_training(home: Path) -> None:
 def test_a_run_goes_by_the_scores_of_trainers_on_devices(home: Path) -> None:
     trainer = {**FLOWER, "evaluate_fn": None}
     run = direct(home / "runs", parse(lab(trainer, evaluation={"at": "devices"}, stop={"target": 0.15})))
-    rows = table(run.path / "rounds.csv")
+    rows = table(run / "rounds.csv")
     assert [row["accuracy"] for row in rows] == [row["devices_score"] for row in rows] and len(rows) < LAB["rounds"]
 
 
@@ -444,13 +432,13 @@ def test_a_trainer_without_evaluate_is_named(trainer: Any, at: str, problem: str
         direct(home / "runs", parse(lab(trainer, evaluation={"at": at})))
 
 
-@pytest.mark.parametrize("at", ["cloud", "devices"])
+@pytest.mark.parametrize("at", slow(["cloud", "devices"], but=["devices"]))
 def test_a_trainer_begins_with_the_model_of_another_run(at: str, home: Path) -> None:
     whole = direct(home / "whole", parse(lab(SOFTMAX)))
-    tables = {"evaluation": {"at": at}, "model": {"initial": str(whole.path)}}
+    tables = {"evaluation": {"at": at}, "model": {"initial": str(whole)}}
     run = direct(home / "more", parse(lab(SOFTMAX, **tables)))
-    assert json.loads((run.path / "manifest.json").read_text())["initial"]["model"] == str(whole.path)
-    losses = [float(table(each.path / "rounds.csv")[0]["loss"]) for each in (whole, run)]
+    assert json.loads((run / "manifest.json").read_text())["initial"]["model"] == str(whole)
+    losses = [float(table(each / "rounds.csv")[0]["loss"]) for each in (whole, run)]
     assert losses[1] < losses[0]
     save_file({"w": np.zeros((8, 3), np.float32), "c": np.zeros(3, np.float32)}, home / "other.safetensors")
     with pytest.raises(InvalidExperiment, match=r"^model\.initial = .*softmax:Softmax: b is missing; c is unknown"):
@@ -461,7 +449,7 @@ def test_a_trainer_begins_with_the_model_of_another_run(at: str, home: Path) -> 
 @pytest.mark.parametrize("kind", ["numpy", "flower"])
 def test_labs_of_processes_score_by_trainers_as_one_process_does(kind: str, home: Path) -> None:
     first = direct(home / "first", parse(lab(KINDS[kind])))
-    path = written(home, KINDS[kind], evaluation={"at": "devices"}, model={"initial": str(first.path)})
+    path = written(home, KINDS[kind], evaluation={"at": "devices"}, model={"initial": str(first)})
     runs = [run_lab(path, home / name, flags=flags) for name, flags in KINDS_OF_LABS.items()]
     found = [scores_of(run) for run in runs]
     assert len({tensors(run) for run in runs}) == 1 and found[0] == found[1] == found[2]
@@ -473,7 +461,7 @@ def test_a_plain_flower_client_is_a_trainer(home: Path) -> None:
         direct(home / name, parse(lab(each, evaluation={"at": "both"})))
         for name, each in (("numpy", FLOWER), ("plain", plain))
     ]
-    assert tensors(runs[0].path) == tensors(runs[1].path) and scores_of(runs[0].path) == scores_of(runs[1].path)
+    assert tensors(runs[0]) == tensors(runs[1]) and scores_of(runs[0]) == scores_of(runs[1])
     for client, problem in (("failing_fn", "fit fails: no data"), ("unkept_fn", r"context.state\['lock'\] is object")):
         with pytest.raises(InvalidExperiment, match=f"^training.trainer.client_fn = .*{problem}"):
             direct(home / client, parse(lab({**FLOWER, "client_fn": f"plain:{client}"})))
@@ -519,8 +507,8 @@ def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
     configs = [context.node_config for context in app.MADE]
     assert {config["num-partitions"] for config in configs[1:]} >= {4}
     assert {config["partition-id"] for config in configs} == {0, 1, 2, 3}
-    assert set(load_file(run.path / "model.safetensors")) == {"0", "1"} and app.ROUNDS == [1, 2, 3, 4]
-    rows = table(run.path / "devices.csv")
+    assert set(load_file(run / "model.safetensors")) == {"0", "1"} and app.ROUNDS == [1, 2, 3, 4]
+    rows = table(run / "devices.csv")
     assert {int(row["samples"]) for row in rows} == {0, 10, 11, 12, 13}  # 0: it did not take part
 
 
@@ -530,23 +518,23 @@ LOSSES: Final = {  # of `Wrong`, where device-0 or every device knows no loss
 }
 
 
-@pytest.mark.parametrize("known", LOSSES)
+@pytest.mark.parametrize("known", slow(LOSSES, but=["some"]))
 def test_an_unknown_loss_stays_unknown(known: str, home: Path) -> None:
     tables = {"topology": {"institutions": 2, "devices": 4}, "institution": {"participation": 1.0}}
     run = direct(home / "runs", parse(lab({"name": "others:Wrong", "how": LOSSES[known]}, **tables)))
     counts = np.array([5, 6, 7, 8])  # samples of the devices
-    for row in table(run.path / "devices.csv"):
+    for row in table(run / "devices.csv"):
         place = int(row["node"][-1])
         assert row["loss"] == ("" if known == "none" or place == 0 else str(0.5 + place))
     above = np.array([1.5, (2.5 * 7 + 3.5 * 8) / 15])  # institution-0 knows that of device-1
     wanted = "" if known == "none" else f"{above @ [counts[:2].sum(), counts[2:].sum()] / counts.sum():.6g}"
-    assert [row["train_loss"] for row in table(run.path / "rounds.csv")] == [wanted] * LAB["rounds"]
-    assert invoke("report", run.path).exit_code == 0
+    assert [row["train_loss"] for row in table(run / "rounds.csv")] == [wanted] * LAB["rounds"]
+    assert invoke("report", run).exit_code == 0
 
 
 def test_a_flower_client_may_know_no_loss(home: Path) -> None:
     run = direct(home / "runs", parse(lab(FLOWER, training={"by_round": {"silent": {"3": 1.0}}})))
-    assert [bool(row["train_loss"]) for row in table(run.path / "rounds.csv")] == [True, True, False, False]
+    assert [bool(row["train_loss"]) for row in table(run / "rounds.csv")] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -575,7 +563,7 @@ def test_a_result_without_a_loss_is_refused_where_losses_are_compared() -> None:
 def test_the_settings_of_a_round_reach_the_trainer(home: Path) -> None:
     by_round = {"mu": {"2": 0.25, "4": 0.5}}
     run = direct(home / "runs", parse(lab("others:Counting", training={"by_round": by_round})))
-    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     found = {event["global_round"]: event["numbers"]["mu"] for event in events if event["event"] == "trained"}
     assert found == {1: -1.0, 2: 0.25, 3: 0.25, 4: 0.5}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.learning import datasets, splits
-from deploy.local.direct import run_in_process
 from deploy.planning import workload
 from device.training.batches import load_local_dataset
+from tests.helpers.commands import table
+from tests.helpers.direct import run_direct
 
 CPU = torch.device("cpu")
 USERS = {"ann": 3, "bob": 2, "cid": 4}  # test samples of each, who has twice as many for training
@@ -61,10 +60,8 @@ def test_leafs_test_samples_of_a_user_are_those_of_its_device(tmp_path: Path) ->
     work = workload.workload(lab)
     assert work.samples == {"device-0": 6, "device-1": 4, "device-2": 8}
     assert work.tests == {"device-0": 3, "device-1": 0, "device-2": 4}
-    folder = RunFolder.create(tmp_path / "runs", lab, direct=True)
-    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    with (folder.path / "devices.csv").open(newline="", encoding="utf-8") as file:
-        assert [row["test_samples"] for row in csv.DictReader(file)] == ["3", "", "4"]
+    path = run_direct(tmp_path / "runs", lab)
+    assert [row["test_samples"] for row in table(path / "devices.csv")] == ["3", "", "4"]
 
 
 def test_test_files_of_other_users_are_refused(tmp_path: Path) -> None:

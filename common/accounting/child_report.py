@@ -26,7 +26,7 @@ class ChildReport:
 
     Both directions are counted on arrival: `up` at the parent, `down` at the child. The seconds are those of `Result`,
     summed over the rounds. `broker`: the node's own connection to the broker of its children, if it has any. `tests`,
-    `costs`: those of `Result`.
+    `costs`: those of `Result`. `parent`: of a device that the experiment does not name below that node, else empty.
     """
 
     name: NameText
@@ -44,6 +44,12 @@ class ChildReport:
     broker: TcpStats = NO_WIRE
     tests: ScoredModels | None = None
     costs: DeviceCosts = UNKNOWN_COSTS
+    parent: NameText = ""
+
+    @property
+    def link(self) -> str:
+        """What identifies its link: its name, behind that of its parent if it entered; who moves has several links."""
+        return f"{self.parent}/{self.name}" if self.parent else self.name
 
     def with_work_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with the work of an earlier one added."""

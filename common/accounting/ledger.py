@@ -20,6 +20,7 @@ from common.accounting.traffic import BYTE_FIELDS, BYTES, NOTHING, WIRE_COUNTS, 
 from common.errors import WireError
 
 BYTES_MOST: Final = 2**50
+REPORTS_MOST: Final = 1_000_000  # of nodes below a child, over its sessions
 
 
 @dataclass(slots=True)
@@ -34,19 +35,22 @@ class _Page:
     here_before: Traffic = NOTHING
     reports: dict[str, ChildReport] = field(default_factory=dict)
     reports_before: dict[str, ChildReport] = field(default_factory=dict)
+    parent: str = ""  # of a child that entered
 
     def turn(self, session: str) -> None:
         """Begin a new session of the child, which counts from zero."""
         if session == self.session:
             return
         self.link_before, self.below_before = self.link_before + self.link, added(self.below_before, self.below)
-        self.reports_before |= {name: self.whole(report) for name, report in self.reports.items()}
+        room = REPORTS_MOST - len(self.reports_before)
+        kept = [link for link in self.reports if link in self.reports_before or (room := room - 1) >= 0]
+        self.reports_before |= {link: self.whole(self.reports[link]) for link in kept}
         self.session, self.link, self.below = session, NOTHING, ()
         self.reports = {name: report.without_bytes() for name, report in self.reports.items()}
 
     def whole(self, report: ChildReport) -> ChildReport:
         """Return a report with the bytes of the whole run."""
-        before = self.reports_before.get(report.name)
+        before = self.reports_before.get(report.link)
         return report if before is None else report.with_bytes_of(before)
 
 
@@ -73,6 +77,10 @@ class Ledger:
         self._there: Sequence[int] = BYTES(NOTHING)  # the sums of what the children count
         self._here_before = NOTHING
 
+    def add(self, child: str, *, parent: str) -> None:
+        """Add a child that entered below this node, `parent`."""
+        self._pages.setdefault(child, _Page(parent=parent))
+
     def enter(self, child: str, session: str, *, link: Traffic, below: tuple[Traffic, ...] = ()) -> None:
         """Record a child's counts, which grow within a session; `below`: of the tiers below it, the highest first.
 
@@ -95,7 +103,7 @@ class Ledger:
         counts.
         """
         page, known = self._pages[child], self._below.get(child, ())
-        found = {report.name: report for report in reports if report.name in known}
+        found = {report.link: report for report in reports if report.name in known or report.parent}
         for report in found.values():
             _check(child, report.traffic, report.traffic.wire, report.broker)
         page.turn(session)
@@ -132,21 +140,21 @@ class Ledger:
         return self._wire_before + self._wire()
 
     def reports(self) -> dict[str, ChildReport]:
-        """Return the last report on each node below, children first, with the bytes of the whole run.
+        """Return the last report on each node below by its link, children first, with the bytes of the whole run.
 
         The work of the children themselves is not in the ledger.
         """
         links = self.links()
-        found = {}
+        found: dict[str, ChildReport] = {}
         for name, page in self._pages.items():
             broker = added(page.below_before, page.below)[:1]
             measured = self.measured.get(name, Measured())
-            found[name] = ChildReport(
-                name, measured=measured, traffic=links[name], broker=broker[0].wire if broker else TcpStats()
-            )
+            wire = broker[0].wire if broker else TcpStats()
+            report = ChildReport(name, measured=measured, traffic=links[name], broker=wire, parent=page.parent)
+            found[report.link] = report
         for page in self._pages.values():
-            found |= {report.name: page.whole(report) for report in page.reports.values()}
-        return {name: _bounded_report(report) for name, report in found.items()}
+            found |= {report.link: page.whole(report) for report in page.reports.values()}
+        return {link: _bounded_report(report) for link, report in found.items()}
 
     def to_json(self) -> str:
         """Return the ledger as JSON, for `restore` in a later process."""
@@ -160,6 +168,7 @@ class Ledger:
                 "here_before": _traffic_row(self._here(name)),
                 "reports": list(map(_report_row, page.reports.values())),
                 "reports_before": list(map(_report_row, page.reports_before.values())),
+                "parent": page.parent,
             }
             for name, page in self._pages.items()
         }
@@ -169,8 +178,7 @@ class Ledger:
         """Continue the ledger of an earlier process of this node. Raises ValueError, KeyError or TypeError."""
         tree: Mapping[str, Any] = json.loads(text)
         self._wire_before = TcpStats(*tree["broker"])
-        for name in self._pages:
-            kept = tree["pages"][name]
+        for name, kept in tree["pages"].items():
             self._pages[name] = _Page(
                 session=kept["session"],
                 link=_traffic(kept["link"]),
@@ -180,6 +188,7 @@ class Ledger:
                 here_before=_traffic(kept["here_before"]),
                 reports=_reports(kept["reports"]),
                 reports_before=_reports(kept["reports_before"]),
+                parent=kept["parent"],
             )
         pages = self._pages.values()
         self._there = BYTES(sum((page.link_before + page.link for page in pages), NOTHING))
@@ -204,7 +213,7 @@ class Mark:
     def reports_since(self, reports: Iterable[ChildReport]) -> tuple[ChildReport, ...]:
         """Return reports with the bytes counted from here."""
         before = self.reports
-        return tuple(r.without_bytes_of(before[r.name]) if r.name in before else r for r in reports)
+        return tuple(r.without_bytes_of(before[r.link]) if r.link in before else r for r in reports)
 
 
 def _link(there: Sequence[int], here: Traffic, wire: TcpStats) -> Traffic:
@@ -258,20 +267,27 @@ def _traffic_row(traffic: Traffic) -> tuple[Any, ...]:
 
 def _report_row(report: ChildReport) -> tuple[Any, ...]:
     measured, traffic, broker = report.measured, report.traffic, report.broker
-    return *_WORK(report), _MEASURED(measured), _traffic_row(traffic), WIRE_COUNTS(broker)
+    return *_WORK(report), report.parent, _MEASURED(measured), _traffic_row(traffic), WIRE_COUNTS(broker)
 
 
 def _reports(rows: list[list[Any]]) -> dict[str, ChildReport]:
-    return {row[0]: _report(row) for row in rows}
+    return {report.link: report for report in map(_report, rows)}
 
 
 def _report(row: list[Any]) -> ChildReport:
-    values = [*row[:-4], TrainingPath(row[-4]), Measured(*row[-3]), _traffic(row[-2]), TcpStats(*row[-1])]
-    return ChildReport(*values)
+    *work, path, parent, measured, traffic, broker = row
+    return replace(
+        ChildReport(*work),
+        path=TrainingPath(path),
+        parent=parent,
+        measured=Measured(*measured),
+        traffic=_traffic(traffic),
+        broker=TcpStats(*broker),
+    )
 
 
 _MEASURED: Final = attrgetter(*(f.name for f in fields(Measured)))
-_WORK: Final = attrgetter(*(f.name for f in fields(ChildReport)[:-5]))
+_WORK: Final = attrgetter(*(f.name for f in fields(ChildReport)[:-6]))
 # The place of each count of a link among those of the child, where `sent` is what it received, and those here.
 _OF_LINK: Final = tuple(
     BYTE_FIELDS.index(name.replace("sent", "received")) + (len(BYTE_FIELDS) if name.startswith("received") else 0)

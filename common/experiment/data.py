@@ -125,7 +125,7 @@ class Data(SettingsTable):
     A key that does nothing with the data set and the partition chosen is an error, which names what it belongs to.
     """
 
-    # One of fedstrata's; a table, `NAME.csv` or `NAME.npz` below `root`; or a function of one's own,
+    # One of fedstrata's; a table, `NAME.csv` or `NAME.npz` below `root`; or a function of your own,
     # `package.module:function`.
     dataset: Annotated[str, Field(json_schema_extra={"enum": [*DATASETS]})] = "digits"
     # The folder of data sets, on a device relative to its host's `--data-root`, and never outside it; `{node}` in it is
@@ -163,7 +163,7 @@ class Data(SettingsTable):
         "iid", "dirichlet", "dirichlet_overlap", "shards", "quantity", "natural", "private",
         "institution_dirichlet", "institution_shards",
     ] = "iid"  # fmt: skip
-    # Of `targets = "numbers"`: the partitions by class take so many quantiles of the target for classes.
+    # Of `targets = "numbers"`: quantiles of the target that stand for classes in the partitions by class.
     bins: Annotated[int, Field(ge=2)] | None = None
     concentration: Positive = 1.0  # of the Dirichlet partitions and of `quantity`; smaller is more skewed
     shards: Count = 2  # of the shard partitions: pieces of the sorted labels for each device, or each institution
@@ -385,7 +385,7 @@ def check_data(data: Data, model: Model) -> None:
 
 def _check_model(model: Model) -> None:
     if model.projection and is_own(model.name):
-        problem, remedy = "a model of one's own has no head of fedstrata's", "Build the layers in its function."
+        problem, remedy = "a model of your own has no head of fedstrata's", "Build the layers in its function."
         raise InvalidExperiment("model.projection", model.projection, problem, remedy)
     if model.initial is not None and not model.same_initial:
         problem = "devices begin with model.initial"

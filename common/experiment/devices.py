@@ -12,7 +12,7 @@ so they travel to the nodes and stay with the run.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -147,6 +147,29 @@ class OnlineTimes:
         return trace if self.repeat_s else RateTrace(trace.starts, (*trace.rates[:-1], 1.0), trace.delays)
 
 
+class Move(SettingsTable):
+    """A device's change of its parent."""
+
+    at_s: Annotated[float, Field(ge=0)]  # seconds from the first global round on
+    parent: Name  # to which it moves
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """A device's parents: `first`, then each of `moves` from its time on, seconds since the run's begin."""
+
+    first: str
+    moves: Sequence[Move]
+
+    def at(self, t: float) -> str:
+        """Return the parent at t seconds."""
+        return next((move.parent for move in reversed(self.moves) if move.at_s <= t), self.first)
+
+    def next_change(self, t: float) -> float:
+        """Return when the parent changes next, inf if it does not."""
+        return next((move.at_s for move in self.moves if move.at_s > t), inf)
+
+
 Online: TypeAlias = Mapping[str, OnlineTimes | None]  # by node; None: always
 
 
@@ -181,6 +204,9 @@ class Availability(SettingsTable):
     """When devices take part. One that is away neither trains nor answers; its parent sees that it has left."""
 
     trace: AvailabilityTrace | None = None  # or the name of its CSV file
+    # By device: the parents to which it moves, `[{ at_s = 60, parent = "institution-1" }]`, each with the seconds from
+    # the first global round on. It needs `entering`.
+    moves: dict[Name, Annotated[list[Move], Field(min_length=1)]] = Field(default_factory=dict)
 
 
 def check_availability(availability: Availability, check_device: Callable[[str, str], None]) -> None:

@@ -22,11 +22,11 @@ class EvaluationSettings(SettingsTable):
 
     The cloud scores on the test set. A device scores the model that it receives with its first task of a global round,
     before it trains: that is the model of the global round before, whose row has the scores. The last model is sent
-    once more, to be scored alone.
+    again, to be scored alone.
     """
 
     at: Literal["cloud", "devices", "both"] = "cloud"  # who scores
-    every: Count = 1  # score the model of every so many global rounds, and of the last one
+    every: Count = 1  # global rounds between two models that are scored; the last one is scored, too
     # Where the cloud evaluates: `cpu`, `cuda`, `cuda:1` (a GPU's number), or `auto`, a GPU if its machine has one. It
     # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
     accelerator: AcceleratorName = "cpu"
@@ -93,7 +93,7 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, training: Train
     if not evaluation.on_devices or not training.trainer.learns_module:
         return
     if evaluation.data == OWN_SAMPLES:
-        problem = f"it is for trainers of one's own, and {TRAINER} is sgd"
+        problem = f"it is for trainers of your own, and {TRAINER} is sgd"
         raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out, test or users.")
     if evaluation.data != "held_out" and data.private:
         problem = "every device has samples of its own, and the cloud alone has the test set"

@@ -108,9 +108,13 @@ class LinkDirection:
 class LinkSet:
     """The links of one end: directions to its peers and from them; `shaped`: this end enforces rates and delays."""
 
-    to: Mapping[str, LinkDirection]
-    from_: Mapping[str, LinkDirection]
+    to: dict[str, LinkDirection]
+    from_: dict[str, LinkDirection]
     shaped: bool
+
+    def add(self, peer: str, link: Profile) -> None:
+        """Add the link to another child."""
+        self.to[peer], self.from_[peer] = link.down, link.up
 
 
 class LinkTrace(SettingsTable):

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
 from math import prod
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -25,6 +26,7 @@ from common.experiment.data import NUMBERS, Data, Model, check_data
 from common.experiment.devices import (
     Availability,
     HardwareSettings,
+    Homes,
     Machine,
     OnlineTimes,
     check_availability,
@@ -44,7 +46,7 @@ from common.experiment.tables import (
     with_tables,
 )
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, check_rounds, check_tiers, layers_of, sizes_of
-from common.experiment.topology import CLOUD, Tree
+from common.experiment.topology import CLOUD, RESERVED, Tree
 from common.experiment.trainers import check_trainer, with_trainer
 from common.experiment.training import (
     Score,
@@ -73,7 +75,7 @@ class CloudSettings(SettingsTable):
     """What the cloud does besides its rounds: Tempo's epoch control, checkpoints."""
 
     epoch_control: EpochControl = EpochControl()
-    checkpoint_every: Count = 1  # save a checkpoint after every so many global rounds, and after the last one
+    checkpoint_every: Count = 1  # global rounds between two checkpoints; there is one after the last round, too
 
     @property
     def rounds_back(self) -> int:
@@ -154,6 +156,8 @@ class Experiment(ExperimentSettings):
             key = self.key(tier)
             check_rounds(key, tier, sizes)
             tier.aggregation.check_training(f"{key}.aggregation", self.model, self.training)
+            if tier.entering or tier.move_after_s is not None:
+                self._check_entering(key, tier)
             if tier.aggregation.refines:
                 self._check_refined(f"{key}.aggregation.name", tier.aggregation)
             for table, children in tier.aggregation.named_children.items():
@@ -176,6 +180,7 @@ class Experiment(ExperimentSettings):
         for device in self.hardware.of:
             self._check_device("hardware.of", device)
         check_availability(self.availability, self._check_device)
+        self._check_moves()
         self._check_traces()
         for tier in self.tiers:
             check_codecs(self.key(tier, "transfer"), tier.transfer)
@@ -202,18 +207,25 @@ class Experiment(ExperimentSettings):
 
     def link(self, child: str) -> LinkSettings:
         """Return the link between a node and its parent. Raises InvalidExperiment."""
-        self._check_node("topology", child)
+        if not self.enters(child):
+            self._check_node("topology", child)
         return self.links.of.get(child) or self.tier_above(child).link
 
     def machine(self, device: str) -> Machine:
         """Return the machine that a device emulates. Raises InvalidExperiment."""
-        self._check_device("topology", device)
+        if not self.enters(device):
+            self._check_device("topology", device)
         return self.hardware.machine(device, seed=self.seed)
 
     def online(self, device: str) -> OnlineTimes | None:
         """Return when a device is available, None: always."""
         trace = self.availability.trace
         return None if trace is None else trace.times(device)
+
+    def homes(self, device: str, first: str) -> Homes | None:
+        """Return the parents of a device that begins below `first`, None if it stays there."""
+        moves = self.availability.moves.get(device)
+        return None if moves is None else Homes(first, moves)
 
     def with_data_root(self, root: str) -> Self:
         """Return the experiment with another folder of data sets."""
@@ -230,9 +242,27 @@ class Experiment(ExperimentSettings):
             )
         return Tree(layers_of(self.tiers))
 
+    def takes(self, device: str, parent: str) -> bool:
+        """Return whether a device may take part below this parent: its own, or one that takes in others."""
+        tree = self.tree
+        if parent not in tree.parents or device in RESERVED:
+            return False
+        if device not in tree:
+            return self.tiers[-1].entering > 0
+        moves = self.tiers[-1].entering > 0 and tree.depth(device) == len(self.tiers)
+        return moves or tree.parent(device) == parent
+
+    def enters(self, node: str) -> bool:
+        """Return whether a node is a device that the experiment does not name, and may take part."""
+        return self.tiers[-1].entering > 0 and node not in self.tree
+
+    def depth(self, node: str) -> int:
+        """Return the number of links between a node and the cloud, of a device that enters too. Raises KeyError."""
+        return len(self.tiers) if self.enters(node) else self.tree.depth(node)
+
     def tier_above(self, child: str) -> Tier:
         """Return the tier between a node and its parent. Raises KeyError."""
-        return self.tiers[self.tree.depth(child) - 1]
+        return self.tiers[self.depth(child) - 1]
 
     def tier_below(self, parent: str) -> Tier:
         """Return the tier between a node and its children. Raises KeyError."""
@@ -262,7 +292,7 @@ class Experiment(ExperimentSettings):
 
     def keeps_secret(self, node: str) -> bool:
         """Return whether a node draws noise from a secret of its own. Raises KeyError."""
-        depth = self.tree.depth(node)
+        depth = self.depth(node)
         above = self.tiers[depth - 1].privacy if depth else None
         if depth < len(self.tiers) and self.tiers[depth].privacy.by_parent and self.tiers[depth].privacy.secret:
             return True
@@ -331,6 +361,8 @@ class Experiment(ExperimentSettings):
         devices = self.tree.devices
         if (count := evaluation.scoring(len(devices))) == len(devices):
             return True
+        if node not in devices:
+            return False
         drawn = generator(self.seed, Purpose.SCORING, CLOUD, global_round).permutation(len(devices))[:count]
         return devices.index(node) in drawn
 
@@ -353,7 +385,7 @@ class Experiment(ExperimentSettings):
 
         Of codecs it returns the user's own alone.
         """
-        depth = self.tree.depth(node)
+        depth = self.depth(node)
         near = self.tiers[max(0, depth - 1) : depth + 1]  # a codec runs at both ends of its links
         up = {f"{self.key(tier, 'transfer')}.up.name": tier.transfer.up.name for tier in near}
         codecs = {key: name for key, name in up.items() if is_own(name)}
@@ -398,6 +430,46 @@ class Experiment(ExperimentSettings):
             if self.tier_above(name) is not tier:
                 problem = f"no {tier.children}: the rule's children are those of tier {tier.name}"
                 raise InvalidExperiment(f"{key}.{name}", name, problem, "Name one of them.")
+
+    def _check_entering(self, key: str, tier: Tier) -> None:
+        """Check that a tier can take in devices. Raises InvalidExperiment."""
+        if not tier.entering:
+            problem = "no parent takes in a device that moves"
+            raise InvalidExperiment(f"{key}.move_after_s", tier.move_after_s, problem, f"Set {key}.entering.")
+        for refused, problem, remedy in (
+            (tier is not self.tiers[-1], "its children must be devices", f"Use it in {self.key(self.tiers[-1])}."),
+            (tier.min_available is None, "rounds wait for each child", f"Set {key}.min_available."),
+            (tier.aggregation.buffers, f"the rule {tier.aggregation.name} has tasks of several rounds", "Use another."),
+            (
+                len(self.tiers) == 1 and self.cloud.epoch_control.name != "fixed",
+                "the epoch control compares the children that the experiment names",
+                'Use cloud.epoch_control = "fixed".',
+            ),
+            (
+                any(each.privacy.accounted for each in self.tiers),
+                "epsilon counts the devices that the experiment names",
+                "Omit privacy, or name all devices.",
+            ),
+        ):
+            if refused:
+                raise InvalidExperiment(f"{key}.entering", tier.entering, problem, remedy)
+
+    def _check_moves(self) -> None:
+        """Check the parents to which devices move. Raises InvalidExperiment."""
+        for device, moves in self.availability.moves.items():
+            key = f"availability.moves.{device}"
+            self._check_device("availability.moves", device)
+            if not self.tiers[-1].entering:
+                needed = f"{self.key(self.tiers[-1])}.entering"
+                raise InvalidExperiment(
+                    key, moves[0].parent, "no parent takes in a device that moves", f"Set {needed}."
+                )
+            for move in moves:
+                if move.parent not in self.tree.parents:
+                    remedy = proposal(move.parent, self.tree.parents, what="There are")
+                    raise InvalidExperiment(key, move.parent, "no parent of devices has this name", remedy)
+            if any(after.at_s <= before.at_s for before, after in pairwise(moves)):
+                raise InvalidExperiment(key, moves[0].at_s, "does not grow", "Sort the moves by their seconds.")
 
     def _check_refined(self, key: str, rule: RuleSettings) -> None:
         """Check that the data are those that a rule with a refiner's process needs."""

@@ -31,7 +31,7 @@ INSTITUTION: Final = "institution"
 class Topology(SettingsTable):
     """The nodes of a lab of one or two tiers, and the institution of each device.
 
-    `topology = "lab"` stands for all institutions and devices that are there when `fedstrata cloud` begins.
+    `topology = "lab"` stands for all institutions and devices that are present when `fedstrata cloud` begins.
     """
 
     # A number makes the names `institution-0`, `institution-1`, ...; a list gives them; 0 = devices below the cloud.

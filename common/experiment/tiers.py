@@ -72,6 +72,11 @@ class RoundSettings(SettingsTable):
     min_available: Count | Annotated[float, Field(gt=0, lt=1)] | None = None
     # Seconds for which the first round waits for other children once `min_available` are ready.
     start_wait_s: Annotated[float, Field(ge=0)] = 60.0
+    # Devices that each parent takes in while the run goes on, at most: nodes of the lab that the experiment does not
+    # name, and devices that move to it. They take part from the next round on. It needs `min_available`.
+    entering: Annotated[int, Field(ge=0, le=10_000)] = 0
+    # Seconds after which a device whose parent is gone moves to another one; omitted: it waits for its own.
+    move_after_s: Positive | None = None
 
 
 class TierNodes(SettingsTable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -30,6 +31,11 @@ class Tree:
     def devices(self) -> list[str]:
         """The devices; a device's position is the number of its data partition."""
         return self.layers[-1]
+
+    @property
+    def parents(self) -> list[str]:
+        """The parents of devices."""
+        return self.layers[-2]
 
     @property
     def aggregators(self) -> list[str]:
@@ -70,6 +76,15 @@ class Tree:
     def below_each(self, node: str) -> dict[str, tuple[str, ...]]:
         """Return for each child of a node all nodes below that child."""
         return {child: tuple(self.below(child)) for child in self.children[node]}
+
+
+NUMBER: Final = re.compile(r"[0-9]+$")
+
+
+def number_of(device: str) -> int | None:
+    """Return the number at the end of a device's name, None if it has none."""
+    found = NUMBER.search(device)
+    return None if found is None else int(found[0])
 
 
 def check_parent(tree: Tree, node: str, parent: str, *, role: str, among: Sequence[str]) -> None:

@@ -90,7 +90,7 @@ class FedSAM(ObjectiveTable):
 
 
 class ScaffoldCorrection(ObjectiveTable):
-    """The loss, each gradient corrected by the difference of the devices' control variate and one's own."""
+    """The loss, each gradient corrected by the difference of the devices' control variate and its own."""
 
     keeps = ("own_control",)
     rule = "scaffold"
@@ -231,7 +231,7 @@ class Augmentation(AugmentationTable):
 
     name: Annotated[Literal["images"], Field(exclude=True)] = "images"  # the augmentation
     flip: bool = False  # mirror half of the images, left to right
-    # Pad with so many zero pixels on each side, then cut a window of the image's size.
+    # Zero pixels added on each side, before a window of the image's size is cut.
     crop: Annotated[int, Field(ge=0, le=1024)] = 0
 
     @property
@@ -272,7 +272,7 @@ class TrainingSettings(SettingsTable):
     optimizer: OptimizerSettings = Sgd()
     clip_norm: Positive | None = None  # largest L2 norm of a step's gradients, all together
     # The loss on which every objective builds; with `data.targets = "numbers"` the default is the mean squared error.
-    # Or a function of one's own, `package.module:function`, of outputs and targets, that returns each sample's loss.
+    # Or a function of your own, `package.module:function`, of outputs and targets, that returns each sample's loss.
     loss: LossName = CROSS_ENTROPY
     objective: ObjectiveSettings = CrossEntropy()
     schedule: Schedule = Schedule()
@@ -283,7 +283,7 @@ class TrainingSettings(SettingsTable):
     # fp32 in batches of 16 samples or fewer, where casts cost more than they save.
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     # Whether a CPU runs the steps of small models as programs, recorded in trial steps, without Python; the bits are
-    # the same. False: code of one's own runs in each step, for instance as it prints, or reads a file or a clock.
+    # the same. False: code of your own runs in each step, for instance as it prints, or reads a file or a clock.
     recorded: bool = True
     # On CUDA, use only operations that give the same bits again; a model with others is refused. A CPU always gives
     # the same bits.
@@ -292,7 +292,7 @@ class TrainingSettings(SettingsTable):
     # set: `never` on a CPU, where they are slower than those of one device alone, `auto` on a GPU. The last bits of a
     # result then depend on who trains together, so two runs may differ by rounding.
     vmapped: Literal["never", "auto", "always"] | None = None
-    trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower client, or a class of one's own
+    trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower client, or a class of your own
     # Numbers for a trainer that is not `sgd`, by the global round from which they hold: `mu = { 1 = 0.0, 10 = 0.1 }`.
     by_round: ByRound = Field(default_factory=dict)
 
@@ -350,7 +350,7 @@ class TrainingSettings(SettingsTable):
 
 
 class Score(SettingsTable):
-    """What models are evaluated by, beside the loss.
+    """The score of models, beside the loss.
 
     `accuracy`: share of the samples whose largest output is their class. `r2`: 1 minus the ratio of the squared errors
     to those of the targets' mean, the mean of several targets. `binary_accuracy`: share of the targets, 0 or 1, on the
@@ -358,8 +358,8 @@ class Score(SettingsTable):
     binary accuracy.
     """
 
-    name: ScoreName = ACCURACY  # a score, or a function of one's own, `package.module:function`
-    better: Literal["higher", "lower"] | None = None  # of one's own: which of two scores is the better one
+    name: ScoreName = ACCURACY  # a score, or a function of your own, `package.module:function`
+    better: Literal["higher", "lower"] | None = None  # of your own function: which of two scores is the better one
     # Further scores, which are recorded only: targets, the best model, charts and comparisons are of `name`.
     also: Annotated[list[ScoreName], Field(max_length=SCORES_MOST - 1)] = Field(default_factory=list)
 
@@ -462,7 +462,7 @@ def check_training(training: TrainingSettings, data: Data) -> None:
         _check_foreign(training)
         return
     if training.by_round:
-        problem, remedy = "it is for trainers of one's own", "Omit it, or use training.schedule."
+        problem, remedy = "it is for trainers of your own", "Omit it, or use training.schedule."
         raise InvalidExperiment("training.by_round", dict(training.by_round), problem, remedy)
     if not training.by_sgd:
         _check_adaptive(training)

@@ -34,6 +34,13 @@ def python(module: str) -> list[str]:
     return [sys.executable, *([] if inside else ["-P"]), "-m", module]
 
 
+def bound(argv: Sequence[str]) -> list[str]:
+    """Return the command that runs `argv`, whose program is a path, until the calling *thread* ends, on Linux."""
+    if sys.platform != "linux":
+        return [*argv]
+    return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), argv[0], *argv]
+
+
 def spawn(
     argv: Sequence[str],
     *,
@@ -52,13 +59,10 @@ def spawn(
     program = shutil.which(argv[0])
     if program is None:
         raise FileNotFoundError(f"no program {argv[0]!r} on PATH")
-    command = [program, *argv[1:]]
-    if sys.platform == "linux":
-        command = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), program, *argv]
     errors = subprocess.STDOUT if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         return subprocess.Popen(
-            command,
+            bound([program, *argv[1:]]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if log is None or read_output else errors,
             stderr=errors,

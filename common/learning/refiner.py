@@ -82,7 +82,7 @@ class NodeRefiner:
         """Do nothing: the caller's thread computes."""
 
     def allow(self) -> None:
-        """Do nothing."""
+        pass
 
     def _moved(self) -> None:
         self._moves += 1

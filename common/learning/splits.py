@@ -24,7 +24,7 @@ from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.experiment.data import Data
 from common.experiment.evaluation import EvaluationSettings
-from common.experiment.topology import CLOUD, Tree
+from common.experiment.topology import CLOUD, Tree, number_of
 from common.host.files import replacing, writing
 from common.learning import datasets, stored
 from common.randomness import Purpose, generator
@@ -147,6 +147,32 @@ def _split(experiment_json: str, node: str) -> Split:
         raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Hold out fewer samples.")
     digest = digest_of([*parts, held_out], labels=identity)
     return Split(labels, classes, parts, held_out, digest, kind)
+
+
+def samples_of(experiment: schema.Experiment, split: Split, *, node: str) -> Indices:
+    """Return a device's samples, ascending int64: those of its place among the devices, or of the number in its name.
+
+    Of a device that the experiment does not name, the number stands for a user, or for another draw of an overlapping
+    partition. Raises InvalidExperiment if it has no share.
+    """
+    devices, data = experiment.tree.devices, experiment.data
+    if node in devices:
+        return split.partitions[devices.index(node)]
+    dataset, place = datasets.load(data, node=node), number_of(node)
+    problem, remedy = f"data.partition = {data.partition!r} divides the samples among the devices of the experiment", ""
+    rest = np.setdiff1d(np.arange(len(split.labels)), split.held_out)
+    if data.partition == "dirichlet_overlap" and place is not None and place >= len(devices):
+        return np.sort(rest[_overlapping(split.labels[rest], data=data, seed=experiment.seed, place=place)])
+    if data.partition == "natural" and dataset.owners is not None and place is not None and place >= len(devices):
+        found: Indices = rest[dataset.owners[rest] == place]
+        if len(found):
+            return found
+        problem = f"the data set has no user {place}"
+    elif data.partition in ("dirichlet_overlap", "natural"):
+        problem = f"a new device needs a number from {len(devices)} on at the end of its name"
+        remedy = f"Call it device-{len(devices)}, for instance."
+    remedy = remedy or "Use 'private', 'natural' or 'dirichlet_overlap'."
+    raise InvalidExperiment("--name", node, problem, remedy)
 
 
 def label_distances(split: Split, tree: Tree) -> list[float]:

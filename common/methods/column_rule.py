@@ -1,6 +1,6 @@
 """What the author of a rule of one model writes: a mean of the uploads, or a function of their columns.
 
-docs/extend.md has examples. The rest is the work of `single_model.py`: distances for Tempo, checkpoints, resuming,
+docs/own.md has examples. The rest is the work of `single_model.py`: distances for Tempo, checkpoints, resuming,
 buffers (batch statistics are the weighted mean), and memory, which is used block by block.
 """
 

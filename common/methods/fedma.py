@@ -58,7 +58,7 @@ class MatchedSettings(RuleSettings):
     def check_training(self, key: str, model: Model, training: TrainingSettings) -> None:
         """Check that the layers of the model are known. Raises InvalidExperiment."""
         if is_own(model.name):
-            problem = f"it knows the layers of fedstrata's models, and {model.name} is one's own"
+            problem = f"it knows the layers of fedstrata's models, and {model.name} is your own"
             raise InvalidExperiment(f"{key}.name", self.name, problem, "Use another rule.")
         if model.frozen or model.personal:
             problem = "it permutes the neurons of all layers, and some arrays of the model are not exchanged"

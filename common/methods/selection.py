@@ -121,10 +121,14 @@ class GuardedSelector(Selector):
 class ClientSelection:
     """One node's client selection. Its state is the history of the children.
 
-    `choose`: in place of the tier's selector, from a rule that selects the children itself, or as recorded.
+    `choose`: in place of the tier's selector, from a rule that selects the children itself, or as recorded. `named`:
+    the children that the experiment names, None: all; a rule of K models has K of them, whoever enters.
     """
 
-    def __init__(self, tier: Tier, *, seed: int, node: str, choose: Choose | None = None) -> None:
+    def __init__(
+        self, tier: Tier, *, seed: int, node: str, choose: Choose | None = None, named: int | None = None
+    ) -> None:
+        self._named = named
         self._tier = tier
         self._seed = seed
         self._node = node
@@ -155,7 +159,8 @@ class ClientSelection:
         of K children that get a model each: a rule of K models has K of them. Raises InvalidExperiment if own code
         fails.
         """
-        count = participants(len(children), self._tier.participation) - len(self._in_flight)
+        among = len(children) if self._named is None or not self._tier.aggregation.several else self._named
+        count = participants(among, self._tier.participation) - len(self._in_flight)
         present = [child for child in children if child not in self._in_flight and child not in absent]
         if count >= len(present) and self._selector is not None:
             chosen = set(present)

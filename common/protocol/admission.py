@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
@@ -45,7 +45,7 @@ class Admission:
     """The limits of one session's peers. `bounds`: of each peer's messages, as far as the experiment decides them."""
 
     def __init__(self) -> None:
-        self.bounds: Mapping[str, SenderBounds] = {}
+        self.bounds: dict[str, SenderBounds] = {}
         self._messages = Budget(MESSAGES_MOST, MESSAGE_S)
         self._asks = Budget(ASKS_MOST, ASK_S)
         self._presences = Budget(PRESENCES_MOST, PRESENCE_S)

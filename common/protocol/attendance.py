@@ -9,9 +9,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
+from types import MappingProxyType
 from typing import Final
 
 from common.protocol.messages import LIVING, Failure, NodeState, Presence, Target
+from common.protocol.topics import is_node
 
 STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
 AWAITED: Final = (NodeState.LOST, NodeState.DISCONNECTED)
@@ -21,6 +23,7 @@ LOOKS: Final = 4
 REPORT_S: Final = 1.0  # without a change, before a report: devices that join together are in one message
 REPORT_MOST_S: Final = 10.0  # after the first change; each report goes to all children, as part of the presence
 HTTPS: Final = "https://"  # before the address of a server that others reach by TLS only
+NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
 ADDRESS: Final = re.compile(r"(https://)?(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}):[0-9]{1,5}")
 
 
@@ -46,7 +49,8 @@ class Readiness:
 class Attendance:
     """The last presences of a parent's children. `varying`: those whose samples may change, as they have children.
 
-    `samples`: of the children that have reported them; `farewells`: the children that have sent theirs.
+    `samples`: of the children that have reported them; `farewells`: the children that have sent theirs; `after`: of
+    those that have come from another parent, the task that this one used last.
     """
 
     def __init__(self, children: Iterable[str], *, varying: Collection[str] = ()) -> None:
@@ -55,12 +59,17 @@ class Attendance:
         self.last: dict[str, Presence | None] = {}
         self.samples: dict[str, int] = {}
         self.farewells: set[str] = set()
+        self.after: dict[str, int] = {}
         self._ready: set[str] = set()
         self._owing: set[str] = set()
         self._met: dict[str, str] = {}  # the session of each child's last presence
         self._counted: dict[str, str] = {}  # the session that reported its samples
         self.waits_for: dict[str, str] = {}  # whom each child that prepares waits for
         self._prepared_at: dict[str, float] = {}
+
+    def add(self, child: str) -> None:
+        """Add a child that came later."""
+        self._children = (*self._children, child)
 
     def receive(self, child: str, session: str, presence: Presence | None, *, published: bool) -> bool:
         """Note a child's presence; return whether it must be asked for its samples.
@@ -75,6 +84,8 @@ class Attendance:
             if not doubtful:
                 self.samples[child], self._counted[child] = samples, session
         self.last[child] = presence
+        if presence is not None and presence.after:
+            self.after[child] = presence.after
         ready = presence is not None and presence.state is NodeState.READY and child in self.samples
         owing = presence is not None and presence.state in STAYING and child not in self.farewells
         for children, is_one in ((self._ready, ready), (self._owing, owing)):
@@ -166,10 +177,11 @@ class Targets:
 
     A parent knows its children by their presence. It knows the nodes below them, which may be on another broker, from
     the children's presences, and so on up to the cloud. All of this is retained state, so it survives a restart of any
-    node. `below`: the names of all nodes below each child; a child may only report on these.
+    node. `below`: the names of all nodes below each child; a child may only report on these, and on so many `guests`.
     """
 
-    def __init__(self, below: Mapping[str, Collection[str]]) -> None:
+    def __init__(self, below: Mapping[str, Collection[str]], guests: Mapping[str, int] = NOBODY) -> None:
+        self._guests = guests
         self._below = {child: frozenset(names) for child, names in below.items()}
         self._own: dict[str, str] = {}
         self._reports: dict[str, dict[str, str]] = {}
@@ -188,6 +200,8 @@ class Targets:
             below = self._below.get(child, ())
             own = presence.metrics
             report = {target.name: target.metrics for target in presence.targets if target.name in below}
+            others = [target for target in presence.targets if target.name not in below and is_node(target.name)]
+            report |= {target.name: target.metrics for target in others[: self._guests.get(child, 0)]}
         elif presence is None or presence.state not in AWAITED:
             report = {}
         if (own, report) != before:

@@ -46,6 +46,7 @@ from common.protocol.messages import (
     FrozenOffered,
     FrozenWanted,
     Goodbye,
+    Key,
     Manifest,
     Message,
     NodeState,
@@ -75,6 +76,8 @@ LEDGERS_KEPT: Final = 16  # of the parent: one per process
 class ChildSession:
     """One child's session with its parent on one broker.
 
+    `patience_s`: after which a parent that is not there is gone, None: the transfers' `idle_s`. `entered`: the
+    experiment names another parent or none, so each process of the parent has to be asked to take this node in.
     `parent_session`: the session that replied during discovery, empty if none did. `below`: the byte ledger of this
     node's own children, if it has any. `form`: the required form of the parent's models; `frozen`: that of its frozen
     arrays; `limits`: of its tasks.
@@ -96,6 +99,8 @@ class ChildSession:
         frozen: FrozenForm | None = None,
         limits: TaskLimits | None = None,
         below: Ledger | None = None,
+        patience_s: float | None = None,
+        entered: bool = False,
     ) -> None:
         ways = LinkSet(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
         self.link = PeerLink(
@@ -125,7 +130,10 @@ class ChildSession:
         self._zero = TimeZero()
         self._gone_since: float | None = now
         self._lost = False
-        self._quiet_s = min(QUIET_S, transfer.idle_s / 2)
+        self._patience_s = patience_s or transfer.idle_s
+        self._entered = entered
+        self.accepted: Key | None = None  # the task whose result the parent accepted last
+        self._quiet_s = min(QUIET_S, self._patience_s / 2)
         self._quiet_at = inf
         self._carried = 0
         self._ended = False
@@ -305,7 +313,7 @@ class ChildSession:
             self._presence(arrival, now)
         elif isinstance(arrival, Unproven):
             self._state_of_the_dead(arrival.peer, arrival.presence)
-        else:
+        elif isinstance(arrival, Elsewhere):
             self._elsewhere(arrival)
 
     def _message(self, sender: str, message: Message, now: float) -> None:
@@ -404,6 +412,8 @@ class ChildSession:
             if isinstance(event, Acknowledged):
                 if event.reason:
                     self.link.events.append(ResultRefused(event.reason))
+                elif self.accepted is None or event.key > self.accepted:
+                    self.accepted = event.key
             else:
                 self.link.events.append(TaskReceived(event.task, event.row))
 
@@ -449,7 +459,7 @@ class ChildSession:
 
     def _gone_at(self) -> float:
         gone = self._gone_since is not None and self.link.away_since is None and not self._ended
-        return (self._gone_since or 0.0) + self.link.transfer.idle_s if gone else inf
+        return (self._gone_since or 0.0) + self._patience_s if gone else inf
 
     def _lives(self, peer: str, session: str, now: float) -> None:
         self._gone_since = self._found_end = None
@@ -458,6 +468,8 @@ class ChildSession:
             self.link.receiver.ask_again(peer, now=now)  # its connection is new
         if session != self._parent_session:
             self._parent_session = session
+            if self._entered:
+                self.link.proofs.want(peer, now)
             self.participant.parent_restarted(now, again=session == self._task_session)
         elif self._lost:
             self.participant.reconnected(now)

@@ -14,9 +14,20 @@ from dataclasses import replace
 from math import inf
 from typing import Final, Generic, TypeVar
 
-from common.experiment.devices import Online
+from common.experiment.devices import Online, OnlineTimes
 from common.experiment.tiers import Closing
-from common.protocol.messages import LIVING, Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
+from common.protocol.messages import (
+    LIVING,
+    Acknowledgement,
+    Failure,
+    Key,
+    NodeState,
+    Phase,
+    Presence,
+    Progress,
+    Result,
+    Task,
+)
 from common.protocol.round_state import (
     ACKNOWLEDGE_S,
     REPEAT_MOST_S,
@@ -65,6 +76,10 @@ class Coordinator:
         self._acknowledgements: deque[tuple[str, Acknowledgement]] = deque()
         self.timeline = Timeline(0.0)
         self.accepted = self.used = self.taken_back = self.late = self.refused = 0
+
+    def add(self, name: str, *, online: OnlineTimes | None = None) -> None:
+        """Add a child that came later; it takes part from the next round on."""
+        self._children[name] = ChildInRound(online=online)
 
     def begin(self, begun: float) -> None:
         """Note when the run, and so the children's traces, began."""
@@ -200,13 +215,15 @@ class Coordinator:
         if presence is None:
             child.presence = None
             return True
-        if presence.state not in LIVING and child.session not in ("", session):
+        moved = presence.failure is Failure.MOVED
+        if presence.state not in LIVING and child.session not in ("", session) and not moved:
             return False
         returns = not child.present
         child.presence, child.reason, child.failure = presence.state, presence.reason, presence.failure
         self._judged = self._quiet_until = -inf
         if presence.state is NodeState.FAILED:
             child.moved = now - self._idle_s  # it has reported that it will not return
+        child.absent = child.absent or moved  # it may return, and is not waited for if there are enough others
         if child.present:
             child.absent = child.absent and presence.state is not NodeState.READY
             if returns:

@@ -13,6 +13,13 @@ from common.protocol.receiver import ReceiverEvent
 
 
 @dataclass(frozen=True, slots=True)
+class Entered:
+    """A node that looked for a run here became a child; it takes part once it is ready."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
 class NameTaken:
     """Another living node has this node's name, in run `run`."""
 

@@ -11,8 +11,9 @@ one, with the work of its siblings.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from common.accounting.child_report import ChildReport
@@ -20,6 +21,7 @@ from common.accounting.costs import DeviceCosts
 from common.errors import RefusedModel, WireError
 from common.experiment.data import samples_most
 from common.experiment.devices import OnlineTimes
+from common.experiment.links import LinkSettings
 from common.experiment.schema import Experiment
 from common.experiment.tiers import TIERS_MOST
 from common.experiment.training import SCORES_MOST
@@ -183,6 +185,7 @@ class ChildLimits:
     `samples`: of its training data; `rounds`: local rounds of a device below it for each of its tasks; `below`: the
     most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children, or
     whose trainer may report numbers.
+    `guests`: how many devices besides those may enter below `guest_parents`, each with `guest_samples` at most.
     `online`: when a device is there by its trace; at other times nothing is expected of it. `scores`: the names of
     those in a report, none if devices do not score; `class_bytes`: of the counts of classes in it. `loss`: whether its
     results have a training loss; `start_loss`: that of the model received.
@@ -191,12 +194,21 @@ class ChildLimits:
     samples: int = COUNT_MOST
     rounds: int = 1
     below: Mapping[str, int] = field(default_factory=dict)
+    guests: int = 0
+    guest_parents: Collection[str] = ()
+    guest_samples: int = 0
     aggregators: Collection[str] = ()
     online: OnlineTimes | None = None
     scores: Sequence[str] = ()
     class_bytes: int = 0
     loss: bool = False
     start_loss: bool = False
+
+    def most_samples(self, report: ChildReport) -> int | None:
+        """Return the most samples of a node on which the child reports; None if it cannot be below the child."""
+        if not report.parent:
+            return self.below.get(report.name)
+        return self.guest_samples if report.parent in self.guest_parents and topics.is_node(report.name) else None
 
     @property
     def score_bytes(self) -> int:
@@ -249,12 +261,15 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
     rounds = experiment.device_rounds // experiment.rounds_of(tree.depth(parent))
     numbers, found = not experiment.training.trainer.learns_module, {}
     for child, names in tree.below_each(parent).items():
-        everybody = (child, *names)
+        everybody, guests = (child, *names), guests_below(experiment, child)
         devices = {name: sum(below not in tree.children for below in (name, *tree.below(name))) for name in everybody}
         found[child] = ChildLimits(
-            samples=each * devices[child],
+            samples=each * (devices[child] + guests),
             rounds=rounds,
-            below={name: each * devices[name] for name in names},
+            below={name: each * (devices[name] + guests_below(experiment, name)) for name in names},
+            guests=guests,
+            guest_parents=frozenset(tree.parents).intersection(everybody) if guests else (),
+            guest_samples=each,
             aggregators=frozenset(name for name in everybody if numbers or name in tree.children),
             online=experiment.online(child),
             scores=experiment.score.names if experiment.evaluation.on_devices else (),
@@ -265,8 +280,41 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
     return found
 
 
-def task_limits(experiment: Experiment, node: str) -> TaskLimits:
-    """Return the limits of a node's tasks."""
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """Who may become a parent's child besides those that the experiment names there.
+
+    `most`: children in all. By name, `admits`: whether a node may enter; `link`: to it; `limits`: what it may report.
+    """
+
+    most: int
+    admits: Callable[[str], bool]
+    link: Callable[[str], LinkSettings]
+    limits: Callable[[str], ChildLimits]
+
+
+def entering_below(experiment: Experiment, parent: str) -> Entering | None:
+    """Return who may become a node's child besides those that the experiment names, None if nobody may."""
+    tier, children = experiment.tier_below(parent), experiment.tree.children[parent]
+    if not tier.entering:
+        return None
+    usual, numbers = limits_below(experiment, parent)[children[0]], not experiment.training.trainer.learns_module
+
+    def limits(name: str) -> ChildLimits:
+        return replace(usual, online=experiment.online(name), aggregators={name} if numbers else ())
+
+    admits = partial(experiment.takes, parent=parent)
+    return Entering(len(children) + tier.entering, admits, experiment.link, limits)
+
+
+def guests_below(experiment: Experiment, node: str) -> int:
+    """Return how many devices may enter below a node, which the experiment does not name there."""
+    tree, entering = experiment.tree, experiment.tiers[-1].entering
+    return entering and entering * sum(name in tree.parents for name in (node, *tree.below(node)))
+
+
+def task_limits(experiment: Experiment, node: str, parent: str) -> TaskLimits:
+    """Return the limits of the tasks that a node gets from this parent."""
     tree = experiment.tree
     epochs = experiment.training.epochs
     if experiment.cloud.epoch_control.name == "tempo":
@@ -274,10 +322,10 @@ def task_limits(experiment: Experiment, node: str) -> TaskLimits:
         epochs = max(epochs, PLATO_GROW * len(tree.children[tree.layers[0][0]]))
     return TaskLimits(
         experiment.rounds,
-        experiment.rounds_of(tree.depth(node) - 1),
+        experiment.rounds_of(tree.depth(parent)),
         epochs,
-        below_parent=tree.count_below(tree.parent(node)),
-        below_node=tree.count_below(node),
+        below_parent=tree.count_below(parent) + guests_below(experiment, parent),
+        below_node=tree.count_below(node) + guests_below(experiment, node),
         scored=experiment.evaluation.on_devices,
     )
 
@@ -295,13 +343,16 @@ def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COU
         raise RefusedModel(f"its loss of the model that it received is {result.start_loss}")
     if limits.start_loss and result.epochs and result.start_loss is None:
         raise RefusedModel("it has no loss of the model that it received")
+    if len(result.children) > len(limits.below) + limits.guests:
+        raise RefusedModel(f"it reports on {len(result.children)} nodes, more than can be below it")
     for report in result.children:
-        if report.name not in limits.below:
+        if (of := limits.most_samples(report)) is None:
             raise RefusedModel(f"it reports on {report.name[:64]!r}, which is not below it")
-        of, rounds = limits.below[report.name], limits.rounds
+        rounds = limits.rounds
         _check_work(f"{report.name!r}", report, samples=of, epochs=epochs * rounds, rounds=rounds, limits=limits)
     for name, found in plans_of(result).items():
-        if name not in limits.aggregators or len(found) > limits.rounds:
+        guest = limits.guests and any(report.name == name and report.parent for report in result.children)
+        if not (guest or name in limits.aggregators) or len(found) > limits.rounds:
             raise RefusedModel(f"it reports {len(found)} decisions of {name[:64]!r}")
 
 

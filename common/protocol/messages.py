@@ -98,6 +98,7 @@ class Failure(StrEnum):
     NONE = ""
     INVALID = "invalid"
     STALLED = "stalled"
+    MOVED = "moved"  # to another parent: no failure, and nothing is to be expected of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,8 @@ class Presence:
     `samples`: a device's training samples, 0 if unknown; `metrics`: the address of its /metrics, `targets` those of
     the nodes below; `ledger`: the id of the byte ledger that its children count for. `failure`: why it failed.
     `elapsed_s`: seconds since the run's first global round began, over all its sessions; negative before that.
+    `parent`: whose child it is, of a device, which may move. `after`: the task that another parent used last; 0 for
+    none.
     """
 
     state: NodeState
@@ -127,6 +130,8 @@ class Presence:
     failure: Failure = Failure.NONE
     targets: tuple[Target, ...] = ()
     elapsed_s: float = -1.0
+    parent: NameText = ""
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)

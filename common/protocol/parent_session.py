@@ -27,6 +27,7 @@ from common.protocol.attendance import Attendance, AwayWatch, Readiness, Targets
 from common.protocol.coordinator import Coordinator
 from common.protocol.events import (
     DevicesAway,
+    Entered,
     FrozenAsked,
     GoodbyeReceived,
     PeerChanged,
@@ -36,7 +37,7 @@ from common.protocol.events import (
     UploadArrived,
     UploadRefused,
 )
-from common.protocol.limits import ANY, ChildLimits, SenderBounds, check_report
+from common.protocol.limits import ANY, ChildLimits, Entering, SenderBounds, check_report
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     LIVING,
@@ -57,7 +58,7 @@ from common.protocol.messages import (
     Status,
 )
 from common.protocol.outbox import Output
-from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received
+from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received, Sought
 from common.protocol.presence import Identity
 from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
 from common.protocol.round_state import Assignment, Restarted, ResultAnnounced, Timeline
@@ -71,7 +72,7 @@ class ParentSession:
     """One parent's session with its children on one broker.
 
     `links`: the children's names in order, each with its link; `shaped`: this end enforces their rates and delays.
-    `limits`: what each child may report, and the nodes below it.
+    `limits`: what each child may report, and the nodes below it. `entering`: who else may become a child.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ParentSession:
         meter: ByteMeter,
         first_number: int,
         limits: Mapping[str, ChildLimits] | None = None,
+        entering: Entering | None = None,
     ) -> None:
         ways = LinkSet(
             to={name: link.down for name, link in links.items()},
@@ -101,16 +103,17 @@ class ParentSession:
             take=self._take,
             moved=self._moved,
         )
-        self.peers = self.link.peers
-        self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})
+        self._limits = dict.fromkeys(links, ANY) | dict(limits or {})
+        self._entering = entering
+        self._form_bytes = 0
         online = {name: limit.online for name, limit in self._limits.items()}
-        self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s, online=online)
+        self.coordinator = Coordinator(links, idle_s=transfer.idle_s, online=online)
         self._absence = AwayWatch(idle_s=transfer.idle_s if any(online.values()) else inf)
         below = {name: limit.below.keys() for name, limit in self._limits.items()}
         self._bound()
-        self.ledger = Ledger(self.peers, self.link.counters, wire=meter.sample, below=below)
-        self.targets = Targets(below)
-        self.attendance = Attendance(self.peers, varying=[name for name, names in below.items() if names])
+        self.ledger = Ledger(links, self.link.counters, wire=meter.sample, below=below)
+        self.targets = Targets(below, {name: limit.guests for name, limit in self._limits.items()})
+        self.attendance = Attendance(links, varying=[name for name, names in below.items() if names])
         self.samples, self.farewells = self.attendance.samples, self.attendance.farewells
         self.rates: dict[str, float] = {}
         self.moves = 0
@@ -122,6 +125,11 @@ class ParentSession:
         self.run: RunProgress | None = None  # at the cloud
         self.measuring = False  # the links are being calibrated
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The children's names in order, those that entered last."""
+        return self.link.peers
+
     # Rounds
 
     def begin(self, begun: float) -> None:
@@ -132,7 +140,8 @@ class ParentSession:
     def set_form(self, form: ModelForm) -> None:
         """Set the required form of uploads; must be known before the first round."""
         self._form = form
-        self._bound(form.size)
+        self._form_bytes = form.size
+        self._bound()
 
     def open(
         self,
@@ -265,13 +274,30 @@ class ParentSession:
         for name in self.attendance.quiet(now):
             self.link.proofs.doubt(name, now)
 
-    def _bound(self, blob_bytes: int = 0) -> None:
+    def _enter(self, name: str) -> None:
+        """Take in a node that looks for a run here, if it may enter. Raises Misfit if there is no room."""
+        entering = self._entering
+        if entering is None or not entering.admits(name):
+            return
+        if len(self.peers) >= entering.most:
+            raise Misfit(f"it wants to enter, and all places are taken: {entering.most} children")
+        self._limits[name] = limits = entering.limits(name)
+        self.link.ways.add(name, entering.link(name))
+        self.coordinator.add(name, online=limits.online)
+        self.attendance.add(name)
+        self.ledger.add(name, parent=self.link.identity.name)
+        self._bound()
+        own = self.link.identity
+        self.link.add_peer(name, inbox=topics.inbox(own.lab, own.run, own.name, name))
+        self.link.events.append(Entered(name))
+
+    def _bound(self) -> None:
         """Set the bounds of the children's messages, and of the presences under this node's own name."""
         inline_bytes = self.link.transfer.inline_bytes
         self.link.admission.bounds = {
             name: SenderBounds(
-                nodes=len(limit.below),
-                blob_bytes=blob_bytes,
+                nodes=len(limit.below) + limit.guests,
+                blob_bytes=self._form_bytes,
                 inline_bytes=inline_bytes,
                 frozen_bytes=0,
                 plans=bool(limit.aggregators),
@@ -279,7 +305,9 @@ class ParentSession:
                 score_bytes=limit.score_bytes,
             )
             for name, limit in self._limits.items()
-        } | {self.link.identity.name: SenderBounds(nodes=sum(len(limit.below) + 1 for limit in self._limits.values()))}
+        }
+        everybody = sum(len(limit.below) + limit.guests + 1 for limit in self._limits.values())
+        self.link.admission.bounds |= {self.link.identity.name: SenderBounds(nodes=everybody)}
 
     # Between the link and the endpoint
 
@@ -354,6 +382,8 @@ class ParentSession:
                 self.link.proofs.want(arrival.peer, now)  # its presence was lost, refused, or cleared by a stranger
         elif isinstance(arrival, Proven):
             self._presence(arrival, now)
+        elif isinstance(arrival, Sought):
+            self._enter(arrival.name)
         elif isinstance(arrival, Elsewhere):
             raise WireError("of another run")
         # a child with a retained state that nobody proved is absent until it joins
@@ -403,6 +433,9 @@ class ParentSession:
             if presence.samples > most:
                 raise Misfit(f"it reports {presence.samples} samples, at most {most} are possible")
             presence = replace(presence, reason=short(presence.reason))
+            if presence.parent not in ("", self.link.identity.name):
+                elsewhere = f"moved to {presence.parent}"
+                presence = replace(presence, state=NodeState.DISCONNECTED, reason=elsewhere, failure=Failure.MOVED)
         if not self.coordinator.presence(peer, session, presence, now=now):
             return
         self.targets.receive(peer, presence, now=now)
@@ -456,9 +489,11 @@ class ParentSession:
             self.refuse(event.owner, result.key, event.reason, now)
 
     def _enter_reports(self, child: str, session: str, reports: tuple[ChildReport, ...]) -> None:
-        self.ledger.enter_reports(child, session, reports)
-        if unknown := next((report.name for report in reports if report.name not in self._limits[child].below), None):
-            raise Misfit(f"a report on {unknown[:64]!r}, which is not below it")
+        limits = self._limits[child]
+        unknown = [report for report in reports if limits.most_samples(report) is None]
+        self.ledger.enter_reports(child, session, [report for report in reports if report not in unknown])
+        if unknown:
+            raise Misfit(f"a report on {unknown[0].name[:64]!r}, which is not below it")
 
     def _announced(self, announced: ResultAnnounced, now: float) -> None:
         child, result = announced.child, announced.result

@@ -97,7 +97,14 @@ class Elsewhere:
     message: Message
 
 
-Arrival: TypeAlias = Living | Received | Proven | Unproven | Elsewhere
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """A node that is no peer looks for a run here."""
+
+    name: str
+
+
+Arrival: TypeAlias = Living | Received | Proven | Unproven | Elsewhere | Sought
 
 
 class ByteMeter(Protocol):
@@ -133,11 +140,12 @@ class PeerLink:
     ) -> None:
         self.identity = identity
         self.peers = tuple(peers)
+        self._known = set(peers)
         self.transfer = transfer
         self.ways = ways
         self.meter = meter
         self.counters = Account()
-        self.refusals = Refusals(frozenset(peers))
+        self.refusals = Refusals(self._known)
         self.other_releases: dict[str, str] = {}  # peers, each with both versions of the protocol
         self.sender = Sender(first_number=first_number)
         self.receiver = Receiver(
@@ -160,15 +168,23 @@ class PeerLink:
         self.away_since: float | None = None
         self.chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
         self._seeks, self._take, self._moved = seeks, take, moved
-        self._known = frozenset(peers)
         self._connected_at = -inf
         self._lossy = False
         self._first: list[Output] = []  # first outputs on a new connection
+        self._new: list[Output] = []  # subscriptions to peers that came later
         self._streams: frozenset[tuple[str, str]] = frozenset()  # of chunks, subscribed to
         self._announcement: Announcement | None = None
         self._announce = False
         self._asks = PendingAsks()
         self._questions = PendingAnswers(self._known, namesake=identity.name)
+
+    def add_peer(self, name: str, *, inbox: str) -> None:
+        """Add a peer that came later, whose link is known; read its state, and its messages on `inbox`."""
+        self.peers = (*self.peers, name)
+        self._known.add(name)
+        self.proofs.add(name)
+        self.receiver.exclusive = False
+        self._new.append(Subscribe((topics.state(self.identity.lab, self.identity.run, name), inbox)))
 
     # From the broker
 
@@ -184,7 +200,7 @@ class PeerLink:
         self.outbox.packet_most = packet_most
         self._streams = frozenset()
         states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
-        self._first = [Subscribe((*states, *inboxes), first=True)]
+        self._first, self._new = [Subscribe((*states, *inboxes), first=True)], []
         self.own.connected()
         self._announce = self._announcement is not None
         self.receiver.reconnected(now)
@@ -264,7 +280,7 @@ class PeerLink:
         """
         if not self.up:
             return []
-        out, self._first = self._first, []
+        out, self._first, self._new = [*self._first, *self._new], [], []
         lab, run, name = self.identity.lab, self.identity.run, self.identity.name
         for presence in self.own.to_send():
             body = serialization.encode(self.own.timed(presence, now), self.identity.session)
@@ -494,6 +510,8 @@ class PeerLink:
             raise WireError(f"a seeker does not send a {type(message).__name__}")
         if topic.parent != self.identity.name:
             return
+        if topic.child not in self._known:
+            self._take(Sought(topic.child), now)
         ours = topic.child in self._known and message.run == self.identity.run
         if ours and self.proofs.speaks(topic.child, session, now):
             self._take(Living(topic.child, session), now)

@@ -89,6 +89,10 @@ class OwnPresence:
         self.presence = replace(self.presence, state=state, reason=short(reason), samples=samples, failure=failure)
         self._due.append(self.presence)
 
+    def below(self, parent: str, *, after: int) -> None:
+        """Publish from now on whose child this node is, and which task another parent used last."""
+        self.presence = replace(self.presence, parent=parent, after=after)
+
     def set_targets(self, targets: tuple[Target, ...]) -> None:
         """Publish the /metrics addresses of the nodes below."""
         self.presence = replace(self.presence, targets=targets)
@@ -226,6 +230,10 @@ class PeerProofs:
         self._silent_s = silent_s
         self._persistent = persistent
         self._look_at = inf  # nothing is due before
+
+    def add(self, peer: str) -> None:
+        """Add a peer that came later."""
+        self._of[peer] = _Peer()
 
     @property
     def nonce(self) -> str:

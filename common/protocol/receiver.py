@@ -146,7 +146,7 @@ class Receiver:
         self._ways = ways or {}
         self._keepalive_s = keepalive_s
         self._slots = slots
-        self._exclusive = exclusive
+        self.exclusive = exclusive
         self._active: OrderedDict[tuple[str, str], Fetch] = OrderedDict()
         self._parked: dict[tuple[str, str], Fetch] = {}  # queued fetches that were active before
         self._queued: deque[Fetch] = deque()
@@ -397,7 +397,7 @@ class Receiver:
         flows = carried - before > FLOW_BYTES_S * max(REPAIR_S, now - since)
         if flows and before >= 0 and carried - first <= most:
             self._last_arrival = now
-            for fetch in self._active.values() if self._exclusive else ():
+            for fetch in self._active.values() if self.exclusive else ():
                 fetch.waits_since = fetch.moved = now
 
     def _listen(self, now: float) -> None:

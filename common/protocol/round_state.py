@@ -159,7 +159,7 @@ class ChildInRound:
     repeat_s: float = REPEAT_S
     sent: bool = False
     sent_at: float = -inf  # time of the last task
-    absent: bool = False  # not ready since before the round opened
+    absent: bool = False  # not ready since before the round opened, or moved to another parent
     mark: tuple[Phase, int] | None = None
     total: int = 0  # at which its phase is done, 0 if unknown
     carried_from: int | None = None  # bytes carried when the present attempt at a transfer began; None = at its report
@@ -258,7 +258,7 @@ class Verdict(Enum):
 class Standing:
     """The state of a round as numbers of children. `refused` ones count as answered: the round continues without them.
 
-    `absent`: not ready since before the round opened. The other expected children are `waiting`.
+    `absent`: not ready since before the round opened, or moved. The other expected children are `waiting`.
     """
 
     accepted: int

@@ -139,6 +139,11 @@ def check_node(name: str) -> str:
     return _checked(name, "node")
 
 
+def is_node(name: str) -> bool:
+    """Return whether a node other than the cloud may have this name."""
+    return name not in RESERVED and _LEVEL.fullmatch(name) is not None
+
+
 def _checked(name: str, kind: str) -> str:
     if _LEVEL.fullmatch(name) is None:
         raise ValueError(

@@ -62,8 +62,10 @@ class ChildEndpoint(Endpoint):
     """One node's parent on one broker; `serve` works until the parent has ended the run.
 
     `parent_session`: the parent's session during discovery. `limits`: of its tasks. `below`: the byte ledger of this
-    node's own children. `spool`: where a model is assembled, None: in memory. `frozen`: the form of the run's frozen
-    arrays, and `files` those that this node has, None: in a temporary folder.
+    node's own children. `patience_s`: after which a parent that is not there is gone, None: `transfer.idle_s`. `after`:
+    of a device, the task that another parent used last. `entered`: see `ChildSession`. `spool`: where a model is
+    assembled, None: in memory. `frozen`: the form of the run's frozen arrays, and `files` those that this node has,
+    None: in a temporary folder.
     """
 
     session: ChildSession
@@ -84,9 +86,13 @@ class ChildEndpoint(Endpoint):
         codecs: Codecs = PLAIN,
         frozen: FrozenForm | None = None,
         files: FrozenFiles | None = None,
+        patience_s: float | None = None,
+        after: int | None = None,
+        entered: bool = False,
         world: World = REAL,
     ) -> None:
         super().__init__(address, identity, transfer=transfer, world=world)
+        self._patience_s = patience_s or transfer.idle_s
         self.session = ChildSession(
             identity,
             parent=parent,
@@ -100,7 +106,11 @@ class ChildEndpoint(Endpoint):
             frozen=frozen,
             limits=limits,
             below=below,
+            patience_s=patience_s,
+            entered=entered,
         )
+        if after is not None:
+            self.link.own.below(parent, after=after)
         self.models = Models(sent=codecs.up, received=codecs.down)
         self.probes = Probes(self, world)
         files = files or FrozenFiles(None, identity.name)
@@ -218,7 +228,7 @@ class ChildEndpoint(Endpoint):
         elif isinstance(event, ParentMoved):
             raise Moved(Found(event.run, event.session, event.announcement))
         elif isinstance(event, ParentGone):
-            raise OutOfReach(f"{self.session.parent} was not there for {self._idle_s:g} s")
+            raise OutOfReach(f"{self.session.parent} was not there for {self._patience_s:g} s")
         elif isinstance(event, ProbeReceived):
             self.probes.receive(event.peer, event.message)
         elif isinstance(event, NoiseFetched):

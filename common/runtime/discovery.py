@@ -9,8 +9,10 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
 from math import inf
 from typing import Final
 
@@ -41,6 +43,7 @@ SETTLE_S: Final = 0.05  # a presence and the experiment arrive together
 OTHERS_KEPT: Final = 100
 PLAIN: Final = "plain"  # a name without dots
 CHECK_S: Final = 0.5
+ASKS_OF_ONE: Final = 2  # before another parent is asked
 CHECKS: Final = 10
 SEEKER: Final = "seeker"  # the client of a node that waits for a run
 
@@ -153,6 +156,38 @@ async def _play(
         if entry is not None:
             entry.run = ""
         return found
+
+
+async def another_parent(
+    host: Host, name: str, parents: Sequence[str], *, run: str, for_s: float
+) -> tuple[str, str] | None:
+    """Return the first of these parents, in turn, that is alive in a run, and its session; None if none is.
+
+    None answers within `for_s` seconds then.
+
+    Only one is asked at a time: a parent that is asked keeps a place.
+    """
+    answered = asyncio.Event()
+    found: list[tuple[str, str]] = []
+
+    def received(topic: topics.Topic, body: bytes, retained: bool) -> None:
+        session, message = serialization.decode(body) if body else ("", None)
+        if isinstance(topic, topics.InboxTopic) and isinstance(message, Alive) and message.nonce == client.session:
+            found.append((topic.sender, session))
+            answered.set()
+
+    reads = [topics.inbox(host.lab, run, name, parent) for parent in parents]
+    client = LabClient(host.broker, f"{name}-moves", reads=reads, received=received, world=host.world)
+    try:
+        async with asyncio.timeout(for_s), client.connected():
+            for parent in cycle(parents):
+                question = partial(client.publish, topics.seek(host.lab, parent, name), WhoIsThere(client.session, run))
+                await client.ask(question, until=answered, every_s=ASK_MOST_S, times=ASKS_OF_ONE)
+                if found:
+                    return found[0]
+    except TimeoutError:
+        pass
+    return None
 
 
 class _Seeker:

@@ -156,7 +156,8 @@ def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) ->
         if elsewhere and is_loopback(_host(target.metrics)):
             continue
         role = "institution" if target.name in tree.children else "device"
-        nodes[target.metrics].append(NodeLabels(role, target.name, parent=tree.parent(target.name)))
+        parent = tree.parent(target.name) if target.name in tree else ""  # of a device that has entered
+        nodes[target.metrics].append(NodeLabels(role, target.name, parent=parent))
     return [
         {
             "targets": [address.removeprefix(HTTPS)],

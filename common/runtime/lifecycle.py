@@ -22,7 +22,7 @@ from common.errors import (
     as_known,
     first_error,
 )
-from common.experiment.devices import OnlineTimes
+from common.experiment.devices import Homes, OnlineTimes
 from common.protocol import serialization, topics
 from common.protocol.messages import LIVING, Failure, NodeState, Presence
 from common.protocol.presence import TimeZero
@@ -110,12 +110,14 @@ async def _leave(endpoints: Sequence[Endpoint]) -> None:
 def _state(error: FedstrataError | None) -> NodeState:
     if isinstance(error, DuplicateName):
         return NodeState.LOST
-    return NodeState.DISCONNECTED if isinstance(error, Moved | Away) else NodeState.FAILED
+    return NodeState.DISCONNECTED if isinstance(error, Moved | Moves | Away) else NodeState.FAILED
 
 
 def _failure(error: FedstrataError | None) -> Failure:
     if isinstance(error, InvalidExperiment | InvalidBelow):
         return Failure.INVALID
+    if isinstance(error, Moves):
+        return Failure.MOVED
     return Failure.STALLED if isinstance(error, NoProgress) else Failure.NONE
 
 
@@ -137,6 +139,14 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
             task.exception()  # only the first was raised; keeps asyncio from logging the others
 
 
+class Moves(FedstrataError):
+    """The device moves to another parent, by its trace."""
+
+    def __init__(self, parent: str) -> None:
+        super().__init__(f"it moves to {parent}")
+        self.parent = parent
+
+
 class Away(FedstrataError):
     """The device is away by its trace, which `begun` in monotonic seconds."""
 
@@ -146,7 +156,13 @@ class Away(FedstrataError):
 
 
 async def through_absences(
-    once: Callable[[], Awaitable[None]], host: Host, name: str, parent: str, *, run: str, times: OnlineTimes | None
+    once: Callable[[], Awaitable[None]],
+    host: Host,
+    name: str,
+    parent: Callable[[], str],
+    *,
+    run: str,
+    times: OnlineTimes | None,
 ) -> None:
     """Take part in a run to its end: once, and again after each absence, which `once` ends by raising Away."""
     while True:
@@ -156,16 +172,18 @@ async def through_absences(
             activity.info("%s: run %s: %s", name, run, away)
             begun = away.begun
         assert times is not None
-        if not await until_return(host, name, parent, run=run, times=times, begun=begun):
+        if not await until_return(host, name, parent(), run=run, times=times, begun=begun):
             activity.info("%s: run %s has ended meanwhile", name, run)
             return None
         activity.info("%s: run %s: available again", name, run)
 
 
-async def while_online(up: ChildEndpoint, times: OnlineTimes | None, work: Coroutine[Any, Any, _T]) -> _T:
-    """Do a device's work and return its result. Raises Away once its trace takes it away, `times` None: never."""
+async def while_online(
+    up: ChildEndpoint, times: OnlineTimes | None, work: Coroutine[Any, Any, _T], *, moves: Homes | None = None
+) -> _T:
+    """Do a device's work and return its result. Raises Away or Moves once its traces take it away; None: never."""
     working = asyncio.create_task(work, name="work while online")
-    leaving = asyncio.create_task(_departure(up, times), name="departure")
+    leaving = asyncio.create_task(_departure(up, times, moves), name="departure")
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -177,13 +195,16 @@ async def while_online(up: ChildEndpoint, times: OnlineTimes | None, work: Corou
         await asyncio.wait((working, leaving))
 
 
-async def _departure(up: ChildEndpoint, times: OnlineTimes | None) -> Away:
+async def _departure(up: ChildEndpoint, times: OnlineTimes | None, moves: Homes | None) -> Away | Moves:
     begun = await up.began()
     while True:
         t = up.now() - begun
         if times is not None and not times.online(t):
             return Away(begun, for_s=times.returns(t) - t)
-        left_s = inf if times is None else times.next_change(t) - t
+        if moves is not None and (parent := moves.at(t)) != up.session.parent:
+            return Moves(parent)
+        changes = [each.next_change(t) - t for each in (times, moves) if each is not None]
+        left_s = min(changes, default=inf)
         try:
             async with asyncio.timeout(left_s if left_s < inf else None):
                 begun = await up.began()  # of a run that was resumed

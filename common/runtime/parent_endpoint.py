@@ -22,6 +22,7 @@ from common.net.address import BrokerAddress
 from common.protocol.attendance import Readiness
 from common.protocol.events import (
     DevicesAway,
+    Entered,
     FrozenAsked,
     GoodbyeReceived,
     NoiseFetched,
@@ -32,7 +33,7 @@ from common.protocol.events import (
     UploadArrived,
     UploadRefused,
 )
-from common.protocol.limits import ChildLimits
+from common.protocol.limits import ChildLimits, Entering
 from common.protocol.manifest import missing
 from common.protocol.messages import Announcement, Failure, Target
 from common.protocol.parent_session import ParentSession
@@ -62,6 +63,7 @@ class ParentEndpoint(Endpoint):
 
     `links`: the children's names in order, each with its link; `shaped`: the sender enforces rates and delays.
     `limits`: what each child may report. `minimum`: of the children that rounds need, None: they wait for each child.
+    `entering`: who else may become a child.
     `spool`: where uploads are assembled, None: in memory.
     """
 
@@ -77,6 +79,7 @@ class ParentEndpoint(Endpoint):
         shaped: bool = True,
         limits: Mapping[str, ChildLimits] | None = None,
         minimum: Minimum | None = None,
+        entering: Entering | None = None,
         spool: Spool | None = None,
         codecs: Codecs = PLAIN,
         observe: Observe = lambda event, facts: None,
@@ -92,9 +95,10 @@ class ParentEndpoint(Endpoint):
             meter=self.connection.meter,
             first_number=int(1e3 * world.wall()),
             limits=limits,
+            entering=entering,
         )
         self.transfer = transfer
-        self._minimum = minimum
+        self._minimum, self._named = minimum, tuple(links)
         self.models = Models(sent=codecs.down, received=codecs.up)
         self.probes = Probes(self, world)
         self.frozen = FrozenOffers(self)
@@ -123,6 +127,11 @@ class ParentEndpoint(Endpoint):
     def samples(self) -> dict[str, int]:
         """The training samples of each child that has reported them."""
         return self.session.samples
+
+    @property
+    def after(self) -> Mapping[str, int]:
+        """Of children that have come from another parent, the task that this one used last."""
+        return self.session.attendance.after
 
     @property
     def ledger(self) -> Ledger:
@@ -312,6 +321,9 @@ class ParentEndpoint(Endpoint):
         elif isinstance(event, UploadRefused):
             log.warning("%s: refused %s's model: %s", self.identity.name, event.child, event.reason)
             self._observe("refused", {"node": event.child, "reason": event.reason})
+        elif isinstance(event, Entered):
+            log.info("%s: takes in %s", self.identity.name, event.child)
+            self._observe("entered", {"node": event.child, "parent": self.identity.name})
         elif isinstance(event, PeerChanged):
             self._changed.set()
             self.probes.abandon(event.child)
@@ -361,7 +373,8 @@ class ParentEndpoint(Endpoint):
 
     def someone_is_away(self) -> bool:
         """Return whether a child has not sent its farewell."""
-        return not self.session.farewells >= set(self.peers)
+        here = set(self._named) | self.session.attendance.last.keys()
+        return not self.session.farewells >= here
 
     # Models
 

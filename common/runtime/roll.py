@@ -51,11 +51,15 @@ log = logging.getLogger("fedstrata.roll")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a node's host has: a device's accelerators, the data sets in its folder; what was found there."""
+    """What a node's host has: a device's accelerators, the data sets in its folder; what was found there.
+
+    `parent`: to which a device has moved, else empty.
+    """
 
     hardware: str = ""
     data: str = ""
     findings: tuple[Finding, ...] = ()
+    parent: str = ""
 
 
 class RollEntry:
@@ -89,7 +93,7 @@ class RollEntry:
         self._answered[topic.asker] = now
         has, host = self._resources(), self._host
         answer = Here(
-            message.nonce, self._role, self._parent, self.run, version("fedstrata"), socket.gethostname(),
+            message.nonce, self._role, has.parent or self._parent, self.run, version("fedstrata"), socket.gethostname(),
             short(has.hardware), short(has.data), host.kit, host.world.wall(), has.findings[: serialization.ITEMS],
         )  # fmt: skip
         self._client.publish(topics.here(host.lab, topic.asker, self._name), answer)

@@ -162,6 +162,10 @@ class Children(Protocol):
         """The bytes of the links to them."""
 
     @property
+    def after(self) -> Mapping[str, int]:
+        """Of children that have come from another parent, the task that this one used last."""
+
+    @property
     def moves(self) -> int:
         """A count that grows with any progress below."""
 
@@ -201,6 +205,7 @@ async def dispatched(
     selected = selection.select(down.peers, r, samples=down.samples, absent=absent)
     closing = tier.closing_of(len(selected), among=len(down.peers))
     models, follows = rule.dispatch(r, selected), selection.follows(selected, r)
+    follows |= {name: max(follows[name], min(down.after[name], r)) for name in selected if name in down.after}
     return Dispatch(*key, models, epochs, closing, selected, absent, follows, selection.in_flight, last)
 
 

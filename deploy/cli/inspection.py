@@ -199,7 +199,7 @@ def delete(
 @app.command()
 def prune(
     runs: Runs = Path("runs"),
-    days: Annotated[float, typer.Option(min=0, help="Keep what was started within so many days.")] = 0.0,
+    days: Annotated[float, typer.Option(min=0, help="Keep runs that were started in the last days, this many.")] = 0.0,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete the runs that ended, by failure or interruption, before their first global round."""

@@ -2,14 +2,15 @@
 
 A node publishes below its own name and, as the last level, its own name into others' topics. It receives what is
 below its own name, its parent's state and models, and its children's. So a sender's name in a topic is true, and no
-node reads the models of another branch. The lab's `operator` (watch, lab status, doctor) receives everything. It asks
-all nodes who they are, and the parents for their status; they answer below their own names.
+node reads the models of another branch, unless devices of the lab may move. The lab's `operator` (watch, lab status,
+doctor) receives everything. It asks all nodes who they are, and the parents for their status; they answer below their
+own names.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,9 +68,7 @@ def users(lab: Lab, broker: str) -> dict[str, Access]:
     found[CLOUD] = Access((topics.roll(name, CLOUD),))  # on all brokers, to find who is there
     if lab.meeting_place(CLOUD) == broker:
         found[CLOUD] += Access((topics.seek(name, CLOUD, CLOUD),))
-    for child, parent in lab.parents.items():
-        if lab.meeting_place(parent) != broker:
-            continue
+    for child, parent in _links(lab, broker):
         found[parent] = found.get(parent, Access()) + Access(receive=_from(name, child, to=parent))
         upward = Access(
             (topics.seek(name, parent, child),), (topics.spec(name, "+", parent), *_from(name, parent, to=child))
@@ -81,6 +80,16 @@ def users(lab: Lab, broker: str) -> dict[str, Access]:
         if kind == EnergySource.PLUG and first is not None and lab.meeting_place(lab.parents[first]) == broker:
             found[first] += Access(receive=(topic,))
     return found
+
+
+def _links(lab: Lab, broker: str) -> Iterator[tuple[str, str]]:
+    """Yield each child on a broker with its parent, and with those to which it may move."""
+    homes = dict.fromkeys(group.parent for group in lab.devices) if lab.moves else {}
+    for child, parent in lab.parents.items():
+        if lab.meeting_place(parent) == broker:
+            yield child, parent
+            others = homes if child not in lab.institutions else ()
+            yield from ((child, home) for home in others if home != parent and lab.meeting_place(home) == broker)
 
 
 def _from(lab: str, sender: str, *, to: str) -> tuple[str, ...]:

@@ -101,6 +101,7 @@ class Lab(SettingsTable):
     brokers: dict[Name, Broker]
     institutions: dict[Name, LabInstitution] = Field(default_factory=dict)
     devices: list[Devices] = Field(default_factory=list)
+    moves: bool = False  # devices may take part below other parents on their broker
     tls: bool = True  # certificates of the lab's own authority, encrypted connections, access rules
     install: AbsolutePath = "/opt/fedstrata"  # folder of fedstrata on the machines
 

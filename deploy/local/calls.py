@@ -95,6 +95,7 @@ class Calls:
     ) -> None:
         self.peers = tuple(children)
         self.samples = dict(samples)
+        self.after: Mapping[str, int] = {}
         self.moves = 0
         self._account = Account()
         self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})

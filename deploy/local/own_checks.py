@@ -71,7 +71,7 @@ def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, 
             return "objective", _each(objective_checks.of(settings))
     kinds = "selector (Selector), trainer (ArrayTrainer), codec (DeltaCodec) or objective (Objective)"
     problem = f"is no rule (ColumnRule), {kinds}"
-    remedy = "docs/extend.md has an example of each. A run names what is wrong with models and data sets."
+    remedy = "docs/own.md has an example of each. A run names what is wrong with models and data sets."
     raise InvalidExperiment("name", name, problem, remedy)
 
 

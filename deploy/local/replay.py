@@ -30,6 +30,10 @@ def replayed(run: Run, runs: Path, *, accelerator: str, observe: Observe) -> Pat
             raise InvalidExperiment(
                 key, "system", problem, 'Use "seeded" in runs to be replayed, which are not private.'
             )
+    homes = {experiment.tree.path(device) for device in experiment.tree.devices}
+    if other := next((row.node for row in run.devices if row.node not in homes), None):
+        problem = f"{other} has entered or moved, which a replay does not repeat"
+        raise InvalidExperiment("RUN", str(run.path), problem, "Replay a run in which each device kept its parent.")
     decisions = Decisions(run, experiment)
     folder = RunFolder.create(runs, experiment, direct=True)
     with folder.removed_unless_begun():

@@ -124,7 +124,7 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     else:
         assumed.append(f"each device has {mean} samples")
     scored = splits.counts_of_tests(dataset, here, samples=sizes)
-    trained = [size - experiment.evaluation.taken_of(size) for size in sizes]
+    trained = [size - experiment.evaluation.taken_of(size) for size in sizes[:MOST_LISTED]]
     samples: int | dict[str, int] = trained[0]
     tests: int | dict[str, int] = round(fmean(scored))
     if count <= MOST_LISTED:

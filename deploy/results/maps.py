@@ -6,6 +6,7 @@ Of thousands of devices there are evenly spaced ones, or quantiles.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
@@ -237,7 +238,8 @@ def _range(rates: Sequence[float | None]) -> str:
 
 CHANGES: Final = (
     "The traces of the experiment on the clock of the global rounds: how many devices were available, and the rates of "
-    "links with a trace. Links with the same trace share a chart."
+    "links with a trace. Links with the same trace share a chart. Where nodes may be absent, enter or move, there are "
+    "the devices that worked below each of their parents."
 )
 WIDTH: Final = 640.0
 HEIGHT: Final = 78.0  # of a chart
@@ -245,6 +247,7 @@ LEFT: Final = 46.0
 TIMES_MOST: Final = 2000  # of changes that are drawn one by one; more are sampled
 SAMPLES: Final = 640
 TRACES_MOST: Final = 5  # charts of links
+PARENTS_MOST: Final = 5  # lines of devices that worked
 
 Steps = Sequence[tuple[float, float]]  # from each time on, a value
 
@@ -259,11 +262,11 @@ class Panel:
 
 
 def changes(run: Run) -> Figure | None:
-    """Return the figure of a run that replayed traces, else None."""
+    """Return the figure of a run that replayed traces, or whose nodes may be absent, enter or move, else None."""
     experiment = run.experiment
     if run.direct or not run.rounds:
         return None
-    panels = [*_available(experiment, run.seconds), *_links(experiment, run.seconds)]
+    panels = [*_available(experiment, run.seconds), *_at_work(run), *_links(experiment, run.seconds)]
     if not panels:
         return None
     title, end = f"Changes over time, {run.ending}", run.seconds
@@ -312,6 +315,24 @@ def _available(experiment: Experiment, end: float) -> list[Panel]:
     always = len(devices) - len(traced)
     steps = [(t, float(always + sum(each.online(t) for each in traced))) for t in times]
     return [Panel("available devices", {"devices": steps}, high=float(len(devices)))]
+
+
+def _at_work(run: Run) -> list[Panel]:
+    """Return the chart of the devices that each parent used in each global round, if they may be absent."""
+    if all(tier.min_available is None for tier in run.experiment.tiers):
+        return []
+    begins = [0.0, *(row.elapsed_s for row in run.rounds)]
+    parents = run.experiment.tree.parents
+    used = Counter((row.global_round, row.node.split("/")[-2]) for row in run.devices if row.local_rounds)
+    lines: dict[str, Steps] = {
+        parent: [(begins[k], float(used[row.global_round, parent])) for k, row in enumerate(run.rounds)]
+        for parent in parents[:PARENTS_MOST]
+    }
+    rest = parents[PARENTS_MOST:]
+    if rest:
+        more = [sum(used[row.global_round, parent] for parent in rest) for row in run.rounds]
+        lines[f"{len(rest)} more"] = [(begins[k], float(count)) for k, count in enumerate(more)]
+    return [Panel("devices that worked", lines)]
 
 
 def _links(experiment: Experiment, end: float) -> list[Panel]:

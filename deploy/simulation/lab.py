@@ -70,9 +70,9 @@ class AgentFactory:
         """The folder that contains the runs' folders."""
         return self.path / "runs"
 
-    def upper_broker(self, node: str) -> str:
-        """Return the name of the broker between a node and its parent."""
-        return self._own_broker(self.experiment.tree.parent(node)) if node != CLOUD else BROKER
+    def upper_broker(self, node: str, parent: str | None = None) -> str:
+        """Return the name of the broker between a node and its parent, by default its own."""
+        return self._own_broker(parent or self.experiment.tree.parent(node)) if node != CLOUD else BROKER
 
     def lower_broker(self, node: str) -> str:
         """Return the name of the broker between an institution and its children."""
@@ -92,7 +92,7 @@ class AgentFactory:
         spool = self._spool(files or node) if self._keeps(node) else None
         if spool is not None:
             spool.mkdir(parents=True, exist_ok=True)
-        above, below = BrokerAddress(self.upper_broker(node)), BrokerAddress(self.lower_broker(node))
+        above, below = BrokerAddress(self.upper_broker(node, parent)), BrokerAddress(self.lower_broker(node))
         data, code = self.experiment.data.root, self.experiment.code_at(node)
         host = Host(
             above,
@@ -191,6 +191,7 @@ class SimulatedLab:
         self.names = (CLOUD, *self.institutions, *self.homes)
         self.processes: dict[str, SimulatedProcess] = {}
         self.ended: dict[str, str] = {}
+        self._entered: dict[str, str] = {}  # devices that the experiment does not name, and their parents
         self.errors: dict[str, Exception] = {}  # of nodes that ended with one
         self.failed = asyncio.Event()  # set with the first of them
         self.loop = VirtualLoop(seed, executor_delay_s=executor_delay_s)
@@ -314,12 +315,16 @@ class SimulatedLab:
     ) -> SimulatedProcess:
         """Start or restart a node; a restarted cloud resumes its run.
 
-        `parent`: the one in the node's configuration, by default its own. Raises ValueError if the node runs.
+        `parent`: the one in the node's configuration, by default its own; a device that the experiment does not name
+        needs one at its first start. Raises ValueError if the node runs.
         """
         if self.alive(node):
             raise ValueError(f"{node} is running")
         if not keep_files:
             self.agents.forget_files(node)
+        if parent is not None and node not in self.names:
+            self._entered[node] = parent
+        parent = parent or self._entered.get(node)
         again = node in self.processes
         self.ended.pop(node, None)
         process = self.processes[node] = self._process(node, resume=again, parent=parent, clock_offset_s=clock_offset_s)
@@ -419,7 +424,7 @@ class SimulatedLab:
         generation = len(self._started)
         host = f"second {node}" if second else node
         world = SimulatedWorld(self.network, host, generation=generation, clock_offset_s=clock_offset_s)
-        self.worlds[node].append(world)
+        self.worlds.setdefault(node, []).append(world)
         files = host.replace(" ", "-")
 
         async def main() -> None:

@@ -125,8 +125,7 @@ class DirectSlot:
         """Run a job to its end."""
         if self._worker is None:
             self._worker = await SubprocessChannel.start(WORKER, "the worker process")
-        what = {"resume": str(job.resume)} if job.resume else {"experiment": job.experiment.to_json()}
-        self._worker.send(runs=str(self._runs), accelerator=self._accelerator, **what)
+        self._worker.send(**self._request(job))
         try:
             while "event" in (record := await self._worker.receive()):
                 watch(str(record["event"]), record)
@@ -136,6 +135,10 @@ class DirectSlot:
         except FedstrataError as error:
             frames = error.frames if isinstance(error, InvalidExperiment) else ()
             raise CellFailed(str(error), error.exit_code, frames) from None
+
+    def _request(self, job: MissingRun) -> dict[str, str]:
+        what = {"resume": str(job.resume)} if job.resume else {"experiment": job.experiment.to_json()}
+        return {"runs": str(self._runs), "accelerator": self._accelerator, **what}
 
     def close(self) -> None:
         """Kill the worker; its run can be resumed."""

@@ -242,6 +242,12 @@ class WatchedLab:
     def take(self, name: str, status: Status, now: float) -> None:
         """Process a parent's record."""
         node = self.nodes[name]
+        tree, entering = self.experiment.tree, self.experiment.tiers[-1].entering
+        most = len(tree.children.get(name, ())) + (entering if name in tree.parents else 0)
+        for each in status.children:
+            if each.name not in node.children and len(node.children) < most:  # it has entered, or moved
+                child = node.children[each.name] = Node(each.name, "device", node)
+                self.nodes.setdefault(each.name, child)
         before = {child: each.entry for child, each in node.children.items()}
         if not node.take(status, now):
             return

@@ -14,6 +14,7 @@ from typing import Final
 from common.accounting.costs import DeviceCosts
 from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
+from common.experiment.topology import number_of
 from common.host.offload import repeated
 from common.model.layout import Row
 from common.model.scores import ScoredModels, ScoreSums, packed_sums
@@ -38,7 +39,7 @@ class ArrayTraining:
         devices, data = experiment.tree.devices, Path(experiment.data.root.replace("{node}", node))
         self._site = TrainingSite(
             node=node,
-            place=devices.index(node),
+            place=devices.index(node) if node in devices else len(devices) + (number_of(node) or 0),
             places=len(devices),
             data=data,
             seed=experiment.seed,

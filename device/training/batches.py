@@ -158,8 +158,7 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
         samples, partition = torch.arange(len(dataset.train_labels)), ""
     else:
         split = splits.split_of(experiment, node=node)
-        place = experiment.tree.devices.index(node)
-        samples, partition = torch.from_numpy(split.partitions[place]), split.digest
+        samples, partition = torch.from_numpy(splits.samples_of(experiment, split, node=node)), split.digest
     images, labels = dataset.train_images, dataset.train_labels
     samples, tests = _without_tests(samples, dataset, experiment, node)
     if accelerator.type != "cpu":
@@ -184,6 +183,8 @@ def _without_tests(
         return left, tests if len(taken) else None
     if not evaluation.on_devices:
         return samples, None
+    if node not in devices:
+        return samples, None  # the test samples are divided among the others
     place, count = devices.index(node), len(dataset.test_labels)
     if evaluation.data == "users":
         part = np.flatnonzero(splits.users_of_tests(dataset, experiment.data.dataset) == place)

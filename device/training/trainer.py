@@ -93,7 +93,7 @@ class Trainer:
         another. `frozen`: a file of the cloud's frozen arrays, named by their digest, if this node builds others.
         """
         names = experiment.tree.devices
-        if node not in names:
+        if node not in names and not experiment.enters(node):
             raise InvalidExperiment(
                 "topology.devices", node, "the experiment has no device of this name", f"It has {', '.join(names)}."
             )

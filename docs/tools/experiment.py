@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
@@ -37,8 +38,8 @@ from common.model.table import CODECS as OF_CHANGES
 INTRO: Final = """\
 # The experiment
 
-An experiment is a TOML file. This page has every key. It is made from `common/experiment/` by
-`python -m docs.tools.experiment`.
+An experiment is a TOML file. This page has every key: first the [thirty that matter](#the-keys-that-matter), then all.
+`python -m docs.tools.experiment` makes it from `common/experiment/`.
 
 ```sh
 fedstrata run my.toml --set training.epochs=2 --set 'data={ dataset = "digits" }'     # override a key, or a table
@@ -57,19 +58,52 @@ fedstrata run my.toml --dry-run                                                 
 - In `deploy/experiments/` are the demo (`demo.toml`), a lab of four layers (`regions.toml`), and Tempo's lab
   (`tempo-fashionmnist.toml`). The papers' tables and figures are [sweeps](reproduction.md).
 """
+MATTER: Final[Mapping[str, str]] = {  # keys of the short form; the other keys are for those who know why
+    "seed": "everything random comes from it",
+    "rounds": "global rounds",
+    "topology.institutions": "how many, or a list of names; 0: the devices are below the cloud",
+    "topology.devices": "all devices of the lab: how many, or a list of names",
+    "data.dataset": "a [data set](data.md), `NAME.csv`, `NAME.npz`, `folder`, or [your function](own.md#a-data-set)",
+    "data.root": "the folder of data sets; `{node}` in it is the name of the node that reads",
+    "data.partition": "[who gets which samples](data.md#partitions); `private`: each device has its own files",
+    "data.concentration": "of Dirichlet partitions: smaller is more skewed",
+    "model.name": "a [model](data.md#models), or [your class or function](own.md#a-model)",
+    "model.initial": "a run or a file in safetensors' format whose model the run starts from",
+    "training.epochs": "of a device in each local round",
+    "training.batch_size": "samples",
+    "training.learning_rate": "of SGD on devices",
+    "training.momentum": "of SGD on devices",
+    "training.objective": "what devices [minimise](algorithms/README.md#objectives)",
+    "training.trainer": "what trains: PyTorch, a Flower client, or [your class](own.md#a-trainer)",
+    "cloud.participation": "share of the cloud's children that take part in a global round",
+    "cloud.aggregation": "the cloud's [rule](algorithms/README.md), or [yours](own.md#a-rule)",
+    "cloud.epoch_control": "`tempo`: the cloud decides each institution's epochs",
+    "cloud.closing.rule": "`quorum`: a round does not wait for all its children",
+    "cloud.privacy.unit": "what [noise](privacy.md) protects at this tier",
+    "institution.rounds": "local rounds in each global round",
+    "institution.participation": "share of an institution's devices in a local round",
+    "institution.aggregation": "the institutions' rule",
+    "links.wan": "cloud to institution: a [profile](links.md), or `up_mbit`, `down_mbit`, `delay_ms`",
+    "links.lan": "institution to device, likewise",
+    "transfer.wan.up": "the [codec](links.md#codecs) of uploads to the cloud; `transfer.lan` likewise",
+    "transfer.idle_s": "seconds without progress after which a node counts as failed",
+    "evaluation.at": "who [scores models](evaluation.md): the cloud, devices, or both",
+    "stop.target": "the score at which the run ends",
+}
+SEVERAL: Final = 3  # tables in which the same key stands, to be listed once before them
 SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "data": "[Data and models](data.md) describes the data sets and the partitions.",
-    "model": "[Data and models](data.md#models) lists the models and explains how to use one's own.",
+    "model": "[Data and models](data.md#models) lists the models.",
     "cloud.aggregation": "One of the rules below, selected by `name`. [Algorithms](algorithms/README.md) has a page for"
     " each.\nRounds are the node's own count: the cloud's global rounds, an institution's local rounds.",
     "cloud.selection": "One of the selectors below, selected by `name`. [Client selection](algorithms/selection.md)"
     " has the formulas.",
     "evaluation": "[Evaluation](evaluation.md) explains what devices score, and what comes back.",
-    "score": "[Your model, your data](own.md#the-score) has the functions of one's own.",
+    "score": "[Your own code](own.md#loss-and-score) has the scores, and explains how to add one.",
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
-    "training.augmentation": "Flips and crops of images, or [one's own](extend.md#an-augmentation).",
-    "training.trainer": "One of the trainers below, selected by `name`. [Your own method](extend.md#a-trainer) explains"
+    "training.augmentation": "Flips and crops of images, or [your own](own.md#an-augmentation).",
+    "training.trainer": "One of the trainers below, selected by `name`. [Your own code](own.md#a-trainer) explains"
     " how to write one.",
     "cloud.privacy": "[Privacy](privacy.md) explains units, noise and the accountant.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
@@ -77,7 +111,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "profiles.NAME": "[Links](links.md) lists the profiles that ship.",
     "links": "[Links](links.md) explains shaping and calibration.",
     "tiers.link.trace": "[Links](links.md#traces) has an example.",
-    "tiers": "[Operations](operations.md#layers) shows labs with and without institutions.",
+    "tiers": "[Running](running.md#layers) shows labs with and without institutions.",
     "transfer.wan": "[Links](links.md#codecs) compares the codecs.",
     "tiers.transfer.up": "One of the codecs below, selected by `name`. `feedback` and what is left out are explained in"
     " [links](links.md#error-feedback).",
@@ -101,6 +135,7 @@ ORDER: Final = (
     "profiles", "links", "transfer", "hardware", "availability",
 )  # fmt: skip
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables
+HEAD: Final = "| key | default | values | meaning |\n|---|---|---|---|"
 COMMENT: Final = re.compile(r"^(?P<code>.*?)(?:^| ) *# (?P<text>.*)$")
 
 
@@ -110,18 +145,77 @@ def page() -> str:
     tables = [*_tables(ShortForm, ""), *_tables(Tier, "tiers")]
     for path, table in sorted(tables, key=lambda each: ORDER.index(each[0].partition(".")[0])):
         places.setdefault(table, []).append(path)
-    lines = [INTRO]
+    lines, shown = [INTRO, *_matter()], set[str]()
     for table, paths in places.items():
         heading = ", ".join(f"`{path}`" for path in paths) if paths != [""] else "Top level"
         lines.append(f"## {heading}\n")
         see = [f"{SEE[paths[0]]}\n"] if paths[0] in SEE else []
         if table in SELECTED:  # it stands for all tables that a name selects
-            lines += see
-            for name, selected in SELECTED[table].items():
-                lines += [f"### {name}\n", f"{_text(selected)}\n", *_rows(selected)]
-        else:
-            lines += [f"{_text(table)}\n", *see, *_rows(table)]
+            lines += [*see, *_selected(SELECTED[table])]
+            continue
+        lines += [f"{_text(table)}\n", *see]
+        rows = dict(_rows(table))
+        if rows and shown.issuperset(rows.values()):
+            lines.append(f"Its keys are those of a table above: {', '.join(f'`{key}`' for key in rows)}.\n")
+        elif rows:
+            lines += [HEAD, *rows.values(), ""]
+        shown.update(rows.values())
     return "\n".join(lines).rstrip() + "\n"
+
+
+def field_of(key: str) -> FieldInfo:
+    """Return the field of a key of the short form, by its path. Raises KeyError."""
+    table: type[BaseModel] | None = ShortForm
+    for name in key.split("."):
+        if table is None:
+            raise KeyError(key)
+        field = table.model_fields[name]
+        table = _table_of(field)
+    return field
+
+
+def _matter() -> Iterator[str]:
+    """Yield the lines of the keys that matter; a table that a name selects has the name that is its default."""
+    yield "## The keys that matter\n"
+    yield "| key | default | meaning |\n|---|---|---|"
+    for key, meaning in MATTER.items():
+        default = _default(field_of(key))
+        shown = _shown(getattr(default, "name", None) if isinstance(default, BaseModel) else default)
+        yield f"| `{key}` | {shown} | {meaning} |"
+    yield ""
+
+
+def _selected(tables: Mapping[str, type[BaseModel]]) -> Iterator[str]:
+    """Yield the lines of the tables that a name selects: keys that many of them share, and then those of each."""
+    kinds: dict[type[BaseModel], list[str]] = {}
+    for name, table in tables.items():
+        kinds.setdefault(table, []).append(name)
+    rows = {
+        table: {key: row for key, row in _rows(table) if key != "name" or _is_choice(table, names)}
+        for table, names in kinds.items()
+    }
+    count = Counter(row for each in rows.values() for row in each.values())
+    shared = [row for row in count if count[row] >= SEVERAL]
+    if shared:
+        yield "Keys of several of them:\n"
+        yield "| key | default | values | meaning | of |\n|---|---|---|---|---|"
+        for row in shared:
+            of = (name for table, names in kinds.items() if row in rows[table].values() for name in names)
+            yield f"{row} {', '.join(of)} |"
+        yield ""
+    for table, names in kinds.items():
+        own = [row for row in rows[table].values() if row not in shared]
+        yield f"### {', '.join(names)}\n"
+        yield f"{_text(table)}\n"
+        if own:
+            yield from (HEAD, *own, "")
+
+
+def _is_choice(table: type[BaseModel], names: Iterable[str]) -> bool:
+    """Return whether a table's `name` may be more than the names in its heading."""
+    schema = table.model_json_schema()["properties"]["name"]
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return bool(listed) and not set(listed) <= {*names}
 
 
 def values(schema: Mapping[str, Any]) -> str:
@@ -134,6 +228,7 @@ def values(schema: Mapping[str, Any]) -> str:
     each = next(iter(schema.get("patternProperties", {}).values()), schema)
     items = each.get("items", {})
     of = "lists" if items.get("type") == "array" else "numbers" if "minimum" in items else "names"
+    of = "tables" if "$ref" in items else of
     kinds = {
         "boolean": "true, false",
         "string": "a name" if "pattern" in schema else "text",
@@ -186,21 +281,25 @@ def _text(table: type[BaseModel]) -> str:
     return inspect.cleandoc(table.__doc__ or "")
 
 
-def _rows(table: type[BaseModel]) -> Iterator[str]:
-    """Yield the lines of a table's keys, but for keys that are tables of their own."""
+def _default(field: FieldInfo) -> Any:
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _shown(default: Any) -> str:
+    return f"`{json.dumps(default)}`" if default not in (None, {}) else "not set"
+
+
+def _rows(table: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Yield key and line of a table's keys, but for keys that are tables of their own."""
     fields = {key: field for key, field in table.model_fields.items() if _table_of(field) is None}
     if not fields:
         return
     schema, texts = table.model_json_schema()["properties"], meanings(table)
-    yield "| key | default | values | meaning |\n|---|---|---|---|"
     for key, field in fields.items():
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
-        shown = f"`{json.dumps(default)}`" if default not in (None, {}) else "not set"
-        shown = "required" if field.is_required() else shown
+        shown = "required" if field.is_required() else _shown(_default(field))
         text = texts[key]
         text = (text[:1].upper() + text[1:]).rstrip(".")
-        yield f"| `{key}` | {shown} | {values(schema[key])} | {text} |"
-    yield ""
+        yield key, f"| `{key}` | {shown} | {values(schema[key])} | {text} |"
 
 
 def _range(schema: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -56,19 +57,28 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "data check": "fedstrata data check --root data",
     "data partition": "fedstrata data partition demo --out partition",
 }
+SEVERAL: Final = 2  # commands with the same option, to be listed once
 TYPERS: Final = ("help", "install_completion", "show_completion")  # typer's own; their texts change with its releases
 
 
 def manual() -> str:
     """Return the page."""
+    found = [(name, command, dict(_options(command))) for name, command in commands()]
+    rows = Counter((option, row) for *_, options in found for option, row in options.items())
+    shared = {option: row for (option, row), count in reversed(rows.most_common()) if count >= SEVERAL}  # most common
     lines = [
         INTRO,
         "## fedstrata\n\nOptions of all commands, before or after the command's name:\n",
-        *_options(typer.main.get_command(app)),
+        *_table(dict(_options(typer.main.get_command(app)))),
+        "## Options of several commands\n",
+        *_table(dict(sorted(shared.items()))),
     ]
-    for name, command in commands():
+    for name, command, options in found:
         lines += [f"## fedstrata {name}\n", f"{inspect.cleandoc(command.help)}\n", f"```sh\n{EXAMPLES[name]}\n```\n"]
-        lines += _options(command)
+        lines += _table({option: row for option, row in options.items() if row != shared.get(option)})
+        several = [option for option, row in options.items() if row == shared.get(option)]
+        if several:
+            lines.append(f"[Of several commands](#options-of-several-commands): {', '.join(several)}.\n")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -82,12 +92,18 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[st
             yield " ".join((*path, name)), command
 
 
-def _options(command: Any) -> Iterator[str]:
-    shown = [one for one in command.params if one.name not in TYPERS and not getattr(one, "hidden", False)]
-    rows = [_row(parameter) for parameter in shown]
+def _options(command: Any) -> Iterator[tuple[str, str]]:
+    """Yield name and line of each option."""
+    for one in command.params:
+        if one.name not in TYPERS and not getattr(one, "hidden", False):
+            row = _row(one)
+            yield row.split(" | ")[0].removeprefix("| "), row
+
+
+def _table(rows: Mapping[str, str]) -> Iterator[str]:
     if rows:
         yield "| option | default | meaning |\n|---|---|---|"
-        yield from rows
+        yield from rows.values()
         yield ""
 
 

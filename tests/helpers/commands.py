@@ -8,12 +8,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from unittest.mock import patch
 
+import typer
 from typer.testing import CliRunner, Result
 
 from common.experiment.schema import Experiment
+from common.host.processes import bound
 from deploy.cli.main import app
 from deploy.simulation.lab import SimulatedLab
 from tests.helpers.null_lab import MODEL_BYTES
@@ -24,20 +28,28 @@ NULL_LAB: Final = Path(__file__).with_name("null_lab.py")
 PATIENCE_S: Final = 90
 
 
-def invoke(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Result:
-    """Run a command in this process, for one that starts no role."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
+@cache
+def _tree() -> Any:
+    return typer.main.get_command(app)
+
+
+def invoke(*arguments: str | Path, env: Mapping[str, str] | None = None, answers: str = "") -> Result:
+    """Run a command in this process, for one that starts no role; `answers` are lines of standard input."""
+    with patch("typer.testing._get_command", lambda _: _tree()):  # else each call builds all commands: 20 ms
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env, input=answers or None)
 
 
 def command(*arguments: str | Path, null: bool = False, stay: bool = False) -> list[str]:
     """Return a command for a process of its own; with `null`, one whose roles compute nothing (`null_lab`).
 
-    Without `stay` a node ends with its first run, and a cloud does not ask for a second whether the lab is free.
+    Without `stay` a node ends with its first run, and a cloud does not ask for a second whether the lab is free. The
+    process ends with that of the test, whatever ends it.
     """
-    words = {"institution": ["--once"], "device": ["--once"], "cloud": ["--sole"]}
-    role = next((str(argument) for argument in arguments if argument in words), "")
-    once = words[role] if role and not stay else []
-    return [sys.executable, *([str(NULL_LAB)] if null else ["-m", "deploy.cli"]), *map(str, arguments), *once]
+    flags = {"institution": ["--once"], "device": ["--once"], "cloud": ["--sole"]}
+    role = next((str(argument) for argument in arguments if argument in flags), "")
+    once = flags[role] if role and not stay else []
+    words = [*map(str, arguments), *once]
+    return [sys.executable, str(NULL_LAB), *words] if null else bound([sys.executable, "-m", "deploy.cli", *words])
 
 
 def fedstrata(

@@ -20,7 +20,7 @@ class HereEvaluator:
     async def start(self) -> Beginning:
         partition = splits.keep(self._experiment, self._folder)
         self._tester = ModelTester(self._experiment)
-        return Beginning(self._tester.layout, self._tester.first, partition)
+        return Beginning(self._tester.layout, self._tester.first, partition, frozen=self._tester.frozen)
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         found = self._tester.evaluate(row)

@@ -13,8 +13,10 @@ of another release, with that version of the protocol.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common.host.memory import frozen_imports
+
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # when the process ends that has started this one
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
 MODEL_BYTES = int(os.environ.get("NULL_LAB_BYTES", "40000"))

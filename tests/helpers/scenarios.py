@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Final
 
 from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.protocol import serialization, topics
 from common.protocol.messages import (
     Message,
 )
 from deploy.simulation.broker import Routed
+from deploy.simulation.hardware import Workload
 from deploy.simulation.lab import AgentFactory, Scenario, SimulatedLab
 from deploy.simulation.outcome import LabOutcome
 from deploy.simulation.world import SimulatedWorld
@@ -52,16 +56,60 @@ def warned(outcome: LabOutcome, *patterns: str) -> None:
 # What scenarios do
 
 
-def restarted(node: str, *, at_s: float) -> Scenario:
-    """Return the scenario in which a node is killed, and started again a second later."""
+def restarted(node: str, *pauses_s: float) -> Scenario:
+    """Return the scenario in which a node is killed after each pause, and started again a second later."""
 
     async def kill(sim: SimulatedLab) -> None:
-        await asyncio.sleep(at_s)
-        sim.kill(node)
-        await asyncio.sleep(1.0)
-        sim.start(node)
+        for pause_s in pauses_s:
+            await asyncio.sleep(pause_s)
+            sim.kill(node)
+            await asyncio.sleep(1.0)
+            sim.start(node)
 
     return kill
+
+
+class KilledLab:
+    """A lab whose nodes are killed at shares of the time that it takes undisturbed.
+
+    `workload` makes what the nodes compute; without it they add noise to `model_bytes`.
+    """
+
+    def __init__(
+        self,
+        tree: Mapping[str, Any] | Experiment,
+        *,
+        workload: Callable[[Experiment], Workload] | None = None,
+        **options: Any,
+    ) -> None:
+        self.experiment = tree if isinstance(tree, Experiment) else parse(tree)
+        self._workload, self._options = workload, options
+
+    @cached_property
+    def undisturbed(self) -> LabOutcome:
+        return self.run()
+
+    def run(self, *, ok: bool = True, **options: Any) -> LabOutcome:
+        """Run the lab, which must end well if it is to be `ok`."""
+        computed = {} if self._workload is None else {"workload": self._workload(self.experiment)}
+        outcome = SimulatedLab(self.experiment, seed=1, **computed, **self._options, **options).run()
+        assert not ok or outcome.ok, outcome.result
+        return outcome
+
+    def assert_same_if_killed(self, node: str, *shares: float) -> None:
+        """Check that the model is that of the undisturbed lab if a node is killed, each time after such a pause."""
+        pauses_s = [share * self.undisturbed.virtual_s for share in shares]
+        assert self.run(scenario=restarted(node, *pauses_s)).digest == self.undisturbed.digest
+
+    def loses_files(self, node: str, *, share: float) -> LabOutcome:
+        """Return the outcome of the lab in which a node is killed and starts again with an empty disk."""
+
+        async def kill(sim: SimulatedLab) -> None:
+            await asyncio.sleep(share * self.undisturbed.virtual_s)
+            sim.kill(node)
+            sim.start(node, keep_files=False)
+
+        return self.run(ok=False, scenario=kill)
 
 
 def run_of(sim: SimulatedLab) -> str:

@@ -34,8 +34,8 @@ def imports(path: Path) -> Iterator[str]:
 def touched(paths: list[str]) -> list[str]:
     """Return the test files that change with these paths."""
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths}
-    pages = any(path.startswith(("docs/", "README")) for path in paths)
-    always = {*ALWAYS, *(["docs"] if pages else [])}
+    pages = any(path.startswith("docs/") or path.endswith(".md") for path in paths)
+    always = {*ALWAYS, *(["docs", "docs_names"] if pages else [])}
     return [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").glob("test_*.py"))

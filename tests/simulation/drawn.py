@@ -23,8 +23,9 @@ from common.experiment.training import OF_MODULES
 from deploy.simulation.hardware import Durations
 from deploy.simulation.link import LinkConditions
 from tests.simulation import trainer
+from tests.simulation.changes import with_changes, with_minima
 from tests.simulation.fault_draws import draw_faults, draw_permanent_fault
-from tests.simulation.faults import Fault
+from tests.simulation.faults import Fault, FaultKind
 
 TRAININGS_MOST: Final = 72  # per lab; more would only take longer
 MBIT: Final = (1.0, 2.0, 8.0, 20.0, 100.0)
@@ -48,8 +49,6 @@ BUSY: Final = 0.1  # share of the others whose nodes and brokers are busy with e
 SEVERAL: Final = 0.12  # and that have several runs, if these are short
 PRIVATE: Final = 0.4  # share of the labs with privacy, if their rules allow it,
 PRIVATE_TIER: Final = 0.6  # and of their tiers
-MINIMA: Final = 0.3  # share of the labs that begin and go on without some of their nodes,
-MINIMUM: Final = 0.7  # and of their tiers
 ROUNDS_MOST: Final = 8
 AWAY: Final = 0.5  # share of the devices that are ever absent, in labs with absences
 TOGETHER: Final = 0.2  # share of these labs all of whose devices leave at the same time
@@ -134,8 +133,11 @@ class DrawnLab:
         return 0 if online is None else (len(online.changes) - 1) // 2 + (online.changes[0] > 0)
 
     def without_absences(self) -> DrawnLab:
-        """Return the lab in which every device is always there."""
-        return replace(self, experiment=self.experiment.model_copy(update={"availability": Availability()}))
+        """Return the lab in which every device is always there, below its own parent."""
+        *above, last = self.experiment.tiers
+        tiers = [*above, last.model_copy(update={"move_after_s": None})]
+        update = {"availability": Availability(), "tiers": tiers}
+        return replace(self, experiment=self.experiment.model_copy(update=update))
 
 
 def draw_lab(seed: int) -> DrawnLab:
@@ -147,12 +149,14 @@ def draw_lab(seed: int) -> DrawnLab:
             tree = _with_methods(rng, _with_layers(rng, _tree(rng, durations), durations))
             experiment = _with_scores(random.Random(f"{seed} evaluation"), parse(tree))
             experiment = _with_privacy(random.Random(f"{seed} privacy"), experiment)
-            experiment = _with_minima(random.Random(f"{seed} minima"), experiment)
+            experiment = with_minima(random.Random(f"{seed} minima"), experiment)
         except InvalidExperiment:
             continue
         drawn = _with_trainer(random.Random(f"{seed} trainer"), _around(seed, rng, experiment, durations))
+        drawn = _with_changes(random.Random(f"{seed} changes"), drawn)
         with_institutions = len(experiment.tiers) == 2
-        drawn = _with_permanent_fault(rng, drawn) if with_institutions and rng.random() < PERMANENT else drawn
+        lost = with_institutions and rng.random() < PERMANENT and not drawn.experiment.tiers[-1].entering
+        drawn = _with_permanent_fault(rng, drawn) if lost else drawn
         if rng.random() < ABSENT:
             return _with_absences(rng, drawn)
         return _with_more(rng, drawn) if drawn.permanent is None else drawn
@@ -200,18 +204,13 @@ def _with_privacy(rng: random.Random, experiment: Experiment) -> Experiment:
         return experiment
 
 
-def _with_minima(rng: random.Random, experiment: Experiment) -> Experiment:
-    """Return a lab some of whose parents need not have all children, if its rules allow it and chance will."""
-    if rng.random() >= MINIMA:
-        return experiment
-    tree = experiment.model_dump(mode="json")
-    for tier in tree["tiers"]:
-        if rng.random() < MINIMUM:
-            tier |= {"min_available": rng.choice([1, 0.5, 0.8]), "start_wait_s": rng.choice([0.0, 2.0, 20.0])}
-    try:
-        return parse(tree)
-    except InvalidExperiment:  # of a rule that needs more uploads
-        return experiment
+def _with_changes(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
+    """Return a lab into which devices enter, or in which they move, if its devices may be absent and chance will."""
+    if drawn.broker_each:
+        return drawn
+    experiment, entries = with_changes(rng, drawn.experiment, drawn.expected_s)
+    faults = tuple(sorted([*drawn.faults, *entries], key=lambda fault: (fault.at_s, fault.kind)))
+    return replace(drawn, experiment=experiment, faults=faults)
 
 
 def _with_trainer(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
@@ -536,7 +535,7 @@ def _changes(rng: random.Random, tier: Mapping[str, Any]) -> Iterator[tuple[str,
 
 def _with_more(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
     """Return a drawn lab with several runs, or whose nodes are busy with each byte, or as it is."""
-    if rng.random() < BUSY:
+    if rng.random() < BUSY and not any(fault.kind is FaultKind.ENTRY for fault in drawn.faults):  # they have a machine
         return replace(drawn, byte_s=rng.choice([1e-7, 1e-6]))
     if rng.random() >= SEVERAL or drawn.experiment.rounds * drawn.experiment.device_rounds > ROUNDS_MOST:
         return drawn

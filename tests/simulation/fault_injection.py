@@ -88,6 +88,18 @@ async def _kill(lab: SimulatedLab, fault: Fault) -> None:
     _start(lab, fault)
 
 
+async def _enter(lab: SimulatedLab, fault: Fault) -> None:
+    """Start a device that the experiment does not name; kill and restart it once."""
+    lab.start(fault.node, parent=fault.detail)
+    await asyncio.sleep(fault.for_s)
+    if lab.over or not lab.alive(fault.node):
+        return
+    lab.kill(fault.node)
+    await asyncio.sleep(LOOK_S)
+    if not lab.over:
+        lab.start(fault.node, parent=fault.detail, keep_files=fault.keep)
+
+
 def _start(lab: SimulatedLab, fault: Fault) -> None:
     """Start a stopped node again unless it has finished its part in the run."""
     node = fault.node
@@ -264,6 +276,7 @@ _HANDLERS: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Awaitable[No
     FaultKind.WRONG: _wrong,
     FaultKind.REMAINS: _remains,
     FaultKind.SECOND: _second,
+    FaultKind.ENTRY: _enter,
     FaultKind.ONE_WAY: _link,
     FaultKind.RATES: _rates,
     FaultKind.PACKETS: _packets,

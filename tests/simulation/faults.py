@@ -39,6 +39,7 @@ class FaultKind(StrEnum):
     SLEEP = "host sleeps"
     DISK = "full disk"
     EVALUATOR = "dead evaluator"
+    ENTRY = "new device"
 
 
 RESTARTS: Final = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.HANG, FaultKind.WRONG, FaultKind.SECOND)
@@ -56,7 +57,8 @@ class Fault:
     for_s: infinite if it is permanent
     amount: a share, bytes, bytes per second, messages that were seen before, a clock offset in seconds, or the
         evaluators that die one after another, by kind
-    detail: the kind of message that is lost, the store of a restarted broker, or the direction of a cut
+    detail: the kind of message that is lost, the store of a restarted broker, the direction of a cut, or a new
+        device's parent
     keep: whether a restarted node keeps its files    clean: SIGTERM instead of SIGKILL
     """
 

@@ -201,7 +201,8 @@ def brings_frozen_arrays_once(drawn: DrawnLab, faulty: LabRun, twin: LabRun | No
     for (parent, child), link in evidence.down.items():
         if child == ALL:
             continue
-        needed = any(lacks(name) for name in (child, *tree.below(child)) if name not in tree.children)
+        entered = any(fault.kind is FaultKind.ENTRY for fault in drawn.faults)
+        needed = entered or any(lacks(name) for name in (child, *tree.below(child)) if name not in tree.children)
         came, times = link.received["frozen payload"], 1 if drawn.spool else drawn.runs
         undisturbed = not (drawn.faults or drawn.slow)
         # A chunk that is broadcast just before a child asks comes once more.
@@ -247,7 +248,9 @@ def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
 
 
 def may_fail(drawn: DrawnLab) -> bool:
-    """Return whether the faults may leave a node without progress for `idle_s`."""
+    """Return whether the faults may leave a node without progress for `idle_s`, or a parent without enough children."""
+    if drawn.experiment.tiers[-1].move_after_s is not None and drawn.faults:
+        return True
     transfer = drawn.experiment.transfer
     if _lied(drawn) or any(_is_fatal(fault) for fault in drawn.faults):
         return True
@@ -281,6 +284,8 @@ def forgets(drawn: DrawnLab) -> bool:
 
 def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
     """Return whether the run ended well without the node: a second one took its place, or a node above it failed."""
+    if drawn.experiment.tiers[-1].entering and node not in drawn.experiment.tree.aggregators:
+        return outcome.ended.get(CLOUD) == ""  # it moved, or looked for a parent, as the run ended
     above = [name for name in _above(drawn, node) if name != CLOUD]
     replaced = any(fault.kind is FaultKind.SECOND and fault.node == node for fault in drawn.faults)
     return outcome.ended.get(CLOUD) == "" and (replaced or any(outcome.ended.get(name) != "" for name in above))
@@ -294,6 +299,9 @@ def _end_is_lost(drawn: DrawnLab, faulty: LabRun) -> bool:
 
 
 def _above(drawn: DrawnLab, node: str) -> list[str]:
+    experiment = drawn.experiment
+    if experiment.tiers[-1].entering and node not in experiment.tree.aggregators:  # it may move
+        return [CLOUD, *experiment.tree.aggregators]
     return drawn.experiment.tree.path(node).split("/")[:-1]
 
 
@@ -338,8 +346,9 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
             sent = link.sent[kind] if kind == "control" else _sent(evidence, parent, kind)
             if link.received[kind] > sent:
                 wrong.append(f"{parent} sent {sent} {kind} bytes, {child} received {link.received[kind]}")
-    for owner, child, traffic in ((node, *link) for node, links in evidence.ledgers.items() for link in links.items()):
-        parent = tree.parent(child)
+    for owner, name, traffic in ((node, *link) for node, links in evidence.ledgers.items() for link in links.items()):
+        *entered_below, child = name.split("/")
+        parent = entered_below[0] if entered_below else tree.parent(child)
         up = evidence.up.get((parent, child), LinkCount()).received
         down = evidence.down.get((parent, child), LinkCount()).received
         if traffic.received > sum(up[kind] for kind in LINK_KINDS):
@@ -362,6 +371,7 @@ _UNDISTURBED: Final = [
         r"no (device|institution) is present",
         r" begins without: ",
         r", declared ",
+        r"it wants to enter, and all places are taken",
         r"'s model is left out: ",
     )
 ]

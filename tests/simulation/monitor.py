@@ -185,7 +185,7 @@ class Monitor:
         evidence.trained = lab.hardware.trained
         evidence.starts = Counter({node: len(worlds) for node, worlds in lab.worlds.items()})
         evidence.retained = sorted({topic for broker in lab.network.brokers.values() for topic in broker.retained})
-        for node in lab.names:
+        for node in lab.worlds:
             for endpoint in endpoints(lab, node):
                 self._count(node, endpoint.session)
                 self._settle(node, endpoint)

@@ -90,7 +90,7 @@ class LocalUpdate:
 class Objective:
     """The mean loss of a batch. Another objective has other losses, or other gradients.
 
-    One's own inherits from it (docs/extend.md): its keywords are the experiment's keys of `training.objective`.
+    Your own inherits from it (docs/own.md): its keywords are the experiment's keys of `training.objective`.
     """
 
     sample_loss: Loss = staticmethod(cross_entropy)  # `training.loss`, of outputs [N, K] and targets: [N]

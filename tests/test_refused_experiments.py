@@ -1,0 +1,168 @@
+"""What an experiment may not say: refused with key, value, what is wrong and what to do, in TOML and in JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+
+import pytest
+
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse
+
+# Lines of a file, and after a bar, or the colon, the message; three dots stand for a part of it.
+REFUSED = """
+ronds = 3: unknown key. Did you mean 'rounds'?
+Seed = 3: unknown key. Did you mean 'seed'?
+training.learningrate = 0.1: unknown key. Did you mean 'learning_rate'?
+training.lr = 0.1: unknown key. Did you mean 'learning_rate'?
+training.solver = 'sgd' | training.solver = 'sgd' ... unknown key ... Known keys: epochs, batch_size, learn
+aggregation.name = 'x' | aggregation =  ... unknown key ... Did you mean cloud.aggregation or institution.aggregation?
+dataset = 'digits': unknown key. Did you mean data.dataset?
+cloud.rounds = 2: unknown key. Did you mean rounds or institution.rounds?
+clients = 9: unknown key. Did you mean 'links'?
+cloud.closing.qorum = 2: unknown key. Did you mean 'quorum'?
+links.wan.up_mbits = 2: unknown key. Did you mean 'up_mbit'?
+links.van = {}: unknown key. Did you mean 'wan'?
+links.van = 'lte': unknown key. Did you mean 'wan'?
+links.wan.profil = 'lte': unknown key. Did you mean 'profile'?
+links.of.device-0.up = 2: unknown key. Did you mean 'up_mbit'?
+profiles.mine.delay = 2: unknown key. Did you mean 'delay_ms'?
+profile.mine = {} | profile = {'mine': {}}: unknown key. Did you mean 'profiles'?
+topology.device = 3: unknown key. Did you mean 'devices'?
+xyzzy = 'plugh' | xyzzy = 'plugh' ... unknown key ... Known keys: name, seed, rounds
+cloud.aggregation = {name = 'fedcross', alph = 0.9} |
+    cloud.aggregation.alph = 0.9 ... unknown key ... Did you mean 'alpha'?
+institution.aggregation.wieghts = 'data' |
+    institution.aggregation.wieghts = 'data' ... unknown key ... Did you mean 'weights'?
+cloud.aggregation = {name = 'fedadp', xyzzy = 1} |
+    cloud.aggregation.xyzzy = 1 ... unknown key ... Known keys: name, step, a.
+cloud.aggregation.alpha = 0.9: unknown key. It belongs to fedcross; this is fedavg.
+institution.aggregation = {name = 'fedcda', first_stage_rounds = 5} |
+    institution.aggregation.first_stage_rounds = 5 ... unknown key ...
+    It belongs to fedcross and fedmr; this is fedcda.
+seed = 'one': not a whole number. Write for instance 5.
+seed = 1.0: not a whole number. Write for instance 5.
+seed = true | seed = True: not a whole number. Write for instance 5.
+seed = -1: too small. Write 0 or more.
+seed = 9223372036854775808: too large. Write a number below 9223372036854775808.
+rounds = 0: too small. Write 1 or more.
+name = 'no spaces' | name = 'no spaces' ... a letter or digit first
+name = 3: not a text. Write it in quotes.
+training.learning_rate = 'fast': not a number. Write for instance 0.5.
+training.learning_rate = 0: too small. Write a number above 0.
+training.momentum = 1.0: too large. Write a number below 1.
+training = 3 | training = 3 ... not a table
+data.dataset = 'imagenet' | data.dataset = 'imagenet' ... There are: digits, mnist,
+data.concentration = inf: not a finite number. Write for instance 0.5.
+data.concentration = nan: not a finite number. Write for instance 0.5.
+cloud.closing.rule = 'most': not one of its values. There are: all, quorum.
+cloud.aggregation = 3: not a table. Write a name, or a table.
+cloud.aggregation.weights = 'size' | cloud.aggregation.weights = 'size' ... There are: data, uniform.
+cloud.aggregation = {name = 'fedcross', alpha = 0.4} | cloud.aggregation.alpha = 0.4 ... Write 0.5 or more.
+institution.aggregation = {name = 'fedcross', propeller_alpha = 0} |
+    institution.aggregation.propeller_alpha = 0 ... Write a number above 0.
+institution.aggregation = {name = 'fedmr', granularity = 'layer'} |
+    institution.aggregation.granularity = 'layer' ... not one of its values
+cloud.aggregation = {name = 'fedcda', depth = 0} | cloud.aggregation.depth = 0 ... Write 1 or more.
+cloud.epoch_control.control = 'mean' | cloud.epoch_control.control = 'mean' ... not one of its values
+transfer.window = 65: too large. Write 64 or less.
+transfer.chunk_bytes = 1000: too small. Write 32768 or more.
+transfer.keepalive_s = 4: too small. Write 5 or more.
+transfer.keepalive_s = 65536: too large. Write 65535 or less.
+links.enforce = 'kernal': not one of its values. Did you mean 'kernel'?
+links.wan.delay_ms = -1: too small. Write 0 or more.
+links.lan.profile = 3: not a text. Write it in quotes.
+links.lan = 3 | links.lan = 3 ... not a table. Write the name of a profile, or a table of up_mbit,
+tiers = 3: not a list. Write a table [[tiers]] for each.
+tiers = [3] | tiers.0 = 3 ... not a table. Write a table of name,
+links.of = ['device-0']: not a table. Write { key = value }, or the keys below [table].
+links = 'lte': not a table. Write a table of enforce, check, tolerance, of, wan, lan.
+profiles.lte = 3; links.lan = 'lte' | profiles.lte = 3: not a table. Write a table of up_mbit, down_mbit, delay_ms.
+profiles.lte.up_mbit = 0; links.lan = 'lte' | profiles.lte.up_mbit = 0: too small. Write a number above 0.
+profiles."no spaces" = {} | profiles.no spaces = 'no spaces' ... a letter or digit first
+topology.institutions = -1: too small. Write 0 or more.
+topology.devices = 'many': not a whole number. Write for instance 5.
+topology.devices = 2.5: not a whole number. Write for instance 5.
+topology.devices = ['ok', 'not ok'] | topology.devices.1 = 'not ok' ... a letter or digit first
+topology.devices = ['ok', 7] | topology.devices.1 = 7: not a text. Write it in quotes.
+topology.members = ['a']: not a table. Write { key = value }, or the keys below [table].
+topology.members.institution-0 = 'device-0' | topology.members.institution-0 = 'device-0' ... not a list
+cloud.aggregation = {name = 'fedcros', alpha = 0.9} |
+    cloud.aggregation.name = 'fedcros' ... no rule has this name ... Did you mean 'fedcross'?
+cloud.aggregation = {name = 'FedAvg', alpha = 0.9} |
+    cloud.aggregation.name = 'FedAvg' ... no rule has this name ... Did you mean 'fedavg'?
+cloud.aggregation = {name = 'xyzzy', alpha = 0.9} |
+    cloud.aggregation.name = 'xyzzy' ... no rule has this name ...
+    There are: fedavg, independent, fedcross, fedmr, fedcda, fedadp, fedavgm,
+institution.aggregation = {name = 'fedcros', alpha = 0.9} |
+    institution.aggregation.name = 'fedcros' ... no rule has this name ... Did you mean 'fedcross'?
+institution.aggregation = {name = 'FedAvg', alpha = 0.9} |
+    institution.aggregation.name = 'FedAvg' ... no rule has this name ... Did you mean 'fedavg'?
+institution.aggregation = {name = 'xyzzy', alpha = 0.9} |
+    institution.aggregation.name = 'xyzzy' ... no rule has this name ...
+    There are: fedavg, independent, fedcross, fedmr, fedcda, fedadp, fedavgm,
+profiles.mine = {}; links.wan = 'wan-10mbt' |
+    links.wan = 'wan-10mbt' ... no profile has this name ... Did you mean 'wan-10mbit'?
+profiles.mine = {}; links.lan.profile = 'lan-1G' |
+    links.lan = 'lan-1G' ... no profile has this name ... Did you mean 'lan-1g'?
+profiles.mine = {}; links.of.device-0 = 'min' |
+    links.of.device-0 = 'min' ... no profile has this name ... Did you mean 'mine'?
+profiles.mine = {}; links.wan = 'xyzzy' | links.wan = 'xyzzy' ... no profile has this name ... There are: wan-10mbit,
+topology.devices = 30; links.of.device-1O = 'lte' |
+    links.of = 'device-1O' ... no institution or device ... Did you mean 'device-1
+topology.devices = ['fedcross']; links.of.fedcross.up = 2 |
+    links.of.fedcross.up = 2 ... unknown key ... Did you mean 'up_mbit'?
+topology = {institutions = ['a'], devices = ['d', 'e'], members = {a = ['d']}} |
+    topology.members = 'e' ... is in no institution ... exactly one
+topology = {institutions = ['a', 'b'], devices = ['d', 'e'], members = {a = ['d', 'e'], b = ['e']}} |
+    topology.members = ' ... is in more than one institution ... exactly one
+topology = {institutions = ['a', 'b'], devices = ['d', 'e'], members = {a = ['d', 'e', 'e'], b = ['d']}} |
+    topology.members = ' ... is in more than one institution ... exactly one
+topology = {institutions = 3, devices = 2} | topology.devices =  ... would have no device ... at least one device
+topology = {institutions = ['a', 'b'], devices = ['d'], members = {a = ['d']}} |
+    topology.devices =  ... would have no device ... at least one device
+topology = {institutions = ['a', 'b'], devices = ['d'], members = {a = ['d'], b = []}} |
+    topology.devices =  ... would have no device ... at least one device
+topology = {institutions = 1, devices = []} | topology.devices =  ... would have no device ... at least one device
+topology.institutions = [] | topology.institutions = [] ... no institution ... at least one institution
+topology.institutions = ['x', 'y', 'x'] | topology.institutions = 'x': duplicate name. Give every node its own name.
+topology.devices = ['x', 'y', 'x'] | topology.devices = 'x': duplicate name. Give every node its own name.
+topology.institutions = ['cloud'] | topology = 'cloud': the name is reserved. Give every node its own name.
+topology.devices = ['cloud'] | topology = 'cloud': the name is reserved. Give every node its own name.
+topology.institutions = ['all'] | topology = 'all': the name is reserved. Give every node its own name.
+topology.devices = ['all'] | topology = 'all': the name is reserved. Give every node its own name.
+topology = {institutions = ['x'], devices = ['x']} | topology = 'x' ... two roles share ... its own name
+topology = {institutions = ['a'], devices = ['d'], members = {a = ['d'], b = ['d'], c = [], e = [], f = []}} |
+    topology.members.b = ['d'] ... no institution has this name ... institutions: a
+topology = {institutions = ['a'], devices = ['d'], members = {a = ['d', 'e']}} |
+    topology.members = 'e' ... not a device of topology.devices ... Add it
+cloud.closing = {rule = 'quorum', deadline_s = 1.0} |
+    cloud.closing.quorum = None ... needs it ... Set cloud.closing.quorum
+cloud.closing = {rule = 'quorum', quorum = 1} |
+    cloud.closing.deadline_s = None ... needs it ... Set cloud.closing.deadline_s
+institution.closing = {rule = 'quorum', deadline_s = 1.0} |
+    institution.closing.quorum = None ... needs it ... Set institution.closing.quorum
+institution.closing = {rule = 'quorum', quorum = 1} |
+    institution.closing.deadline_s = None ... needs it ... Set institution.closing.deadline_s
+institution.participation = 0 | institution.participation = 0 ... selects no clients ... above 0 and at most 1
+institution.participation = 0.0 | institution.participation = 0.0 ... selects no clients ... above 0 and at most 1
+institution.participation = -0.5 | institution.participation = -0.5 ... selects no clients ... above 0 and at most 1
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED.strip().replace("\n    ", " ").splitlines())
+def test_it_is_refused_with_its_key_and_value_and_a_remedy(case: str) -> None:
+    lines, bar, message = case.partition(" | ")
+    if not bar:
+        lines, message = case.partition(": ")[0], case
+    tree = tomllib.loads(lines.replace("; ", "\n"))
+    start, *parts = message.split(" ... ")
+    for form in (tree, json.dumps(tree)):
+        with pytest.raises(InvalidExperiment) as caught:
+            parse(form)
+        text = str(caught.value)
+        assert text.startswith(start) and re.search(".*".join(map(re.escape, ["", *parts])), text[len(start) :]), text
+        assert caught.value.exit_code == 4 and caught.value.parts[0] == start.partition(" =")[0]
+        assert not re.search(r"Input|Correct the value|\^", text)
