@@ -490,10 +490,11 @@ class ParentSession:
 
     def _enter_reports(self, child: str, session: str, reports: tuple[ChildReport, ...]) -> None:
         limits = self._limits[child]
-        unknown = [report for report in reports if limits.most_samples(report) is None]
-        self.ledger.enter_reports(child, session, [report for report in reports if report not in unknown])
-        if unknown:
-            raise Misfit(f"a report on {unknown[0].name[:64]!r}, which is not below it")
+        known = [report for report in reports if limits.most_samples(report) is not None]
+        self.ledger.enter_reports(child, session, known)
+        if len(known) < len(reports):
+            unknown = next(report.name for report in reports if limits.most_samples(report) is None)
+            raise Misfit(f"a report on {unknown[:64]!r}, which is not below it")
 
     def _announced(self, announced: ResultAnnounced, now: float) -> None:
         child, result = announced.child, announced.result
