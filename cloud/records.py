@@ -36,6 +36,7 @@ from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.experiment.schema import Experiment
 from common.experiment.tiers import TIER_NAME
 from common.experiment.topology import CLOUD
+from common.host.energy import EnergySource
 from common.protocol.round_state import GLOBAL_PHASES
 
 # The other names begin columns of nodes and tiers.
@@ -52,6 +53,7 @@ PERSONALISED: Final = "personalised"  # or each the one that it had trained
 FURTHER: Final = r"score_(?!.*_(up|down)_bytes$).+"
 OF_DEVICES: Final = rf"({DEVICES}|{DISPATCHED}|{PERSONALISED})_({'|'.join(STATISTICS)}|{FURTHER})"
 OF_MODEL: Final = rf"(mixed_)?score|{FURTHER}"
+COSTS: Final = ("joules", "train_joules", "energy_source", "cpu_s", "memory_bytes", "celsius")
 OF_DEVICE: Final = rf"{PERSONALISED}_(loss|score|s|{FURTHER})|test_{FURTHER}"
 
 Cell: TypeAlias = int | float | str
@@ -280,6 +282,8 @@ class DeviceRecord(Record):
     `evaluate_s`: the seconds of that, spent at the begin of the next round. A device that scored and did not take part
     has no local rounds. `more`: `personalised_loss`, `personalised_score` and `personalised_s`, of the model that the
     device trained in this round, and both models' further scores.
+
+    The last fields are those of `DeviceCosts`.
     """
 
     global_round: _Int
@@ -300,6 +304,12 @@ class DeviceRecord(Record):
     more: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_DEVICE)] = dataclasses.field(
         default_factory=dict
     )
+    joules: _Short = None
+    train_joules: _Short = None
+    energy_source: Annotated[EnergySource, _Column(EnergySource)] = EnergySource.NONE
+    cpu_s: _Short = None
+    memory_bytes: _Count = None
+    celsius: _Short = None
 
     @property
     def personalised_score(self) -> float | None:

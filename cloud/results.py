@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from cloud.records import (
+    COSTS,
     PERSONALISED,
     DeviceRecord,
     GlobalRoundRecord,
@@ -46,7 +47,7 @@ from common.text import json_text
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 LEDGER: Final = "ledger.json"
-FORMAT: Final = 4  # of a run's folder
+FORMAT: Final = 5  # of a run's folder
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
 WITHOUT_A_NETWORK: Final = {
@@ -213,7 +214,7 @@ class RunFolder:
             DeviceRecord(
                 global_round=global_round, node=self._path(r), samples=r.samples, local_rounds=r.rounds,
                 epochs=r.epochs, sgd_steps=r.steps, loss=r.loss, train_s=r.train_s, wait_s=r.wait_s, pause_s=r.pause_s,
-                path=r.path, **self._trained(r),
+                path=r.path, **{name: getattr(r.costs, name) for name in COSTS}, **self._trained(r),
             )
             for r in reports
         ]  # fmt: skip

@@ -76,6 +76,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each child"),
     "sgd_steps": Family("counter", (), "SGD steps of this node, or of the nodes below it"),
+    "device_energy_joules": Family(
+        "counter", (), "A device's share of its host's energy, from its first training in a run to its last result"
+    ),
     "phase_seconds": Family("counter", ("phase",), "Seconds by phase of a round"),
     "payload_bytes": Family("counter", LINK, "Bytes of blobs or control message bodies, by the other end of the link"),
     "message_bytes": Family("counter", LINK, "Bytes of whole MQTT packets, by the other end of the link"),
@@ -203,6 +206,7 @@ class Metrics:
         self.privacy_epsilon: Final = self._gauge("privacy_epsilon")
         self.epochs: Final = self._gauge("epochs")
         self.steps: Final = self._counter("sgd_steps")
+        self.device_energy: Final = self._counter("device_energy_joules")
         self.phase_seconds: Final = self._counter("phase_seconds")
 
     def serve_targets(self, targets: Callable[[str], Sequence[Mapping[str, object]]]) -> None:

@@ -293,6 +293,8 @@ class DeviceAgent:
         self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
         self._metrics.phase_seconds.labels(*self._labels, "vmapped").inc(result.wall_s)
+        if result.costs.joules is not None:
+            self._metrics.device_energy.labels(*self._labels).inc(result.costs.joules)
         return result
 
     def _observe_tests(self, result: LocalResult) -> None:

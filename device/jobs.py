@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from common.accounting.child_report import TrainingPath
+from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
 from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
 from common.model.layout import ModelLayout, Row
@@ -33,10 +34,11 @@ class LocalResult:
 
     `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
     In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
-    `cpu_s` are the CPU seconds of the training's thread, 0 if it was vmapped. `numbers`: of the trainer's choice.
+    `numbers`: of the trainer's choice.
     `tests`: of the model received and of the trained one, where the order asks for them; their seconds are in none of
     the others.
     `start_loss`: the training loss of that model, where the parent's rule reads it; its seconds belong to the training.
+    `costs`: of the training.
     """
 
     samples: int
@@ -46,10 +48,10 @@ class LocalResult:
     wait_s: float
     path: TrainingPath = TrainingPath.IN_PROCESS
     wall_s: float = 0.0
-    cpu_s: float = 0.0
     numbers: Mapping[str, float] = field(default_factory=dict)
     tests: ScoredModels | None = None
     start_loss: float | None = None
+    costs: DeviceCosts = UNKNOWN_COSTS
 
     @property
     def scored_s(self) -> float:

@@ -18,20 +18,8 @@ from common.host import energy
 from common.host.energy import GAP_MOST_S, EnergyMeter, PowerIntegral, pmic, rails_watts
 from common.host.machine import REST_S, FolderUsage
 from common.host.nvidia import Gpus
-from tests.helpers.energy import RECORDED, REPORTS, vcgencmd
+from tests.helpers.energy import RANGE, RECORDED, REPORTS, vcgencmd, zone
 from tests.test_metrics import Driver, Hand
-
-RANGE: int = 262_143_328_850  # microjoules, of many processors
-
-
-def zone(root: Path, folder: str, name: str, microjoules: int | str) -> Path:
-    """Write a zone as /sys/class/powercap has it; return its counter."""
-    path = root / "class" / "powercap" / folder
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "name").write_text(f"{name}\n")
-    (path / "max_energy_range_uj").write_text(f"{RANGE}\n")
-    (path / "energy_uj").write_text(f"{microjoules}\n")
-    return path / "energy_uj"
 
 
 def test_packages_and_their_memory_are_counted_through_a_wrap(tmp_path: Path) -> None:

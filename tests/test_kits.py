@@ -19,6 +19,7 @@ from common.errors import InvalidExperiment
 from common.net.tls import Tls
 from deploy.cli.main import app
 from deploy.console.login import Login
+from deploy.kits.access import users
 from deploy.kits.lab import Lab, LabAccess, expand, load, reach
 from deploy.kits.provision import INSTALLER, find_wheel, provision
 from deploy.kits.units import digest, services, unit
@@ -31,7 +32,14 @@ broker = "main"
 [machines]
 server = { address = "10.0.0.1", cloud = true, metrics = true }
 pi-0 = { address = "10.0.0.10", user = "pi", memory_gb = 0.75, link = "wan-50mbit", extras = ["methods"] }
-gpu-0 = { address = "fd00::20", accelerator = "cuda:0", slots = 2, data = "/srv/data", allow = ["nets.own"] }
+
+[machines.gpu-0]
+address = "fd00::20"
+accelerator = "cuda:0"
+slots = 2
+energy = "plug:plugs/gpu-0"
+data = "/srv/data"
+allow = ["nets.own"]
 
 [brokers]
 main = { machine = "server" }
@@ -108,6 +116,7 @@ def test_names_of_many_devices() -> None:
         ('{ machine = "pi-0", port = 1884 }', "{ port = 1884 }", "Give one of machine and addresses"),
         ('"pi-0", port = 1884', '"server"', "brokers = 'server': 2 brokers on its port 8883"),
         ("slots = 2", 'link = "lte5"', r"machines.gpu-0.link = 'lte5': no profile has this name"),
+        ("plug:plugs/gpu-0", "plug:plugs/#", "a source of energy, for instance rapl or plug:TOPIC"),
         ("slots = 2", "slot = 2", r"machines.gpu-0.slot = 2: unknown key. Did you mean 'slots'\?"),
         ('"cuda:0"', '"gpu"', "machines.gpu-0.accelerator = 'gpu'"),
         ('"/srv/data"', '"/srv/my data"', "machines.gpu-0.data"),
@@ -163,9 +172,15 @@ def test_the_services_of_each_machine(lab: Lab) -> None:
                 for name in ("device-0", "device-1", "device-2", "probe")
             )
             + " --name device-3 --parent region-0 --broker a,b"
-            " --accelerator cuda:0 --slots 2 --data /srv/data --allow nets.own --lab rack",
+            " --accelerator cuda:0 --slots 2 --energy plug:plugs/gpu-0 --data /srv/data --allow nets.own --lab rack",
         },
     }
+
+
+def test_the_first_device_of_a_machine_may_read_its_plug(tmp_path: Path) -> None:
+    lab = load(rack(tmp_path))
+    found = {(broker, name): access.receive for broker in lab.brokers for name, access in users(lab, broker).items()}
+    assert [who for who, topics in found.items() if "plugs/gpu-0" in topics] == [("site", "device-0")]
 
 
 def test_a_lab_without_tls_is_marked_in_its_commands(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from rich import progress as rich_progress
 from rich.console import Console
 
+from common.accounting.costs import DeviceCosts
 from common.experiment.methods import RULES, RuleSettings
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
@@ -249,7 +250,7 @@ class FakeMember:
         await asyncio.sleep(0)
         self.pool.running.remove(self.node)
         steps = order.epochs * (8 if self.node == "device-0" else 24)
-        return LocalResult(1, 0.5, steps, train_s=0.125 * steps, wait_s=0.25, cpu_s=0.1 * steps)
+        return LocalResult(1, 0.5, steps, train_s=0.125 * steps, wait_s=0.25, costs=DeviceCosts(cpu_s=0.1 * steps))
 
 
 def test_devices_train_in_turn_as_many_at_once_as_in_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
+from cloud.records import COSTS
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
@@ -206,6 +207,11 @@ def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
         for mode in tree
     ]
     assert seconds[0] == seconds[1] and len(seconds[0]) == 12
+    for mode in tree:  # what this machine spends is no simulated device's; without a network it is the trainings'
+        for row in rows(tmp_path / f"simulated {mode}", "devices.csv"):
+            assert {row[name] for name in COSTS} == {""}
+        for row in rows(tmp_path / f"direct {mode}", "devices.csv"):
+            assert float(row["cpu_s"]) > 0 and int(row["memory_bytes"]) > 0 and row["joules"] == ""
 
 
 def test_seconds_are_those_of_machines_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
 from common.accounting.traffic import NO_WIRE, Measured, TcpStats, Traffic
 from common.model.scores import ScoredModels, summed
 from common.text import NameText
@@ -24,8 +25,8 @@ class ChildReport:
     """Work of one node in a global round, its link's calibration before the run, and the link's bytes since then.
 
     Both directions are counted on arrival: `up` at the parent, `down` at the child. The seconds are those of `Result`,
-    summed over the rounds. `broker`: the node's own connection to the broker of its children, if it has any. `tests`:
-    those of `Result`. `parent`: of a device that the experiment does not name below that node, else empty.
+    summed over the rounds. `broker`: the node's own connection to the broker of its children, if it has any. `tests`,
+    `costs`: those of `Result`. `parent`: of a device that the experiment does not name below that node, else empty.
     """
 
     name: NameText
@@ -42,6 +43,7 @@ class ChildReport:
     traffic: Traffic = Traffic()
     broker: TcpStats = NO_WIRE
     tests: ScoredModels | None = None
+    costs: DeviceCosts = UNKNOWN_COSTS
     parent: NameText = ""
 
     @property
@@ -60,7 +62,13 @@ class ChildReport:
             wait_s=earlier.wait_s + self.wait_s,
             pause_s=earlier.pause_s + self.pause_s,
             tests=summed((earlier.tests, self.tests)),
+            costs=self._costs_after(earlier),
         )
+
+    def _costs_after(self, earlier: ChildReport) -> DeviceCosts:
+        if not self.rounds:  # it only scored
+            return earlier.costs
+        return self.costs.after(earlier.costs) if earlier.rounds else self.costs
 
     def with_bytes_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with the bytes of an earlier session added."""

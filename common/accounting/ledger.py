@@ -287,7 +287,7 @@ def _report(row: list[Any]) -> ChildReport:
 
 
 _MEASURED: Final = attrgetter(*(f.name for f in fields(Measured)))
-_WORK: Final = attrgetter(*(f.name for f in fields(ChildReport)[:-5]))
+_WORK: Final = attrgetter(*(f.name for f in fields(ChildReport)[:-6]))
 # The place of each count of a link among those of the child, where `sent` is what it received, and those here.
 _OF_LINK: Final = tuple(
     BYTE_FIELDS.index(name.replace("sent", "received")) + (len(BYTE_FIELDS) if name.startswith("received") else 0)

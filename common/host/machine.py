@@ -61,6 +61,13 @@ def available_bytes(proc: Path = Path("/proc")) -> float | None:
     return next((value for _, value in _memory(proc, "MemAvailable")), None)
 
 
+def hottest_celsius(gpus: Gpus | None, sys: Path = Path("/sys")) -> float | None:
+    """Return the highest temperature of the host's sensors and GPUs, None without any."""
+    found = [celsius for _, celsius in _temperatures(sys)]
+    found += [gpu.celsius for gpu in (() if gpus is None else gpus.states()) if gpu.celsius is not None]
+    return max(found, default=None)
+
+
 def _processes(proc: Path) -> Iterator[Path]:
     """Yield the folders of this process and of all its descendants, except those that end meanwhile."""
     left = [proc / "self"]

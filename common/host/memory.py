@@ -11,8 +11,10 @@ import ctypes
 import gc
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 # From glibc's malloc.h.
@@ -30,6 +32,19 @@ def keep_large_buffers() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all(mallopt(*option) for option in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 16 << 20)))
+
+
+def peak_bytes(proc: Path = Path("/proc")) -> int | None:
+    """Return the most memory that was resident in this process since it began, None where it is not known.
+
+    `getrusage` would also count what the parent had when it started this process.
+    """
+    try:
+        status = (proc / "self" / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    return None if found is None else 1024 * int(found[1])
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from common.accounting.child_report import ChildReport
+from common.accounting.costs import DeviceCosts
 from common.errors import RefusedModel, WireError
 from common.experiment.data import samples_most
 from common.experiment.devices import OnlineTimes
@@ -24,6 +25,7 @@ from common.experiment.links import LinkSettings
 from common.experiment.schema import Experiment
 from common.experiment.tiers import TIERS_MOST
 from common.experiment.training import SCORES_MOST
+from common.host.energy import EnergySource
 from common.model.layout import ROW_BYTES_MOST
 from common.model.scores import CLASSES_MOST, COUNT_BYTES, R2, bytes_most, sums_fit
 from common.protocol import topics
@@ -67,6 +69,9 @@ COUNT_MOST: Final = 10**12
 EPOCHS_GROW: Final = 2  # times `training.epochs`, of Tempo
 PLATO_GROW: Final = 2  # times the number of children, of Tempo's public code
 SECONDS_MOST: Final = 1e9  # of one local round
+JOULES_MOST: Final = 1e12  # of one local round
+MEMORY_MOST: Final = 2**50
+CELSIUS_MOST: Final = 1000.0
 FLOAT_MOST: Final = 1e300  # JSON has integers that no float holds
 LOSS_MOST: Final = 1e39  # a float32's is below
 CLASS_BYTES: Final = 2 * COUNT_BYTES  # of a class in a report
@@ -366,6 +371,8 @@ def _check_work(
     seconds = (work.train_s, work.wait_s, work.pause_s)
     if not all(0 <= value <= SECONDS_MOST * limits.rounds for value in seconds):
         raise RefusedModel("{} reports {} s of training, {} s of waiting and a pause of {} s".format(who, *seconds))
+    if not _possible(work.costs, rounds=limits.rounds):
+        raise RefusedModel(f"{who} reports impossible costs: {work.costs}")
     for tests in work.tests.each if work.tests is not None else ():
         if not (
             1 <= tests.samples <= COUNT_MOST
@@ -378,6 +385,18 @@ def _check_work(
             raise RefusedModel(f"{who} reports a score of {tests.samples} samples, in {tests.seconds} s")
     if not abs(work.loss or 0.0) <= LOSS_MOST:
         raise RefusedModel(f"its training loss is {work.loss}" if who == "it" else f"{who} has a loss of {work.loss}")
+
+
+def _possible(costs: DeviceCosts, *, rounds: int) -> bool:
+    """Return whether costs can be those of some local rounds; NaN cannot."""
+    joules, most = [each for each in (costs.joules, costs.train_joules) if each is not None], JOULES_MOST * rounds
+    return (
+        all(0 <= each <= most for each in joules)
+        and len(joules) == (0 if costs.energy_source is EnergySource.NONE else 2)
+        and 0 <= (costs.cpu_s or 0.0) <= SECONDS_MOST * rounds
+        and (costs.memory_bytes or 0) <= MEMORY_MOST
+        and abs(costs.celsius or 0.0) <= CELSIUS_MOST
+    )
 
 
 def plans_of(result: Result) -> dict[str, list[dict[str, Any]]]:

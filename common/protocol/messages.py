@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
 from common.accounting.child_report import ChildReport, TrainingPath
+from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
 from common.accounting.traffic import Traffic
 from common.errors import WireError
 from common.host.examination import Finding
@@ -218,7 +219,7 @@ class Result:
     an institution these are sums over its rounds of its children's maximum. `traffic` and `below` as in Progress, at
     the time of the announcement. `path`: a device's training path. `tests`: a device's sums over its test samples of
     the model that came with the task, and of the trained one; None where it scored none. `start_loss`: a device's
-    training loss of the model that came, where the parent's rule reads it.
+    training loss of the model that came, where the parent's rule reads it. `costs`: a device's.
     """
 
     key: Key
@@ -239,12 +240,13 @@ class Result:
     path: TrainingPath = TrainingPath.NONE
     tests: ScoredModels | None = None
     start_loss: float | None = None
+    costs: DeviceCosts = UNKNOWN_COSTS
 
     def work_of(self, child: str) -> ChildReport:
         """Return the report on the child's own work."""
         return ChildReport(
             child, self.samples, min(1, self.epochs), self.epochs, self.steps, self.loss, self.train_s, self.wait_s,
-            self.pause_s, self.path, tests=self.tests,
+            self.pause_s, self.path, tests=self.tests, costs=self.costs,
         )  # fmt: skip
 
 

@@ -21,11 +21,22 @@ from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol import serialization, topics
 from common.protocol.messages import Message
-from common.runtime.world import REAL, World, new_session, nothing
+from common.runtime.world import REAL, Connection, World, new_session, nothing
 
 RETRY_S: Final = 5.0
 
 _T = TypeVar("_T")
+
+
+async def keep(connection: Connection, *, timeout_s: float = inf) -> None:
+    """Keep a connection until cancelled; `timeout_s` as in `LabClient.connected`. Raises ConnectionFailed."""
+    while True:
+        try:
+            await connection.run(connect_timeout_s=timeout_s)
+        except ConnectionFailed:
+            if timeout_s < inf:
+                raise
+            await asyncio.sleep(RETRY_S)
 
 
 class LabClient:
@@ -75,7 +86,7 @@ class LabClient:
 
         `timeout_s`: of the first one, see `during`; inf: one that fails is tried again after a pause, without an error.
         """
-        keeping = self._keeping = asyncio.create_task(self._keep(timeout_s), name=self._name)
+        keeping = self._keeping = asyncio.create_task(keep(self._connection, timeout_s=timeout_s), name=self._name)
         try:
             yield
         finally:
@@ -115,15 +126,6 @@ class LabClient:
     def subscribe(self, topic: str) -> None:
         """Read another topic, until the connection is lost."""
         self._connection.subscribe([topic], qos=0, refused=self._refused)
-
-    async def _keep(self, timeout_s: float) -> None:
-        while True:
-            try:
-                await self._connection.run(connect_timeout_s=timeout_s)
-            except ConnectionFailed:
-                if timeout_s < inf:
-                    raise
-                await asyncio.sleep(RETRY_S)
 
     async def _ask(self, question: Callable[[], None], until: asyncio.Event, every_s: float, times: float) -> None:
         await self.once_connected.wait()

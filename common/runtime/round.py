@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
 from common.accounting.child_report import ChildReport, TrainingPath
+from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
 from common.accounting.ledger import Ledger
 from common.experiment.tiers import Closing, Tier
 from common.methods.rule import Rule, Uploads
@@ -109,7 +110,7 @@ class WorkResult:
     """The result of a task: the blob of its model, as the tier's codec has it, and its costs.
 
     `blob` is valid until the next task's work; empty if the model was scored alone. Seconds are by this node's clock.
-    For `path_steps` (None: as `steps`), `plans`, `path`, `tests` and `start_loss` see the message Result.
+    For `path_steps` (None: as `steps`), `plans`, `path`, `tests`, `start_loss` and `costs` see the message Result.
     """
 
     blob: memoryview
@@ -126,6 +127,7 @@ class WorkResult:
     path: TrainingPath = TrainingPath.NONE
     tests: ScoredModels | None = None
     start_loss: float | None = None
+    costs: DeviceCosts = UNKNOWN_COSTS
 
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the result announcement; `model` is the manifest of the blob."""
@@ -140,7 +142,7 @@ class WorkResult:
             task.key, model, inline, self.samples, None if self.loss is None else float(self.loss), self.epochs,
             self.steps, self.steps if self.path_steps is None else self.path_steps, float(self.train_s),
             float(self.wait_s), float(self.pause_s), self.children, plans, path=self.path, tests=self.tests,
-            start_loss=self.start_loss,
+            start_loss=self.start_loss, costs=self.costs,
         )  # fmt: skip
 
 

@@ -266,6 +266,16 @@ def device(
     data: DataFolder = None,
     data_root: DataRoot = Path(),
     connect_timeout: ConnectTimeout = 30.0,
+    energy: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "What measures this host's energy: auto = its own counters, none, rapl, nvml, pmic, plug:TOPIC of a "
+                "smart plug on the first device's broker, or csv:PATH of a meter's file."
+            ),
+            envvar="FEDSTRATA_ENERGY",
+        ),
+    ] = "auto",
     metrics: MetricsAddress = METRICS,
     insecure: Insecure = False,
     spool: SpoolFolder = "none",
@@ -292,17 +302,23 @@ def device(
         raise typer.BadParameter("duplicate name", param_hint="--name")
     check_parents(parents, name)
     from common.host.accelerators import check_name
+    from common.runtime.energy import check_energy
 
     with reporting():
         check_name(accelerator)
+        check_energy(energy)
     homes = parents * len(name) if len(parents) == 1 else parents
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
     async def take_part() -> None:
+        from common.host import nvidia
+        from common.host.machine import hottest_celsius
+        from common.runtime.energy import energy_counter
         from common.runtime.exports import published
         from common.runtime.world import Host
         from deploy.local.agents import run_agents
         from device.agent import DeviceAgent
+        from device.pool.energy import EnergyShares
         from device.pool.pool import Pool
 
         places = {each: login.address(where, node=each) for each, where in zip(name, addresses, strict=True)}
@@ -327,7 +343,15 @@ def device(
             for each, place in places.items()
         }
         count = None if slots == "auto" else int(slots)
-        async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
+        async with (
+            energy_counter(energy, first) as counter,
+            Pool(
+                accelerator=accelerator,
+                slots=count,
+                devices=len(name),
+                energy=EnergyShares(counter, partial(hottest_celsius, nvidia.find())),
+            ) as pool,
+        ):
             agents = {
                 each: DeviceAgent(each, hosts[each], parent=home, pool=pool, states=folders["spool"]).run
                 for each, home in zip(name, homes, strict=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.experiment.topology import CLOUD
+from common.host.energy import EnergySource
 from common.protocol import topics
 from common.protocol.topics import ALL, ROOT
 from deploy.console.login import NODE, OPERATOR
@@ -73,6 +74,11 @@ def users(lab: Lab, broker: str) -> dict[str, Access]:
             (topics.seek(name, parent, child),), (topics.spec(name, "+", parent), *_from(name, parent, to=child))
         )
         found[child] = found.get(child, Access()) + upward
+    for machine, own in lab.machines.items():
+        kind, _, topic = own.energy.partition(":")
+        first = next(iter(lab.devices_of(machine)), None)  # its login reads the machine's smart plug
+        if kind == EnergySource.PLUG and first is not None and lab.meeting_place(lab.parents[first]) == broker:
+            found[first] += Access(receive=(topic,))
     return found
 
 

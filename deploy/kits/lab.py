@@ -40,6 +40,13 @@ AUTHORITY, REVOKED = "ca.crt", "ca.crl"  # files there, and in the authority's f
 Address = Annotated[str, form(r"^[A-Za-z0-9:][A-Za-z0-9_.:%-]*$", "a host name or an IP address")]
 AbsolutePath = Annotated[str, form(r"^(/[^/\s\"'\\%$]+)+$", "a folder from / on, without spaces, quotes, % and $")]
 User = Annotated[str, form(r"^[a-z_][a-z0-9_-]*$", "a login, for instance pi")]
+Energy = Annotated[
+    str,
+    form(
+        r"^(auto|none|rapl|nvml|pmic|plug:[A-Za-z0-9][A-Za-z0-9_./:-]*|csv:(/[^/\s\"'\\%$]+)+)$",
+        "a source of energy, for instance rapl or plug:TOPIC",
+    ),
+]
 Package = Annotated[str, form(r"^[A-Za-z_][A-Za-z0-9_.:]*$", "a package, for instance nets.own")]
 
 
@@ -56,6 +63,7 @@ class LabMachine(SettingsTable):
     memory_gb: Positive | None = None  # most memory of each service
     accelerator: AcceleratorName = "auto"
     slots: Count | None = None  # concurrent trainings; omitted: one per GPU, else one per core
+    energy: Energy = "auto"  # what measures the energy of this machine
     data: AbsolutePath | None = None  # the folder of data sets, in place of the experiments' data.root
     allow: list[Package] = Field(default_factory=list)  # packages whose code an experiment may name
 

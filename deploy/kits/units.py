@@ -106,6 +106,7 @@ def services(lab: Lab, machine: str) -> list[Service]:
             where = lab.address(lab.meeting_place(parent), machine=machine)
             command += ["--name", name, "--parent", parent, "--broker", where]
         command += ["--accelerator", own.accelerator, *(("--slots", str(own.slots)) if own.slots else ())]
+        command += ["--energy", own.energy] if own.energy != "auto" else []
         command += [*data, *allowed]
         summary = next(iter(devices)) if len(devices) == 1 else f"{len(devices)} devices"
         found.append(Service(DEVICES, summary, (*command, *common), started, accelerator=own.accelerator != "cpu"))

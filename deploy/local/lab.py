@@ -158,7 +158,8 @@ class LocalLab:
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
             allowed = self._allowed(devices[0])
-            self._spawn(home, network, process, ["device", *names, *allowed, *data, *several, "--once", "--together"])
+            alone = ["--energy", "none", "--once", "--together"]  # the host's energy is the whole lab's
+            self._spawn(home, network, process, ["device", *names, *allowed, *data, *several, *alone])
 
     def _allowed(self, node: str) -> list[str]:
         names = self._experiment.code_at(node).values()

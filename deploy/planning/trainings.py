@@ -94,7 +94,8 @@ async def _measure(
             result = training.result()
             # A trainer of the user's own may count others than batches, by which a plan goes, and none without epochs.
             steps = result.steps if own else epochs * experiment.steps_in_epoch(result.samples)
-            return MeasuredTraining(steps, result.train_s + result.wait_s, result.train_s, result.cpu_s)
+            seconds = result.train_s + result.wait_s
+            return MeasuredTraining(steps, seconds, result.train_s, result.costs.cpu_s or 0.0)
 
         async def train_many(at_once: int, *, most: float, until: float, epochs: int) -> list[MeasuredTraining]:
             found, turns = list[MeasuredTraining](), itertools.count()

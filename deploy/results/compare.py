@@ -13,6 +13,7 @@ from typing import Any, Final
 from common.errors import InvalidExperiment
 from common.experiment.training import ACCURACY
 from deploy.console.tabular import Column, Spread, Table
+from deploy.results.device_costs import COSTS, costs_until, sources_of
 from deploy.results.device_scores import OverDevices, statistics_of
 from deploy.results.run import Run, State, columns_of, seconds_of, tiers_of
 from deploy.results.series import Series, by_seed, condition_notes, firsts, paired, unlike
@@ -55,7 +56,8 @@ def costs_to(run: Run, target: float) -> Mapping[str, float] | None:
             costs: dict[str, float] = {"rounds": row.global_round, "seconds": row.elapsed_s}
             costs |= {name: sum(each.bytes_[name] for each in done) for name in columns_of(run.tiers)}
             costs |= {"sgd_steps": sum(each.sgd_steps for each in done)}
-            return costs | {"path_steps": sum(each.path_steps for each in done)}
+            costs |= {"path_steps": sum(each.path_steps for each in done)}
+            return costs | costs_until(run, row.global_round)
     return None
 
 
@@ -121,6 +123,7 @@ def table(groups: Sequence[Group], target: float) -> Table:
         *(Column(name, text=True) for name in ("experiment", "reached")),
         *(Column("global rounds"), Column("time", seconds_of(runs)), *byte_columns),
         *(Column(name, digits=0) for name in ("SGD steps", "critical path")),
+        *(COSTS[name] for name in figures if name in COSTS),
         *(Column(ratio_head, digits=2), Column("seeds paired", text=True)),
         *(Column(statistic.title, digits=4) for statistic in by_devices),
         *[Column("also differs in", text=True)] * unlike,
@@ -172,7 +175,7 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
 
 def notes(groups: Sequence[Group], target: float) -> list[str]:
     """Return notes on the table: other conditions, runs that did not reach the target, and repeated seeds."""
-    found = condition_notes([each.series for each in groups])
+    found = [*condition_notes([each.series for each in groups]), *source_notes([each.series for each in groups])]
     for each in groups:
         label, runs = each.series.whole, each.series.runs
         for left in (run for run, cost in zip(runs, each.costs, strict=True) if cost is None):
@@ -189,12 +192,23 @@ def notes(groups: Sequence[Group], target: float) -> list[str]:
     return found
 
 
+def source_notes(series: Sequence[Series]) -> list[str]:
+    """Return a line for each source of energy if the series have several: one counts more of a machine than another."""
+    found: dict[str, list[str]] = {}
+    for each in series:
+        if sources := sources_of(each.runs):
+            found.setdefault(sources, []).append(each.whole)
+    return [f"{'; '.join(names)}: energy by {by}" for by, names in found.items()] if len(found) > 1 else []
+
+
 def _tiers(groups: Sequence[Group]) -> list[str]:
     return tiers_of([run for group in groups for run in group.series.runs])
 
 
 def _figures(groups: Sequence[Group]) -> list[str]:
-    return ["rounds", "seconds", *columns_of(_tiers(groups)), "sgd_steps", "path_steps"]
+    known = {name for each in groups for cost in each.costs if cost is not None for name in cost}
+    of_devices = [name for name in COSTS if name in known]
+    return ["rounds", "seconds", *columns_of(_tiers(groups)), "sgd_steps", "path_steps", *of_devices]
 
 
 def _seconds(series: Series, target: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.console.tabular import Cell, Column, Table, html, show, size
-from deploy.results import device_scores, maps, sections
+from deploy.results import device_costs, device_scores, maps, sections
 from deploy.results.figures import STYLE, Figure, Line, element, inks
 from deploy.results.run import STARTED, SWEEP, Run, State, folders, seconds_of
 from deploy.results.series import (
@@ -245,6 +245,9 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add_paragraph(sections.EPOCHS)
         page.add_figures([sections.epochs(run)])
         page.add_table(sections.work(run), folded=len(run.nodes.aggregators) > 1)
+        if (costs := device_costs.table(run, each_most=maps.NODES_MOST)) is not None:
+            page.add_table(costs, folded=len(costs.rows) > 2)
+            page.add_paragraph(device_costs.NOTE, "soft")
     if picture := sections.partition(run):
         page.add_heading(level, "Data")
         page.add_paragraph(sections.DATA)

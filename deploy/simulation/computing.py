@@ -20,6 +20,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 from cloud.evaluator import Beginning, EvaluationResult, Evaluator
 from common.accounting.child_report import TrainingPath
+from common.accounting.costs import UNKNOWN_COSTS
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.model.layout import Row
@@ -252,7 +253,8 @@ class RealMember:
         if result.tests is not None:
             result = replace(result, tests=result.tests.lasting(scored_s))
         path = result.path if result.path is TrainingPath.VMAPPED else TrainingPath.IN_PROCESS  # with any workers
-        return replace(result, train_s=train_s, wait_s=wait_s, wall_s=0.0, path=path)
+        costs = UNKNOWN_COSTS  # those of this host are not the device's
+        return replace(result, train_s=train_s, wait_s=wait_s, wall_s=0.0, path=path, costs=costs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 
 from common.accounting.child_report import TrainingPath
+from common.accounting.costs import DeviceCosts
 from common.errors import AcceleratorLost
 from common.experiment.schema import Experiment
 from common.host.offload import offload
@@ -218,9 +219,9 @@ class Worker:
                 continue
             if "result" in reply:
                 await offload(partial(np.copyto, job.order.out, outs[reply["job"]]))
-                *facts, tests, start_loss = reply["result"]
+                *facts, tests, start_loss, costs = reply["result"]
                 tests = None if tests is None else ScoredModels.from_json(tests)
-                result = replace(LocalResult(*facts), tests=tests, start_loss=start_loss)
+                result = replace(LocalResult(*facts), tests=tests, start_loss=start_loss, costs=DeviceCosts(**costs))
                 vmapped = result.path == TrainingPath.VMAPPED
                 job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else self.path))
             else:

@@ -21,6 +21,7 @@ from common.errors import AcceleratorLost
 from common.experiment.schema import Experiment
 from common.host.accelerators import choose, may_have_gpu
 from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather
+from device.pool.energy import EnergyShares
 from device.pool.executors import Executor, Thread, Worker
 
 EVERYWHERE: Final = ("cpu", "auto")  # accelerators that every machine has
@@ -41,6 +42,7 @@ class Pool:
 
     `slots` trainings run at once, by default one per GPU of `accelerator`, or per core that this process may use, and
     never more than there are `devices`. First come, first served; with several GPUs each has its share of the devices.
+    `energy`: what the host's energy is divided by; by default it is not known.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Pool:
         accelerator: str,
         slots: int | None,
         devices: int,
+        energy: EnergyShares | None = None,
         thread: Callable[[], Executor] = Thread,
         worker: Callable[[], Executor] = Worker,
     ) -> None:
         self.moves = 0
+        self.energy = energy or EnergyShares()
         self._accelerator = accelerator
         self._slots = slots
         self._devices = devices
@@ -71,7 +75,7 @@ class Pool:
     async def __aenter__(self) -> Self:
         """Start the executors. Raises InvalidExperiment if there is no such accelerator."""
         opening = asyncio.create_task(self._open(), name="pool")
-        self._serving.append(opening)
+        self._serving += [opening, asyncio.create_task(self.energy.keep_reading(), name="energy")]
         if self._accelerator not in EVERYWHERE:
             try:
                 await asyncio.wait((opening,))
@@ -185,6 +189,7 @@ class Pool:
             jobs = [request for request in requests if isinstance(request, Job)]
             try:
                 if jobs:
+                    await self.energy.begin([job.device.node for job in jobs])
                     await executor.train(jobs)
                 else:
                     requests[0].finish(await executor.prepare(requests[0].device))
@@ -261,6 +266,7 @@ class Member:
         """Leave the experiment, if any."""
         if self._device is not None:
             self._pool.release(self._device)
+            self._pool.energy.leave(self._node)
             self._device = None
 
     async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
@@ -287,7 +293,14 @@ class Member:
             self._pool.moves += 1
             order.progress(done, of)
 
+        await self._pool.energy.open(self._node)
         asked = time.monotonic()
         job = Job(device=self._device, place=self._place, order=replace(order, progress=report))
-        result: LocalResult = await self._pool.submit(job)
-        return replace(result, wait_s=max(0.0, time.monotonic() - asked - result.train_s - result.scored_s))
+        try:
+            result: LocalResult = await self._pool.submit(job)
+            wait_s = max(0.0, time.monotonic() - asked - result.train_s - result.scored_s)
+            if not order.epochs:
+                return replace(result, wait_s=wait_s)
+            return replace(result, wait_s=wait_s, costs=await self._pool.energy.end(self._node, result.costs))
+        finally:
+            self._pool.energy.stop(self._node)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.tables import named_in_module
 from common.experiment.trainers import KEY
-from device.jobs import DeviceTrainers, Done, HostedDevice, Prepared, Work
+from common.host.memory import peak_bytes
+from device.jobs import DeviceTrainers, Done, Ending, HostedDevice, LocalResult, Prepared, Work
 
 MODULES: Final = "device.pool.module_trainers:ModuleTrainers"
 ARRAYS: Final = "device.training.arrays:ArrayTrainers"
@@ -27,7 +29,13 @@ class Trainers:
 
     def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
         """Train for devices of one experiment, as `DeviceTrainers` does. Raises InvalidExperiment."""
-        self._of(work[0][0].experiment).train(work, accelerator, done)
+
+        def measured(number: int, how: Ending) -> None:
+            if isinstance(how, LocalResult):
+                how = replace(how, costs=replace(how.costs, memory_bytes=peak_bytes()))
+            done(number, how)
+
+        self._of(work[0][0].experiment).train(work, accelerator, measured)
 
     def forget(self, digest: str) -> None:
         """Drop what was made for an experiment."""

@@ -80,9 +80,10 @@ class WorkerServer:
         def done(place: int, how: Ending) -> None:
             number = orders[place]["job"]
             if isinstance(how, LocalResult):
-                *facts, _, start_loss = astuple(how)
+                *facts, _, start_loss, _ = astuple(how)
+                costs = {"cpu_s": how.costs.cpu_s, "memory_bytes": how.costs.memory_bytes}
                 tests = None if how.tests is None else how.tests.to_json()
-                self._channel.send(job=number, result=[*facts, tests, start_loss])
+                self._channel.send(job=number, result=[*facts, tests, start_loss, costs])
             else:
                 self._channel.send(job=number, failure={} if isinstance(how, Cancelled) else error_record(how))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+from common.accounting.costs import DeviceCosts
 from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.topology import number_of
@@ -112,7 +113,7 @@ class ArrayTraining:
             found.steps,
             train_s,
             wait_s=0.0,
-            cpu_s=cpu_s,
+            costs=DeviceCosts(cpu_s=cpu_s),
             numbers=found.numbers,
             tests=_scored(received, trained),
         )

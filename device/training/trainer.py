@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.accounting.costs import DeviceCosts
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import own, schema
 from common.experiment.accountant import steps_in_epoch
@@ -233,7 +234,8 @@ class Trainer:
         train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
         if exhausted:
             raise self._exhausted()
-        return LocalResult(self.samples, losses / self.samples, steps, train_s, wait_s=0.0, cpu_s=cpu_s)
+        costs = DeviceCosts(cpu_s=cpu_s)
+        return LocalResult(self.samples, losses / self.samples, steps, train_s, wait_s=0.0, costs=costs)
 
     @calls_own_code
     def examine(

@@ -84,17 +84,18 @@ class LocalWork:
 
     def result(self, task: Task, result: LocalResult) -> WorkResult:
         """Return the result of a task's order: the costs, and no blob yet."""
-        costs = (task.epochs, result.steps, result.train_s, result.wait_s)
+        did = (task.epochs, result.steps, result.train_s, result.wait_s)
         plans = {self._node: [{NUMBERS: result.numbers}]} if result.numbers else {}
         return WorkResult(
             memoryview(b""),
             result.samples,
             result.loss,
-            *costs,
+            *did,
             plans=plans,
             path=result.path,
             tests=result.tests,
             start_loss=result.start_loss,
+            costs=result.costs,
         )
 
     def encoded(self, task: Task, result: WorkResult, received: Row) -> WorkResult:

@@ -27,8 +27,8 @@ LOOK_S = 0.5
 class VmappedResult:
     """The result of a device's vmapped training: a model, uint8 [row_bytes], and the mean loss of its last epoch.
 
-    `train_s` is its share of the steps it took part in: a step's seconds divided by the number of its devices. `wall_s`
-    are the seconds from its group's start to this outcome.
+    `train_s` is its share of the steps it took part in: a step's seconds divided by the number of its devices; `cpu_s`
+    that of the CPU seconds of their thread. `wall_s` are the seconds from its group's start to this outcome.
     """
 
     row: Row
@@ -36,6 +36,7 @@ class VmappedResult:
     steps: int
     train_s: float
     wall_s: float
+    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +105,7 @@ class _Member:
     total: int
     steps: int = 0
     train_s: float = 0.0
+    cpu_s: float = 0.0
     over: bool = False
 
     def end(self, how: VmappedResult | Cancelled) -> None:
@@ -122,12 +124,12 @@ class _Group:
         self._began: float | None = None
         self._taken = 0  # steps of the schedule
         # Since the last report: the steps taken, each member's share of them and the number it took part in.
-        self._looked, self._since = 0.0, 0
+        self._looked, self._cpu, self._since = 0.0, 0.0, 0
         self._shares, self._steps = np.zeros(len(members)), np.zeros(len(members), np.int64)
 
     def run(self) -> None:
         """Train until every member is done. After a lack of memory `halves` can continue."""
-        self._looked = time.monotonic()
+        self._looked, self._cpu = time.monotonic(), time.thread_time()
         self._began = self._began or self._looked
         if self._state is None:
             turns = [member.turn for member in self._members]
@@ -188,18 +190,20 @@ class _Group:
             rows, losses = state.read([place for place, _ in finished])
             wall_s = time.monotonic() - (self._began or 0.0)
             for (_, member), row, loss in zip(finished, rows, losses, strict=True):
-                member.end(VmappedResult(row, loss / member.turn.load.samples, member.steps, member.train_s, wall_s))
+                mean = loss / member.turn.load.samples
+                member.end(VmappedResult(row, mean, member.steps, member.train_s, wall_s, member.cpu_s))
 
     def _account(self) -> None:
         """Divide the time since the last report among the members, by their steps since then."""
         if self._recipe.accelerator.type == "cuda":
             torch.cuda.synchronize(self._recipe.accelerator)  # steps that are only queued are no progress
-        now = time.monotonic()
+        now, cpu = time.monotonic(), time.thread_time()
         parts = self._shares / self._since if self._since else np.full(len(self._members), 1 / len(self._members))
         for member, part, steps in zip(self._members, parts, self._steps, strict=True):
             member.train_s += (now - self._looked) * float(part)
+            member.cpu_s += (cpu - self._cpu) * float(part)
             member.steps += int(steps)
-        self._looked, self._since = now, 0
+        self._looked, self._cpu, self._since = now, cpu, 0
         self._shares[:], self._steps[:] = 0, 0
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from common.accounting.child_report import TrainingPath
+from common.accounting.costs import DeviceCosts
 from common.errors import AcceleratorLost, InvalidExperiment
 from common.experiment.own import is_own
 from common.host.accelerators import is_lost, out_of_memory
@@ -227,8 +228,18 @@ class _Shared:
                 steps=how.steps,
                 local_round=local_round,
             )
-            costs = (how.train_s, how.wall_s - how.train_s)
-            done(LocalResult(load.samples, how.loss, how.steps, *costs, TrainingPath.VMAPPED, how.wall_s))
+            seconds = (how.train_s, how.wall_s - how.train_s)
+            done(
+                LocalResult(
+                    load.samples,
+                    how.loss,
+                    how.steps,
+                    *seconds,
+                    TrainingPath.VMAPPED,
+                    how.wall_s,
+                    costs=DeviceCosts(cpu_s=how.cpu_s),
+                )
+            )
 
         seed = dropout_seed(self._experiment, node=device.node, local_round=order.local_round)
         return Turn(self._vectors.begin(order.row), load, visits, order.progress, order.cancelled, end, seed)

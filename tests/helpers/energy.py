@@ -1,4 +1,4 @@
-"""The power chip of a Raspberry Pi 5."""
+"""The power chip of a Raspberry Pi 5, and the counters of processors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ RECORDED: Final = """\
           BATT_V volt(25)=0.00488400V
             HDMI_V volt(23)=5.08710000V
 """
+RANGE: Final = 262_143_328_850  # microjoules, of many processors
 REPORTS: Final = f"test $1 = pmic_read_adc || exit 1\ncat <<'END'\n{RECORDED}END"
 
 
@@ -26,3 +27,13 @@ def vcgencmd(folder: Path, script: str = REPORTS) -> Path:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
+
+
+def zone(root: Path, folder: str, name: str, microjoules: int | str) -> Path:
+    """Write a zone as /sys/class/powercap has it; return its counter."""
+    path = root / "class" / "powercap" / folder
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "name").write_text(f"{name}\n")
+    (path / "max_energy_range_uj").write_text(f"{RANGE}\n")
+    (path / "energy_uj").write_text(f"{microjoules}\n")
+    return path / "energy_uj"

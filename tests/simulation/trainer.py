@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from cloud.evaluator import Beginning, EvaluationResult
+from common.accounting.costs import UNKNOWN_COSTS
 from common.experiment.schema import Experiment
 from common.model.layout import Row
 from common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Scored, Trained, TrainerTester, TrainingSite
@@ -131,7 +132,7 @@ class TrainerMember:
             result = replace(result, tests=result.tests.lasting(scored_s))
         if order.epochs:
             self._hardware.trained[self._node, order.local_round] += 1
-        return replace(result, train_s=train_s, wait_s=wait_s, cpu_s=0.0)
+        return replace(result, train_s=train_s, wait_s=wait_s, costs=UNKNOWN_COSTS)
 
 
 @dataclass(frozen=True, slots=True)

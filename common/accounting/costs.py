@@ -1,0 +1,54 @@
+"""What the trainings of a device cost on its host; None and "" where the host does not know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from common.host.energy import EnergySource
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """The costs of a device's work in a round.
+
+    joules: the device's share of its host's energy since its last result, by `energy_source`
+    train_joules: the part of it during its own training
+    cpu_s: CPU seconds of the training's thread; of vmapped training the device's share
+    memory_bytes: the most resident memory of the process that trained, since that process began
+    celsius: of the hottest sensor of the host at the end of the training
+    """
+
+    joules: float | None = None
+    train_joules: float | None = None
+    cpu_s: float | None = None
+    memory_bytes: int | None = None
+    celsius: float | None = None
+    energy_source: EnergySource = EnergySource.NONE
+
+    def after(self, earlier: DeviceCosts) -> DeviceCosts:
+        """Return these costs with those of earlier work: sums, the most memory, the highest temperature.
+
+        A sum with an unknown part is unknown, and so is energy by different sources.
+        """
+        joules = train_joules = None
+        if self.energy_source is earlier.energy_source:
+            joules, train_joules = added(earlier.joules, self.joules), added(earlier.train_joules, self.train_joules)
+        memory = [each.memory_bytes for each in (earlier, self) if each.memory_bytes is not None]
+        celsius = [each.celsius for each in (earlier, self) if each.celsius is not None]
+        return DeviceCosts(
+            joules,
+            train_joules,
+            added(earlier.cpu_s, self.cpu_s),
+            max(memory, default=None),
+            max(celsius, default=None),
+            EnergySource.NONE if joules is None else self.energy_source,
+        )
+
+
+UNKNOWN_COSTS: Final = DeviceCosts()
+
+
+def added(one: float | None, other: float | None) -> float | None:
+    """Return the sum, None if one of both is not known."""
+    return None if one is None or other is None else one + other

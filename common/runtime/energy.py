@@ -1,0 +1,115 @@
+"""The source of a host's energy, as the user of the host names it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from common.errors import InvalidExperiment
+from common.experiment.schema import TransferSettings
+from common.host.energy import (
+    REPORT_BYTES_MOST,
+    CsvMeter,
+    EnergyMeter,
+    EnergySource,
+    HostCounter,
+    JouleCounter,
+    PlugMeter,
+)
+from common.net.address import BrokerAddress
+from common.net.connection import Handlers
+from common.protocol.limits import SKIPPED
+from common.runtime.lab_client import keep
+from common.runtime.world import REAL, World, new_session
+
+OPTION: Final = "--energy"
+AUTO: Final = "auto"  # the host's own counters, if it has any
+UNKNOWN: Final = "none"
+COUNTERS: Final = {
+    EnergySource.RAPL: "chmod a+r /sys/class/powercap/intel-rapl:*/energy_uj",
+    EnergySource.NVML: "Install NVIDIA's driver; the GPU must be from Volta on",
+    EnergySource.PMIC: "Run it on a Raspberry Pi 5, in the group video",
+}
+WILDCARDS: Final = "+#\0"
+
+log = logging.getLogger("fedstrata.energy")
+
+
+def check_energy(source: str) -> None:
+    """Check the name of a source, but not whether this host has it. Raises InvalidExperiment."""
+    kind, colon, where = source.partition(":")
+    names = (AUTO, UNKNOWN, *COUNTERS)
+    if source not in names and not (kind in (EnergySource.PLUG, EnergySource.CSV) and colon and where):
+        remedy = f"Use {', '.join(names)}, plug:TOPIC or csv:PATH."
+        raise InvalidExperiment(OPTION, source, "no such source of energy", remedy)
+    if kind == EnergySource.PLUG and (len(where) > 1000 or any(each in where for each in WILDCARDS)):
+        raise InvalidExperiment(OPTION, source, "not the topic of one plug", "Name a topic without + and #.")
+    if kind == EnergySource.CSV and not Path(where).is_file():
+        raise InvalidExperiment(OPTION, source, "no such file", "Start the meter, or name its file.")
+
+
+@asynccontextmanager
+async def energy_counter(
+    source: str,
+    broker: BrokerAddress,
+    *,
+    world: World = REAL,
+    meter: Callable[[], EnergyMeter] = EnergyMeter.of_this_host,
+) -> AsyncIterator[JouleCounter | None]:
+    """Yield the counter of a source, None if the energy of this host stays unknown.
+
+    auto, none    the host's own counters, if it has any; or nothing
+    rapl, nvml, pmic    one of them
+    plug:TOPIC    a smart plug that publishes on the broker, over a connection of its own
+    csv:PATH      a file that a meter writes
+
+    Raises InvalidExperiment.
+    """
+    check_energy(source)
+    kind, _, where = source.partition(":")
+    if kind == EnergySource.PLUG:
+        async with _plug(where, broker, world) as plug:
+            yield plug
+    elif kind == EnergySource.CSV:
+        yield CsvMeter(Path(where))
+    elif source == UNKNOWN:
+        yield None
+    else:
+        counter = HostCounter(meter(), EnergySource.NONE if source == AUTO else EnergySource(source))
+        if counter.source is EnergySource.NONE and source != AUTO:
+            remedy = f"{COUNTERS[EnergySource(source)]}, or omit {OPTION}."
+            raise InvalidExperiment(OPTION, source, "this host has no such counter that can be read", remedy)
+        yield None if counter.source is EnergySource.NONE else counter
+
+
+@asynccontextmanager
+async def _plug(topic: str, broker: BrokerAddress, world: World) -> AsyncIterator[PlugMeter]:
+    """Yield the meter of a plug, which reports on a topic. Retained reports are ignored: their time is not known."""
+    plug = PlugMeter(asyncio.get_running_loop().time)
+
+    def received(_: str, body: bytes, retained: bool) -> None:
+        if not retained:
+            plug.report(body)
+
+    def refused(_: str) -> None:
+        log.warning("broker %s: this login may not read %s. Allow it, or the energy stays unknown.", broker, topic)
+
+    async def connected() -> None:
+        connection.subscribe([topic], qos=0, refused=refused)
+
+    connection = world.connection(
+        broker,
+        Handlers(received, connected, find_place=lambda _, size: SKIPPED if size > REPORT_BYTES_MOST else None),
+        client_id=f"energy-{new_session(world)}",
+        keepalive_s=TransferSettings().keepalive_s,
+    )
+    keeping = asyncio.create_task(keep(connection), name="plug")
+    try:
+        yield plug
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
