@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Final
 
 from common.errors import InvalidExperiment, OutOfReach, RunFailed
 from common.experiment.data import Data, check_alike, examine_data, found_in
-from common.experiment.devices import Pace
+from common.experiment.devices import Move, Pace
 from common.experiment.own import permit
 from common.experiment.reading import announced
 from common.experiment.schema import Experiment
@@ -31,7 +31,7 @@ from common.protocol.messages import NodeState, Phase, Task
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, activity, another_parent, join
 from common.runtime.exports import export_child
-from common.runtime.lifecycle import Moves, live, through_absences, while_online
+from common.runtime.lifecycle import MovesAway, live, through_absences, while_online
 from common.runtime.models import Arriving, work_on
 from common.runtime.roll import Resources
 from common.runtime.round import Report, WorkResult
@@ -53,7 +53,8 @@ class _Part:
     """A device's part in a run, which it keeps while it is away; `work`: once it has prepared.
 
     `layout`: the cloud's; `files`: frozen arrays of this run and of earlier ones. `parent`: its present one, and
-    `session` that one's; `used`: the last task that a parent used, and which one.
+    `session` that one's; `used`: the last task that a parent used, and which one. `moving`: its last move by its trace,
+    and `failed`: those to parents that did not take it.
     """
 
     found: Found
@@ -65,6 +66,8 @@ class _Part:
     parent: str
     session: str
     used: tuple[int, str] = (0, "")
+    moving: Move | None = None
+    failed: list[Move] = field(default_factory=list)
     work: LocalWork | None = None
 
 
@@ -146,12 +149,14 @@ class DeviceAgent:
         while True:
             try:
                 return await self._take_part_once(part, patience_s)
-            except Moves as move:
-                part.parent, part.session = move.parent, ""
+            except MovesAway as away:
+                part.moving, part.parent, part.session = away.move, away.move.parent, ""
             except (OutOfReach, RunFailed) as error:
                 parents = [parent for parent in experiment.tree.parents if parent != part.parent]
                 if patience_s is None:
                     raise
+                if part.moving is not None:
+                    part.failed.append(part.moving)
                 run, for_s = part.found.run, experiment.transfer.idle_s
                 activity.info("%s: run %s: looks for another parent: %s", name, run, error)
                 if (found := await another_parent(host, name, parents, run=run, for_s=for_s)) is None:
@@ -184,11 +189,11 @@ class DeviceAgent:
             world=host.world,
         )
         export_child(self._metrics, up, self._labels, tier=tier.name)
-        times, moves = experiment.online(self._name), experiment.homes(self._name, self._parent)
+        times, moves = experiment.online(self._name), experiment.moves(self._name)
         try:
             await live(
                 (up,),
-                while_online(up, times, self._work(up, part), moves=moves),
+                while_online(up, times, self._work(up, part), moves=moves, failed=part.failed),
                 connect_timeout_s=host.connect_timeout_s,
                 goodbye=partial(up.farewell, (), timeout_s=FAREWELL_S),
                 last_scrape=self._metrics.last_scrape,

@@ -155,19 +155,18 @@ class Move(SettingsTable):
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
-    """A device's parents: `first`, then each of `moves` from its time on, seconds since the run's begin."""
+class Moves:
+    """A device's moves in a run, in order."""
 
-    first: str
-    moves: Sequence[Move]
+    each: Sequence[Move]
 
-    def at(self, t: float) -> str:
-        """Return the parent at t seconds."""
-        return next((move.parent for move in reversed(self.moves) if move.at_s <= t), self.first)
+    def due(self, t: float) -> Move | None:
+        """Return the last move up to t seconds since the run's begin, None before the first one."""
+        return next((move for move in reversed(self.each) if move.at_s <= t), None)
 
     def next_change(self, t: float) -> float:
-        """Return when the parent changes next, inf if it does not."""
-        return next((move.at_s for move in self.moves if move.at_s > t), inf)
+        """Return when the next move is due, inf if there is none."""
+        return next((move.at_s for move in self.each if move.at_s > t), inf)
 
 
 Online: TypeAlias = Mapping[str, OnlineTimes | None]  # by node; None: always

@@ -26,8 +26,8 @@ from common.experiment.data import NUMBERS, Data, Model, check_data
 from common.experiment.devices import (
     Availability,
     HardwareSettings,
-    Homes,
     Machine,
+    Moves,
     OnlineTimes,
     check_availability,
     with_machines,
@@ -222,10 +222,9 @@ class Experiment(ExperimentSettings):
         trace = self.availability.trace
         return None if trace is None else trace.times(device)
 
-    def homes(self, device: str, first: str) -> Homes | None:
-        """Return the parents of a device that begins below `first`, None if it stays there."""
-        moves = self.availability.moves.get(device)
-        return None if moves is None else Homes(first, moves)
+    def moves(self, device: str) -> Moves:
+        """Return a device's moves by its trace."""
+        return Moves(self.availability.moves.get(device, ()))
 
     def with_data_root(self, root: str) -> Self:
         """Return the experiment with another folder of data sets."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from math import inf
 from typing import Any, Final, TypeVar
 
@@ -22,7 +22,7 @@ from common.errors import (
     as_known,
     first_error,
 )
-from common.experiment.devices import Homes, OnlineTimes
+from common.experiment.devices import Move, Moves, OnlineTimes
 from common.protocol import serialization, topics
 from common.protocol.messages import LIVING, Failure, NodeState, Presence
 from common.protocol.presence import TimeZero
@@ -34,6 +34,7 @@ from common.runtime.world import Host
 from common.text import short
 
 LAST_STATE_S: Final = 2.0
+STAYS: Final = Moves(())
 NAMESAKE_S: Final = 5.0  # within which the owner of a name answers a second process, over a slow link too
 
 log = logging.getLogger("fedstrata.lifecycle")
@@ -110,13 +111,13 @@ async def _leave(endpoints: Sequence[Endpoint]) -> None:
 def _state(error: FedstrataError | None) -> NodeState:
     if isinstance(error, DuplicateName):
         return NodeState.LOST
-    return NodeState.DISCONNECTED if isinstance(error, Moved | Moves | Away) else NodeState.FAILED
+    return NodeState.DISCONNECTED if isinstance(error, Moved | MovesAway | Away) else NodeState.FAILED
 
 
 def _failure(error: FedstrataError | None) -> Failure:
     if isinstance(error, InvalidExperiment | InvalidBelow):
         return Failure.INVALID
-    if isinstance(error, Moves):
+    if isinstance(error, MovesAway):
         return Failure.MOVED
     return Failure.STALLED if isinstance(error, NoProgress) else Failure.NONE
 
@@ -139,12 +140,12 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
             task.exception()  # only the first was raised; keeps asyncio from logging the others
 
 
-class Moves(FedstrataError):
+class MovesAway(FedstrataError):
     """The device moves to another parent, by its trace."""
 
-    def __init__(self, parent: str) -> None:
-        super().__init__(f"it moves to {parent}")
-        self.parent = parent
+    def __init__(self, move: Move) -> None:
+        super().__init__(f"it moves to {move.parent}")
+        self.move = move
 
 
 class Away(FedstrataError):
@@ -179,11 +180,19 @@ async def through_absences(
 
 
 async def while_online(
-    up: ChildEndpoint, times: OnlineTimes | None, work: Coroutine[Any, Any, _T], *, moves: Homes | None = None
+    up: ChildEndpoint,
+    times: OnlineTimes | None,
+    work: Coroutine[Any, Any, _T],
+    *,
+    moves: Moves = STAYS,
+    failed: Collection[Move] = (),
 ) -> _T:
-    """Do a device's work and return its result. Raises Away or Moves once its traces take it away; None: never."""
+    """Do a device's work and return its result. Raises Away or MovesAway once its traces take it away.
+
+    `times` None: it is always there. `failed`: the moves to parents that did not take it.
+    """
     working = asyncio.create_task(work, name="work while online")
-    leaving = asyncio.create_task(_departure(up, times, moves), name="departure")
+    leaving = asyncio.create_task(_departure(up, times, moves, failed), name="departure")
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -195,16 +204,17 @@ async def while_online(
         await asyncio.wait((working, leaving))
 
 
-async def _departure(up: ChildEndpoint, times: OnlineTimes | None, moves: Homes | None) -> Away | Moves:
+async def _departure(
+    up: ChildEndpoint, times: OnlineTimes | None, moves: Moves, failed: Collection[Move]
+) -> Away | MovesAway:
     begun = await up.began()
     while True:
         t = up.now() - begun
         if times is not None and not times.online(t):
             return Away(begun, for_s=times.returns(t) - t)
-        if moves is not None and (parent := moves.at(t)) != up.session.parent:
-            return Moves(parent)
-        changes = [each.next_change(t) - t for each in (times, moves) if each is not None]
-        left_s = min(changes, default=inf)
+        if (move := moves.due(t)) is not None and move.parent != up.session.parent and move not in failed:
+            return MovesAway(move)
+        left_s = min(moves.next_change(t), inf if times is None else times.next_change(t)) - t
         try:
             async with asyncio.timeout(left_s if left_s < inf else None):
                 begun = await up.began()  # of a run that was resumed

@@ -249,7 +249,7 @@ def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
 
 def may_fail(drawn: DrawnLab) -> bool:
     """Return whether the faults may leave a node without progress for `idle_s`, or a parent without enough children."""
-    if drawn.experiment.tiers[-1].move_after_s is not None and drawn.faults:
+    if drawn.experiment.availability.moves or (drawn.experiment.tiers[-1].move_after_s is not None and drawn.faults):
         return True
     transfer = drawn.experiment.transfer
     if _lied(drawn) or any(_is_fatal(fault) for fault in drawn.faults):
