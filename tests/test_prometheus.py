@@ -54,6 +54,7 @@ HOME: Final = "institution-0"
 # Slow links, not slow devices, leave the time to kill one: a global round takes a second on any machine. Models have
 # more than eight chunks, so that they show the rate of their link.
 MODEL_BYTES: Final = 320_000
+PRIVACY: Final = 'unit = "device", clip_norm = 1.0, noise_multiplier = 1.0, delta = 1e-5, noise = "seeded"'
 LAB: Final = f"""
 rounds = {GLOBAL_ROUNDS}
 transfer = {{ chunk_bytes = 32768 }}
@@ -62,12 +63,12 @@ links = {{ check = "warn" }}  # a loaded host does not carry what the fast tiers
 tiers = [
     {{ name = "core", children = "region", link = "wan-200mbit" }},
     {{ name = "wan", children = "institution", link = {{ up_mbit = 5.12, down_mbit = 5.12 }} }},
-    {{ name = "lan", fan_out = 3, link = "lan-100mbit" }},
+    {{ name = "lan", fan_out = 3, link = "lan-100mbit", privacy = {{ {PRIVACY} }} }},
 ]
 """
 PARENTS: Final = {("cloud", "", "cloud"), ("institution", "cloud", REGION), ("institution", REGION, HOME)}
 LATER_BYTES: Final = 1000
-ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
+ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_", "fedstrata_device_energy")  # not on every machine
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -74,6 +74,13 @@ LAB: Final = [
         width=8, least=None,
     ),
     Panel(
+        "Epsilon",
+        [(f"fedstrata_privacy_epsilon{{{CLOUD}}}", "{{tier}}, {{unit}}")],
+        "Where a tier has privacy: epsilon of its worst unit so far, by the accountant.",
+        "At `max_epsilon` the run ends. More noise, Poisson sampling or fewer global rounds make it smaller.",
+        width=8,
+    ),
+    Panel(
         "Score of devices' own models",
         [(f"fedstrata_personalised_score{{{CLOUD}}}", "{{statistic}}")],
         "Where devices score the models that they train (`evaluation.personalised`): as the score over devices.",
@@ -152,6 +159,13 @@ LAB: Final = [
         "Memory that processes of each host can still get.",
         "Near 0 the kernel kills processes: fewer devices or slots on that host, or a lower `transfer.resident_mb`.",
         SHARE, width=8, most=1,
+    ),
+    Panel(
+        "Power of devices",
+        [(f'sum by (node) (rate(fedstrata_device_energy_joules_total{{run="$run"}}{RATE}))', "{{node}}")],
+        "Each device's share of its host's power, counted with its results.",
+        "Empty: start devices with `--energy`, or on hosts with a counter. A run's joules are in `devices.csv`.",
+        WATTS, width=8, stacked=True,
     ),
     Panel(
         "Power of hosts",
