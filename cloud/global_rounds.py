@@ -259,9 +259,10 @@ class GlobalRounds:
 
     async def _run_round(self) -> None:
         state, r = self._state, self._state.global_round
-        started = self._down.now()
-        epochs = dict.fromkeys(self._down.peers, self._experiment.training.epochs) | dict(state.epochs)
-        dispatch = await self._dispatched(r, (r, 0), epochs=epochs, last=r + 1 == self._experiment.rounds)
+        started, c = self._down.now(), self._experiment.training.epochs
+        dispatch = await self._dispatched(
+            r, (r, 0), epochs=c, epochs_of=state.epochs, last=r + 1 == self._experiment.rounds
+        )
         selected = dispatch.selected
         closed_round = await self._down.round(dispatch)
         outcome = await run_refining(partial(self._rule.aggregate, r, closed_round.uploads), self._refiner)
@@ -300,7 +301,7 @@ class GlobalRounds:
         if self._pending is None or not self._pending.by_devices:
             return {}
         r = self._state.global_round
-        dispatch = await self._dispatched(r, (r, 0), epochs=dict.fromkeys(self._down.peers, 0), last=True)
+        dispatch = await self._dispatched(r, (r, 0), epochs=0, last=True)
         closed_round = await self._down.round(dispatch)
         decided = closed_round.decided(r, unreported=unreported(self._down))
         plans = {CLOUD: [self._selection.facts(dispatch.selected) | decided]}

@@ -132,8 +132,8 @@ class LocalRounds:
         for i in range(settings.rounds):
             r = number * settings.rounds + i
             key = task.key.global_round, task.key.local_round * settings.rounds + i
-            epochs, last = dict.fromkeys(down.peers, task.epochs), i + 1 == settings.rounds
-            dispatch = await dispatched(down, settings, selection, rule, r, key, epochs=epochs, last=last)
+            last = i + 1 == settings.rounds
+            dispatch = await dispatched(down, settings, selection, rule, r, key, epochs=task.epochs, last=last)
             selected = dispatch.selected
             if not model.complete:  # then the rule passes it on
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])

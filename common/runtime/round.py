@@ -13,7 +13,7 @@ from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
 from common.accounting.ledger import Ledger
 from common.experiment.tiers import Closing, Tier
 from common.methods.rule import Rule, Uploads
-from common.methods.selection import ClientSelection, ResultFacts
+from common.methods.selection import NOTHING, ClientSelection, ResultFacts
 from common.model.layout import Row
 from common.model.scores import ScoredModels
 from common.protocol.messages import Manifest, Phase, Result, Task
@@ -194,19 +194,23 @@ async def dispatched(
     r: int,
     key: tuple[int, int],
     *,
-    epochs: Mapping[str, int],
+    epochs: int,
+    epochs_of: Mapping[str, int] = NOTHING,
     last: bool,
 ) -> Dispatch:
     """Select the children of a node's round r, and give each the rule's model; `key`: the global and the local round.
 
-    Raises NoProgress if too few children are ready.
+    `epochs_of`: of single children, in place of `epochs`. Children may enter until they are selected. Raises NoProgress
+    if too few are ready.
     """
     absent = await down.absent(*key)
-    selected = selection.select(down.peers, r, samples=down.samples, absent=absent)
-    closing = tier.closing_of(len(selected), among=len(down.peers))
+    peers = down.peers
+    selected = selection.select(peers, r, samples=down.samples, absent=absent)
+    closing, given = tier.closing_of(len(selected), among=len(peers)), dict.fromkeys(selected, epochs)
     models, follows = rule.dispatch(r, selected), selection.follows(selected, r)
     follows |= {name: max(follows[name], min(down.after[name], r)) for name in selected if name in down.after}
-    return Dispatch(*key, models, epochs, closing, selected, absent, follows, selection.in_flight, last)
+    given |= {name: epochs_of[name] for name in selected if name in epochs_of}
+    return Dispatch(*key, models, given, closing, selected, absent, follows, selection.in_flight, last)
 
 
 def unreported(children: Children) -> list[str]:
