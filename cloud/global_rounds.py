@@ -40,7 +40,7 @@ from common.protocol.limits import plans_of
 from common.protocol.messages import Result
 from common.randomness import Purpose, generator
 from common.runtime.refining import run_refining
-from common.runtime.round import NUMBERS, Children, ClosedRound, Observe, dispatched, unreported
+from common.runtime.round import NUMBERS, Children, ClosedRound, Observe, run_round, unreported
 from common.runtime.world import REAL, World
 from common.storage.spool import Spool
 
@@ -118,7 +118,7 @@ class GlobalRounds:
         chosen, named = rule.choose or choose, len(tree.children[CLOUD])
         self._selection = ClientSelection(tier, seed=experiment.seed, node=CLOUD, choose=chosen, named=named)
         below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
-        self._dispatched = partial(dispatched, down, tier, self._selection, rule)
+        self._run = partial(run_round, down, tier, self._selection, rule)
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
         self._aggregators = {child: set(names) & tree.children.keys() for child, names in below.items()}
         self._test = evaluate
@@ -260,11 +260,9 @@ class GlobalRounds:
     async def _run_round(self) -> None:
         state, r = self._state, self._state.global_round
         started, c = self._down.now(), self._experiment.training.epochs
-        dispatch = await self._dispatched(
-            r, (r, 0), epochs=c, epochs_of=state.epochs, last=r + 1 == self._experiment.rounds
-        )
+        last = r + 1 == self._experiment.rounds
+        dispatch, closed_round = await self._run(r, (r, 0), epochs=c, epochs_of=state.epochs, last=last)
         selected = dispatch.selected
-        closed_round = await self._down.round(dispatch)
         outcome = await run_refining(partial(self._rule.aggregate, r, closed_round.uploads), self._refiner)
         self._selection.observe(r, selected, closed_round.facts, unused=outcome.left_out, refused=closed_round.refused)
         decided = self._selection.facts(selected) | closed_round.decided(r, unreported=unreported(self._down))
@@ -301,8 +299,7 @@ class GlobalRounds:
         if self._pending is None or not self._pending.by_devices:
             return {}
         r = self._state.global_round
-        dispatch = await self._dispatched(r, (r, 0), epochs=0, last=True)
-        closed_round = await self._down.round(dispatch)
+        dispatch, closed_round = await self._run(r, (r, 0), epochs=0, last=True)
         decided = closed_round.decided(r, unreported=unreported(self._down))
         plans = {CLOUD: [self._selection.facts(dispatch.selected) | decided]}
         for name, result in closed_round.results.items():

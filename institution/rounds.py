@@ -27,7 +27,7 @@ from common.protocol.limits import plans_of
 from common.protocol.messages import Phase, Task
 from common.runtime.models import Arriving, work_on
 from common.runtime.refining import run_refining
-from common.runtime.round import Children, ClosedRound, Report, WorkResult, dispatched, unreported
+from common.runtime.round import Children, ClosedRound, Report, WorkResult, run_round, unreported
 from common.runtime.uploads import UploadEncoder
 from common.runtime.world import REAL, World
 from common.storage.spool import Spool
@@ -133,11 +133,11 @@ class LocalRounds:
             r = number * settings.rounds + i
             key = task.key.global_round, task.key.local_round * settings.rounds + i
             last = i + 1 == settings.rounds
-            dispatch = await dispatched(down, settings, selection, rule, r, key, epochs=task.epochs, last=last)
+            dispatch, closed_round = await run_round(
+                down, settings, selection, rule, r, key, epochs=task.epochs, last=last, arriving=model,
+                on_progress=progressed,
+            )  # fmt: skip
             selected = dispatch.selected
-            if not model.complete:  # then the rule passes it on
-                dispatch = replace(dispatch, models=[(model, dispatch.children)])
-            closed_round = await down.round(dispatch, on_progress=progressed)
             await model.whole()  # the children may have finished before it is decoded here
             decided = selection.facts(selected) | closed_round.decided(r, unreported=unreported(down))
             for result in closed_round.results.values():

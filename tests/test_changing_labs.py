@@ -617,3 +617,42 @@ def test_the_report_shows_who_worked_below_whom(tmp_path: Path) -> None:
     found = [(row[1], row[3]) for row in figure.table.rows if row[0] == "devices that worked"]
     expected = {"institution-0": [3, 3, 4, 4, 4, 4], "institution-1": [3, 3, 2, 2, 2, 2]}
     assert found == [(parent, count) for parent, counts in expected.items() for count in counts]
+
+
+def test_a_round_whose_children_all_leave_begins_again_with_others() -> None:
+    """Half of four devices take part in a round; both are killed within it, and the other two do it."""
+    tree = {
+        **TWO_TIERS,
+        "rounds": 3,
+        "topology": {"institutions": 0, "devices": 4},
+        "cloud": {"participation": 0.5, "min_available": 1, "start_wait_s": 5},
+    }
+    lost: list[str] = []
+
+    async def kill(lab: SimulatedLab) -> None:
+        tasks: dict[str, int] = {}
+        reached = asyncio.Event()
+
+        def hook(message: Routed) -> None:
+            topic = parse_topic(message.topic)
+            if isinstance(topic, InboxTopic) and topic.sender == "cloud" and message.body:
+                task = decode(message.body)[1]
+                if isinstance(task, Task) and task.key.global_round == 1:
+                    tasks[topic.node] = 1
+                    if len(tasks) == 2:
+                        reached.set()
+
+        lab.network.hooks.append(hook)
+        await reached.wait()
+        for name in tasks:
+            lost.append(name)
+            lab.kill(name)
+
+    outcome, tables = played(tree, kill)
+    assert outcome.ok or not outcome.ended["cloud"], outcome.result
+    worked = {
+        row["node"].split("/")[1]
+        for row in tables["devices"]
+        if row["global_round"] == "2" and int(row["local_rounds"])
+    }
+    assert len(lost) == 2 and worked == {f"device-{k}" for k in range(4)} - set(lost)

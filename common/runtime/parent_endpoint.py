@@ -129,6 +129,11 @@ class ParentEndpoint(Endpoint):
         return self.session.samples
 
     @property
+    def ready(self) -> Collection[str]:
+        """The children that can take part now."""
+        return self.session.readiness(self.now()).ready
+
+    @property
     def after(self) -> Mapping[str, int]:
         """Of children that have come from another parent, the task that this one used last."""
         return self.session.attendance.after

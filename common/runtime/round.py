@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeAlias
 
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
 from common.accounting.ledger import Ledger
+from common.errors import InvalidBelow, RunFailed
 from common.experiment.tiers import Closing, Tier
 from common.methods.rule import Rule, Uploads
 from common.methods.selection import NOTHING, ClientSelection, ResultFacts
@@ -173,6 +174,10 @@ class Children(Protocol):
     def peers(self) -> tuple[str, ...]:
         """Their names in order."""
 
+    @property
+    def ready(self) -> Collection[str]:
+        """The children that can take part now."""
+
     def now(self) -> float:
         """Return the time of the clock that measures rounds, in seconds."""
 
@@ -186,7 +191,7 @@ class Children(Protocol):
         """Send each child its model and return the results, see `Dispatch` and `ParentEndpoint.round`."""
 
 
-async def dispatched(
+async def run_round(
     down: Children,
     tier: Tier,
     selection: ClientSelection,
@@ -197,20 +202,37 @@ async def dispatched(
     epochs: int,
     epochs_of: Mapping[str, int] = NOTHING,
     last: bool,
-) -> Dispatch:
-    """Select the children of a node's round r, and give each the rule's model; `key`: the global and the local round.
+    arriving: Arriving | None = None,
+    on_progress: Callable[[], None] = nothing,
+) -> tuple[Dispatch, ClosedRound]:
+    """Run a node's round r with selected children, to each of which the rule gives a model.
 
-    `epochs_of`: of single children, in place of `epochs`. Children may enter until they are selected. Raises NoProgress
-    if too few are ready.
+    `key`: the global and the local round. `epochs_of`: of single children, in place of `epochs`. `arriving`: the model
+    that the rule passes on, while it is not complete. If the children are lost before they answer, others that are
+    ready take their places, where the tier has `min_available`. Raises what `Children.absent` and `Children.round`
+    raise.
     """
-    absent = await down.absent(*key)
-    peers = down.peers
-    selected = selection.select(peers, r, samples=down.samples, absent=absent)
-    closing, given = tier.closing_of(len(selected), among=len(peers)), dict.fromkeys(selected, epochs)
-    models, follows = rule.dispatch(r, selected), selection.follows(selected, r)
-    follows |= {name: max(follows[name], min(down.after[name], r)) for name in selected if name in down.after}
-    given |= {name: epochs_of[name] for name in selected if name in epochs_of}
-    return Dispatch(*key, models, given, closing, selected, absent, follows, selection.in_flight, last)
+    tried: set[str] = set()
+    while True:
+        absent = await down.absent(*key)
+        peers = down.peers  # children may enter until they are selected
+        selected = selection.select(peers, r, samples=down.samples, absent=absent)
+        closing, given = tier.closing_of(len(selected), among=len(peers)), dict.fromkeys(selected, epochs)
+        given |= {name: epochs_of[name] for name in selected if name in epochs_of}
+        models, follows = rule.dispatch(r, selected), selection.follows(selected, r)
+        follows |= {name: max(follows[name], min(down.after[name], r)) for name in selected if name in down.after}
+        dispatch = Dispatch(*key, models, given, closing, selected, absent, follows, selection.in_flight, last)
+        if arriving is not None and not arriving.complete:
+            dispatch = replace(dispatch, models=[(arriving, dispatch.children)])
+        try:
+            return dispatch, await down.round(dispatch, on_progress=on_progress)
+        except RunFailed as error:
+            tried.update(selected)
+            minimum = tier.minimum_of(len(peers))
+            enough = minimum is not None and len(down.ready) >= minimum.children
+            if isinstance(error, InvalidBelow) or not enough or set(down.ready) <= tried:
+                raise
+            log.warning("round %d.%d begins again with other children: %s", *key, error)
 
 
 def unreported(children: Children) -> list[str]:

@@ -96,6 +96,7 @@ class Calls:
         self.peers = tuple(children)
         self.samples = dict(samples)
         self.after: Mapping[str, int] = {}
+        self.ready = self.peers
         self.moves = 0
         self._account = Account()
         self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})

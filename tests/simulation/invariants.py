@@ -373,6 +373,7 @@ _UNDISTURBED: Final = [
         r" begins without: ",
         r", declared ",
         r"it wants to enter, and all places are taken",
+        r"begins again with other children",
         r"'s model is left out: ",
     )
 ]
