@@ -53,8 +53,8 @@ class _Part:
     """A device's part in a run, which it keeps while it is away; `work`: once it has prepared.
 
     `layout`: the cloud's; `files`: frozen arrays of this run and of earlier ones. `parent`: its present one, and
-    `session` that one's; `used`: the last task that a parent used, and which one. `moving`: its last move by its trace,
-    and `failed`: those to parents that did not take it.
+    `session` that one's; `begun`: the run has; `used`: the last task that a parent used, and which one. `moving`: its
+    last move by its trace, and `failed`: those to parents that did not take it.
     """
 
     found: Found
@@ -65,6 +65,7 @@ class _Part:
     files: FrozenFiles
     parent: str
     session: str
+    begun: bool = False
     used: tuple[int, str] = (0, "")
     moving: Move | None = None
     failed: list[Move] = field(default_factory=list)
@@ -153,7 +154,7 @@ class DeviceAgent:
                 part.moving, part.parent, part.session = away.move, away.move.parent, ""
             except (OutOfReach, RunFailed) as error:
                 parents = [parent for parent in experiment.tree.parents if parent != part.parent]
-                if patience_s is None:
+                if patience_s is None or not part.begun:
                     raise
                 if part.moving is not None:
                     part.failed.append(part.moving)
@@ -199,6 +200,7 @@ class DeviceAgent:
                 last_scrape=self._metrics.last_scrape,
             )
         finally:
+            part.begun = part.begun or up.link.own.begun is not None
             if (key := up.session.accepted) is not None:
                 part.used = experiment.device_rounds * key.global_round + key.local_round + 1, part.parent
 

@@ -76,7 +76,8 @@ LEDGERS_KEPT: Final = 16  # of the parent: one per process
 class ChildSession:
     """One child's session with its parent on one broker.
 
-    `patience_s`: after which a parent that is not there is gone, None: the transfers' `idle_s`. `entered`: the
+    `patience_s`: after which a parent that is not there is gone, once the run has begun; None, and before: the
+    transfers' `idle_s`. `entered`: the
     experiment names another parent or none, so each process of the parent has to be asked to take this node in.
     `parent_session`: the session that replied during discovery, empty if none did. `below`: the byte ledger of this
     node's own children, if it has any. `form`: the required form of the parent's models; `frozen`: that of its frozen
@@ -459,7 +460,8 @@ class ChildSession:
 
     def _gone_at(self) -> float:
         gone = self._gone_since is not None and self.link.away_since is None and not self._ended
-        return (self._gone_since or 0.0) + self._patience_s if gone else inf
+        patience_s = self.link.transfer.idle_s if self.link.own.begun is None else self._patience_s
+        return (self._gone_since or 0.0) + patience_s if gone else inf
 
     def _lives(self, peer: str, session: str, now: float) -> None:
         self._gone_since = self._found_end = None
