@@ -192,7 +192,7 @@ class LocalRounds:
         counted = self._down.ledger.reports()
         return tuple(
             replace(
-                self._did.get(link, report.without_bytes()),
+                self._did.get(link, ChildReport(report.name, parent=report.parent)),
                 measured=report.measured,
                 traffic=report.traffic,
                 broker=report.broker,
