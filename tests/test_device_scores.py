@@ -90,7 +90,8 @@ def rows(folder: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
 
 
 def without_seconds(found: list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{key: cell for key, cell in row.items() if not key.endswith("_s")} for row in found]
+    costs = ("memory_bytes", "joules", "train_joules", "celsius")
+    return [{key: cell for key, cell in row.items() if not key.endswith("_s") and key not in costs} for row in found]
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:

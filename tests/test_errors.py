@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from common.errors import FedstrataError, InvalidExperiment, LeftOut, StorageFailed
+from common.experiment.devices import Move
 from common.host.subprocess_channel import ProcessEnded
 from common.protocol.messages import Announcement
 from common.runtime.discovery import Found, Moved
-from common.runtime.lifecycle import Away
+from common.runtime.lifecycle import Away, MovesAway
 from deploy.links.kernel import CommandRefused
 from deploy.sweeps.running import CellFailed
 
@@ -32,6 +33,7 @@ MADE: Final[Mapping[str, Callable[[], BaseException]]] = {
     "CellFailed": lambda: CellFailed("a reason", 4, ["a frame"]),
     "CommandRefused": lambda: CommandRefused("a problem", "A remedy."),
     "Away": lambda: Away(1.5, for_s=2.0),
+    "MovesAway": lambda: MovesAway(Move(at_s=1.0, parent="institution-0")),
     "Moved": lambda: Moved(Found("run", "session", Announcement("{}", "[]"))),
 }
 
