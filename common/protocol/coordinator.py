@@ -190,15 +190,17 @@ class Coordinator:
         if self._serves(child := self._children[name], key) and child.state is ChildState.ASSIGNED:
             child.declined = reason
 
-    def preparing(self, name: str, done: int, *, waits: bool, now: float) -> None:
-        """Note progress of a child that is not ready.
+    def preparing(self, name: str, done: int, *, waits: bool, now: float) -> bool:
+        """Note a report of a child that is not ready; return whether it has made progress since the last one.
 
         Before a round is open, a child that waits for its own children is not idle: a person may be starting them.
         """
         self._received_at = now
         child = self._children[name]
-        if (waits and not self._open) or done != child.prepared:
+        progress = done != child.prepared
+        if (waits and not self._open) or progress:
             child.prepared, child.moved = done, now
+        return progress
 
     def hanging(self, now: float) -> list[str]:
         """Return the children that have prepared for `idle_s` without progress."""

@@ -398,8 +398,7 @@ class ParentSession:
             self._enter_reports(sender, session, message.children)
         elif isinstance(message, Preparing):
             self.attendance.preparing(sender, short(message.waits_for), now)
-            self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
-            self.moves += 1
+            self.moves += self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
         elif isinstance(message, FrozenWanted):
             if self.frozen is None or message.digest != self.frozen.digest:
                 raise Misfit(f"it wants frozen arrays that this run does not have: {message.digest[:16]!r}")
