@@ -198,9 +198,10 @@ def test_a_receiver_names_a_broker_that_drops_what_it_reads_slowly(
     async def run(served: BrokerProcess) -> None:
         sender = Sender(site_at(served), names, layout)
         with ThreadPoolExecutor(1) as thread:
-            pace = partial(time.sleep, 0.002)
+            pace = partial(time.sleep, 0.02)
             slow = thread.submit(receive_on_another_loop, served, "slow", layout, per_chunk=pace)
-            fast = receiving(site_at(served), "fast", layout)
+            # The broadcast goes on while the slow one lags, else it has no gap to see.
+            fast = receiving(site_at(served), "fast", layout, per_chunk=partial(time.sleep, 0.004))
             assert_exact(await sender.play(row), row, names)
             await fast
             await asyncio.wrap_future(slow)
