@@ -10,6 +10,7 @@ FedstrataError                 base of all errors; has the exit code of the comm
 ├── RunFailed             (1)  the run cannot continue
 │   ├── NoProgress        (5)  no progress for `idle_s`
 │   │   └── OutOfReach    (5)  the parent, or a broker, was away so long
+│   ├── ParentGaveUp      (1)  the parent ended the run with an error
 │   ├── AcceleratorLost   (1)  each call of an accelerator fails from now on, in this process
 │   ├── StateLost         (1)  this process does not have what an earlier task of its node left
 │   └── InvalidBelow      (4)  a node below cannot take part in the experiment
@@ -102,6 +103,10 @@ class NoProgress(RunFailed):
 
 class OutOfReach(NoProgress):
     """The parent, or a broker, was away for `idle_s` seconds; a node that stays returns to the run when it is back."""
+
+
+class ParentGaveUp(RunFailed):
+    """The parent ended the run with an error, whose text this has."""
 
 
 class AcceleratorLost(RunFailed):

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from common.errors import InvalidExperiment, OutOfReach, RunFailed
+from common.errors import InvalidExperiment, OutOfReach, ParentGaveUp
 from common.experiment.data import Data, check_alike, examine_data, found_in
 from common.experiment.devices import Move, Pace
 from common.experiment.own import permit
@@ -152,13 +152,13 @@ class DeviceAgent:
                 return await self._take_part_once(part, patience_s)
             except MovesAway as away:
                 part.moving, part.parent, part.session = away.move, away.move.parent, ""
-            except (OutOfReach, RunFailed) as error:
-                parents = [parent for parent in experiment.tree.parents if parent != part.parent]
+            except (OutOfReach, ParentGaveUp) as error:
                 if patience_s is None or not part.begun:
                     raise
                 if part.moving is not None:
                     part.failed.append(part.moving)
                 run, for_s = part.found.run, experiment.transfer.idle_s
+                parents = [parent for parent in experiment.tree.parents if parent != part.parent]
                 activity.info("%s: run %s: looks for another parent: %s", name, run, error)
                 if (found := await another_parent(host, name, parents, run=run, for_s=for_s)) is None:
                     raise
@@ -167,7 +167,7 @@ class DeviceAgent:
             activity.info("%s: run %s: moves to %s", name, part.found.run, part.parent)
 
     async def _take_part_once(self, part: _Part, patience_s: float | None) -> None:
-        """Take part in a run to its end. Raises Away or Moves if the device's traces take it away before."""
+        """Take part in a run to its end. Raises Away or MovesAway if the device's traces take it away before."""
         host, experiment, found = self._host, part.experiment, part.found
         tier = experiment.tier_above(self._name)
         used, by = part.used

@@ -410,6 +410,23 @@ def test_a_device_that_moves_keeps_its_vectors(keeps: str) -> None:
     assert tasks[0][2] == 0 and all(follows > 0 for _, _, follows in tasks[1:])
 
 
+def test_a_device_whose_state_is_lost_ends_and_moves_nowhere() -> None:
+    tree = with_institution(entering=3, move_after_s=6.0, aggregation={"name": "scaffold"})
+    tree["training"] = {"objective": {"name": "scaffold"}}
+    sought: list[str] = []
+
+    async def disturb(lab: SimulatedLab) -> None:
+        lab.network.hooks.append(lambda message: sought.append(message.topic))
+        await asyncio.sleep(8)
+        lab.kill("device-4")
+        lab.start("device-4", keep_files=False)
+
+    outcome, _ = played(tree, disturb)
+    assert "is lost. Start devices with the same --spool DIR" in outcome.ended["device-4"]
+    assert "fs1/lab/seek/institution-1/device-4" in sought
+    assert "fs1/lab/seek/institution-0/device-4" not in sought
+
+
 TWO_TIERS: Final[dict[str, Any]] = {
     "rounds": 8,
     "links": {"check": "off"},

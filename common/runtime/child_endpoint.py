@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
-from common.errors import OutOfReach, RefusedModel, RunFailed
+from common.errors import OutOfReach, ParentGaveUp, RefusedModel, RunFailed
 from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
@@ -152,7 +152,7 @@ class ChildEndpoint(Endpoint):
     async def unless_over(self, preparing: Coroutine[Any, Any, _T]) -> _T | None:
         """Prepare for the run and return the result, None if the run finished before.
 
-        Raises RunFailed if the parent gave up.
+        Raises ParentGaveUp.
         """
         task = asyncio.create_task(preparing, name="prepare")
         try:
@@ -167,7 +167,7 @@ class ChildEndpoint(Endpoint):
     async def serve(self, layouts: LinkLayouts, work: Work) -> None:
         """Do the parent's tasks until it has finished; `layouts`: of the models and extras that go down and up.
 
-        Raises RunFailed if the parent gave up.
+        Raises ParentGaveUp.
         """
         self._layouts = layouts
         self.session.set_form(self.models.form(layouts.down))
@@ -193,10 +193,10 @@ class ChildEndpoint(Endpoint):
             pass  # the parent has left, or the broker is away
 
     def _check_end(self) -> None:
-        """Raise RunFailed if the run has ended because the parent gave up."""
+        """Raise ParentGaveUp if the run has ended with the parent's error."""
         over = self._over.result()
         if over.state is NodeState.FAILED:
-            raise RunFailed(f"{self.session.parent} gave up: {over.reason}")
+            raise ParentGaveUp(f"{self.session.parent} gave up: {over.reason}")
 
     # Events
 

@@ -17,7 +17,7 @@ from common.errors import (
     InvalidBelow,
     InvalidExperiment,
     NoProgress,
-    RunFailed,
+    ParentGaveUp,
     StateLost,
     as_known,
     first_error,
@@ -226,7 +226,7 @@ async def until_return(host: Host, name: str, parent: str, *, run: str, times: O
     """Wait until a device is available again, or its parent is in another run; return False if its run ends before.
 
     Meanwhile only the parent's state is read: it ends the wait, and a resumed run has another time zero. Raises
-    RunFailed if the parent gave up.
+    ParentGaveUp.
     """
     loop = asyncio.get_running_loop()
     watched = _ParentState(host, name, parent, run=run, begun=begun)
@@ -253,7 +253,7 @@ class _ParentState:
     def __init__(self, host: Host, name: str, parent: str, *, run: str, begun: float) -> None:
         self.begun = begun
         self.ended = self.moved = False
-        self.failure: RunFailed | None = None
+        self.failure: ParentGaveUp | None = None
         self.changed = asyncio.Event()
         self._zero = TimeZero()
         self._run, self._parent = run, parent
@@ -281,7 +281,7 @@ class _ParentState:
                 self.ended, self.failure = False, None
             self.ended = self.ended or message.state in (NodeState.FINISHED, NodeState.FAILED)
             if message.state is NodeState.FAILED:
-                self.failure = RunFailed(f"{self._parent} gave up: {short(message.reason)}")
+                self.failure = ParentGaveUp(f"{self._parent} gave up: {short(message.reason)}")
             now = self._loop.time()
             if not retained and (begun := self._zero.note(message.elapsed_s, session, now, published=True)) is not None:
                 self.begun = begun

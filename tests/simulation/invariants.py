@@ -21,7 +21,9 @@ from tests.simulation.frozen import FrozenWorkload, lacks
 from tests.simulation.losses import copes_with_a_loss, returned_s, spends_few_deadlines
 from tests.simulation.monitor import Evidence, LabRun, LinkCount
 
-DOCUMENTED: Final = re.compile(r"NoProgress|OutOfReach|RunFailed|StateLost|InvalidBelow|ConnectionFailed|StorageFailed")
+DOCUMENTED: Final = re.compile(
+    r"NoProgress|OutOfReach|RunFailed|ParentGaveUp|StateLost|InvalidBelow|ConnectionFailed|StorageFailed"
+)
 MISTAKEN: Final = re.compile(r"InvalidExperiment: --parent")  # the end of a node with another node's configuration
 GONE_STATE: Final = re.compile(r"StateLost|gave up: .*\b(is|are) lost\b")  # at a node, or as its parent reports it
 STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
