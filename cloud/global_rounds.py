@@ -10,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, starmap
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -373,15 +374,15 @@ class GlobalRounds:
         names = self._experiment.tree.children[CLOUD]
         results = {name: closed_round.results[name] for name in self._down.peers if name in closed_round.results}
         plans = {CLOUD: [outcome.plan | self._tempo(omegas)]}
+        reports = {name: self._device_reports(name, result) for name, result in results.items()}
         for name, result in results.items():
-            self._folder.add_devices(self._state.global_round, self._device_reports(name, result))
+            self._folder.add_devices(self._state.global_round, reports[name])
             found = plans_of(result)
             plans |= {node: made for node, made in found.items() if node in self._aggregators.get(name, ())}
-            devices = [each.name for each in self._device_reports(name, result)]
-            self._report_numbers({node: found[node] for node in devices if node in found})
+            self._report_numbers({each.name: found[each.name] for each in reports[name] if each.name in found})
         steps = sum(result.steps for result in results.values())
         spreads = self._report_plans(plans)
-        trained = [each.tests.trained for each in self._reports(results) if each.tests is not None]
+        trained = [each.tests.trained for each in chain(*reports.values()) if each.tests is not None]
         by_devices: dict[str, float | None] = {each: None for columns in self._columns.values() for each in columns}
         if PERSONALISED in self._columns:
             by_devices |= self._over_devices(PERSONALISED, [sums for sums in trained if sums is not None])[0]
@@ -528,9 +529,8 @@ class GlobalRounds:
 
         Results report on the model with which their global round began, the one of the round before.
         """
-        reports = [
-            each for each in self._reports(results) if each.tests is not None and each.tests.received is not None
-        ]
+        every = chain.from_iterable(starmap(self._device_reports, results.items()))
+        reports = [each for each in every if each.tests is not None and each.tests.received is not None]
         self._folder.score_devices(global_round, reports)
         kind = next(iter(self._columns))
         found, total = self._over_devices(kind, [each.tests.received for each in reports if each.tests])
@@ -559,10 +559,6 @@ class GlobalRounds:
             values |= spread
         names = [column.removeprefix(f"{kind}_") for column in self._columns[kind]]
         return {f"{kind}_{name}": values.get(name) for name in names}, total
-
-    def _reports(self, results: Mapping[str, Result]) -> list[ChildReport]:
-        """Return the reports on all devices."""
-        return [report for child, result in results.items() for report in self._device_reports(child, result)]
 
     def _device_reports(self, child: str, result: Result) -> list[ChildReport]:
         """Return the reports on the devices at and below a child, in their order."""
