@@ -158,12 +158,15 @@ def samples_of(experiment: schema.Experiment, split: Split, *, node: str) -> Ind
     devices, data = experiment.tree.devices, experiment.data
     if node in devices:
         return split.partitions[devices.index(node)]
-    dataset, place = datasets.load(data, node=node), number_of(node)
-    problem, remedy = f"data.partition = {data.partition!r} divides the samples among the devices of the experiment", ""
+    dataset = datasets.load(data, node=node)
+    place = -1 if (number := number_of(node)) is None else number
+    problem = f"data.partition = {data.partition!r} divides the samples among the devices of the experiment"
+    remedy = "Use 'private', 'natural' or 'dirichlet_overlap'."
     rest = np.setdiff1d(np.arange(len(split.labels)), split.held_out)
-    if data.partition == "dirichlet_overlap" and place is not None and place >= len(devices):
+    new = place >= len(devices)
+    if data.partition == "dirichlet_overlap" and new:
         return np.sort(rest[_overlapping(split.labels[rest], data=data, seed=experiment.seed, place=place)])
-    if data.partition == "natural" and dataset.owners is not None and place is not None and place >= len(devices):
+    if data.partition == "natural" and dataset.owners is not None and new:
         found: Indices = rest[dataset.owners[rest] == place]
         if len(found):
             return found
@@ -171,7 +174,6 @@ def samples_of(experiment: schema.Experiment, split: Split, *, node: str) -> Ind
     elif data.partition in ("dirichlet_overlap", "natural"):
         problem = f"a new device needs a number from {len(devices)} on at the end of its name"
         remedy = f"Call it device-{len(devices)}, for instance."
-    remedy = remedy or "Use 'private', 'natural' or 'dirichlet_overlap'."
     raise InvalidExperiment("--name", node, problem, remedy)
 
 

@@ -161,11 +161,9 @@ async def _play(
 async def another_parent(
     host: Host, name: str, parents: Sequence[str], *, run: str, for_s: float
 ) -> tuple[str, str] | None:
-    """Return the first of these parents, in turn, that is alive in a run, and its session; None if none is.
+    """Return the first of these parents that is alive in a run, and its session; None if none answers in `for_s` s.
 
-    None answers within `for_s` seconds then.
-
-    Only one is asked at a time: a parent that is asked keeps a place.
+    One is asked at a time, in turn: a parent that is asked keeps a place.
     """
     answered = asyncio.Event()
     found: list[tuple[str, str]] = []

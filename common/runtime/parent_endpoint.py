@@ -63,8 +63,7 @@ class ParentEndpoint(Endpoint):
 
     `links`: the children's names in order, each with its link; `shaped`: the sender enforces rates and delays.
     `limits`: what each child may report. `minimum`: of the children that rounds need, None: they wait for each child.
-    `entering`: who else may become a child.
-    `spool`: where uploads are assembled, None: in memory.
+    `entering`: who else may become a child. `spool`: where uploads are assembled, None: in memory.
     """
 
     session: ParentSession

@@ -228,9 +228,9 @@ async def run_round(
             return dispatch, await down.round(dispatch, on_progress=on_progress)
         except RunFailed as error:
             tried.update(selected)
-            minimum = tier.minimum_of(len(peers))
-            enough = minimum is not None and len(down.ready) >= minimum.children
-            if isinstance(error, InvalidBelow) or not enough or set(down.ready) <= tried:
+            minimum, ready = tier.minimum_of(len(peers)), set(down.ready)
+            enough = minimum is not None and len(ready) >= minimum.children
+            if isinstance(error, InvalidBelow) or not enough or ready <= tried:
                 raise
             log.warning("round %d.%d begins again with other children: %s", *key, error)
 
