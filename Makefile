@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lowest bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-simulated bench-sweeps bench-tls bench-vmapped bench-tiers bench-training bench-watch \
+.PHONY: help demo test test-lowest bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-mutants bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-simulated bench-sweeps bench-tls bench-vmapped bench-tiers bench-training bench-watch \
     check clean broker simulate table1 test-all test-fast test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -78,6 +78,9 @@ bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-tran
 
 bench-matrix: $(INSTALLED) broker ## stop each role and the broker at each state of the protocol: is the model the same?
 	.venv/bin/python tests/bench/matrix.py
+
+bench-mutants: $(INSTALLED) broker ## draw COUNT=120 small changes of the product by SEED=1: which do the tests notice?
+	.venv/bin/python -m tests.bench.mutants --count $(or $(COUNT),120) --seed $(or $(SEED),1)
 
 bench-soak: $(INSTALLED) broker ## kill roles and the broker at random for ten minutes: same model, memory, files?
 	.venv/bin/python tests/bench/soak.py
