@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from common.errors import InvalidExperiment
 from common.experiment.methods import RuleSettings, RuleUse
@@ -38,24 +38,13 @@ Merges = Sequence[tuple[int, int]]
 class CluSamp(RuleSettings):
     """One model: FedAvg over children that the rule draws from clusters of similar steps."""
 
+    selects: ClassVar[bool] = True  # by its distributions
+    remembers: ClassVar[bool] = True  # the last steps
+    packages: ClassVar[Sequence[str]] = ("scipy",)
+
     name: Literal["clusamp"] = "clusamp"  # the rule
     # Of two children's last steps: the angle between them, the sum of the absolute differences, or of their squares.
     distance: Literal["cosine", "l1", "l2"] = "cosine"
-
-    @property
-    def selects(self) -> bool:
-        """Yes: by its distributions."""
-        return True
-
-    @property
-    def packages(self) -> Sequence[str]:
-        """The packages of an extra that the node needs."""
-        return ("scipy",)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the last steps persist: always."""
-        return True
 
     def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
         """Return the bytes of all children's last steps."""

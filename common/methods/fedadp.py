@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import exp
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -29,13 +29,10 @@ STRONGLY_SKEWED_CONCENTRATION: Final = 0.1  # of the Dirichlet split
 class FedAdp(CombiningSettings):
     """One model: a mean that favours children whose step points where the mean of all points."""
 
+    remembers: ClassVar[bool] = True  # the angles
+
     name: Literal["fedadp"] = "fedadp"  # the rule
     a: Annotated[float, Field(ge=0)] = 5.0  # height and steepness of the weight over the angle; 0 is FedAvg
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the angles persist: always."""
-        return True
 
     def advice(self, use: RuleUse) -> Iterator[str]:
         """Yield a warning for few children with unlike labels, and for uploads that change few columns."""

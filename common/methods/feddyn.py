@@ -10,7 +10,7 @@ With alpha = 0 it is FedAvg, uniform, by definition. Buffers are the uniform mea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from common.experiment.methods import RuleSettings
 from common.experiment.training import DynamicRegulariser
@@ -25,14 +25,10 @@ class FedDyn(RuleSettings):
     """One model: the mean of the uploads, moved by the sum of all steps so far."""
 
     objective = "feddyn"
+    remembers: ClassVar[bool] = True  # the sum
     step_models = 3.0
 
     name: Literal["feddyn"] = "feddyn"  # the rule
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the sum persists: always."""
-        return True
 
     def build(self, context: RuleContext) -> Rule:
         objective = context.training.objective

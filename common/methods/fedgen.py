@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -44,6 +44,9 @@ class FedGen(RuleSettings):
     """One model: the mean of the uploads; a generator of features, learned from their heads, goes down with it."""
 
     objective = "fedgen"
+    sends: ClassVar[Sequence[str]] = (HIDDEN, FEATURES)  # the generator's two layers
+    returns: ClassVar[Sequence[str]] = (LABEL_COUNTS,)  # how many samples of each label a device has
+    reads_samples: ClassVar[bool] = False  # it learns from the heads
 
     name: Literal["fedgen"] = "fedgen"  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
@@ -55,16 +58,6 @@ class FedGen(RuleSettings):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01  # of Adam
 
     @property
-    def sends(self) -> Sequence[str]:
-        """The generator's two layers."""
-        return (HIDDEN, FEATURES)
-
-    @property
-    def returns(self) -> Sequence[str]:
-        """How many samples of each label a device has."""
-        return (LABEL_COUNTS,)
-
-    @property
     def remembers(self) -> bool:
         """Whether there is a generator."""
         return self.refines
@@ -73,11 +66,6 @@ class FedGen(RuleSettings):
         """Return those of the generator's layers, and of the counts."""
         made = GeneratorLayout.of(model, noise=self.noise, hidden=self.hidden)
         return {**made.sent, LABEL_COUNTS: (made.classes,)}
-
-    @property
-    def reads_samples(self) -> bool:
-        """No: it learns from the heads."""
-        return False
 
     @property
     def refiner(self) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from common.experiment.methods import RuleSettings, RuleUse, Weights
 from common.lazy import np, npt
@@ -28,6 +28,8 @@ FAST_LEARNING_RATE: Final = 0.1
 class MultiModelSettings(RuleSettings):
     """K models, one for each child that takes part."""
 
+    several: ClassVar[bool] = True
+
     weights: Weights = "uniform"  # of the mean that is evaluated and sent up: shares of the samples, or 1/K
     # How an institution's K models start its next global round: all from the model received, or each at its old offset
     # from their mean.
@@ -37,10 +39,6 @@ class MultiModelSettings(RuleSettings):
     def mixes(self) -> bool:
         """Whether models are mixed enough to stay close to each other."""
         return False
-
-    @property
-    def several(self) -> bool:
-        return True
 
     @property
     def remembers(self) -> bool:

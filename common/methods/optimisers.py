@@ -17,7 +17,7 @@ models, as both ask. v begins at tau^2, m at zero. Buffers and counters are thos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -34,12 +34,9 @@ from common.methods.statistics import Doubles
 class StepSettings(RuleSettings):
     """The settings of a rule that is a step of the server from the mean, or from another rule's result."""
 
-    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    remembers: ClassVar[bool] = True  # the moments
 
-    @property
-    def remembers(self) -> bool:
-        """Whether the moments persist: always."""
-        return True
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
 
     @property
     def of_mean(self) -> Weights | None:

@@ -10,7 +10,7 @@ c is the mean of the c_k. Buffers are the uniform mean.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from common.experiment.methods import RuleSettings
 from common.experiment.tables import Positive
@@ -25,25 +25,13 @@ class Scaffold(RuleSettings):
     """One model: the mean of the uploads, which devices correct by control variates."""
 
     objective = "scaffold"
+    sends: ClassVar[Sequence[str]] = ("control",)  # the control variate of all children
+    returns: ClassVar[Sequence[str]] = ("control_change",)  # of the child's own
+    remembers: ClassVar[bool] = True  # the control variate
     step_models = 5.0
 
     name: Literal["scaffold"] = "scaffold"  # the rule
     learning_rate: Positive = 1.0  # of the server (eta): 1 takes the mean of the uploads
-
-    @property
-    def sends(self) -> Sequence[str]:
-        """The control variate of all children."""
-        return ("control",)
-
-    @property
-    def returns(self) -> Sequence[str]:
-        """The change of the child's own."""
-        return ("control_change",)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the control variate persists: always."""
-        return True
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, ControlledMean(**self.keywords))

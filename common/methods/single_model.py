@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
-from typing import Annotated, Any, Final, Never
+from typing import Annotated, Any, ClassVar, Final, Never
 
 from pydantic import Field
 
@@ -269,6 +269,8 @@ def single_model(settings: RuleSettings, context: RuleContext, rule: MeanRule, *
 class OwnRule(RuleSettings, OwnSettings):
     """A rule of the user's own; the other keys are its keywords."""
 
+    remembers: ClassVar[bool] = True  # it may have state
+
     name: OwnName  # the class, `package.module:Name`
     weights: Weights = "data"  # of the buffers, and of the loss that is reported: shares of the samples, or 1/K
     # Vectors of the rule that devices get with each model.
@@ -296,11 +298,6 @@ class OwnRule(RuleSettings, OwnSettings):
         for direction, names in (("extras_down", self.extras_down), ("extras_up", self.extras_up)):
             if len(set(names)) < len(names):
                 raise InvalidExperiment(f"{key}.{direction}", names, "duplicate name", "Name each vector once.")
-
-    @property
-    def remembers(self) -> bool:
-        """Whether its state persists: always, it may have some."""
-        return True
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, GuardedRule(self), weights=self.weights)
