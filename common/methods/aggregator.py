@@ -122,7 +122,7 @@ class NormBoundedRule(WrappedRule):
 
     def _lengths(self, vectors: _Vectors, uploads: Uploads) -> dict[str, float]:
         """Return the lengths of the uploads that came, by child."""
-        names = [uploads.children[k] for k in uploads.answered]
+        names = uploads.senders
         pairs = [(vectors.floats_K[k], vectors.origin(name)) for k, name in zip(uploads.answered, names, strict=True)]
         return dict(zip(names, lengths(pairs, release=uploads.release), strict=True))
 

@@ -20,8 +20,7 @@ from common.errors import InvalidExperiment
 from common.experiment.methods import RuleSettings, Weights
 from common.experiment.tables import Count, Positive
 from common.lazy import np
-from common.methods import mixing
-from common.methods.mixing import Mixture, cut, over, whole
+from common.methods.mixing import Mixture, cut, over
 from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads
 from common.methods.single_model import OneModel
 from common.methods.statistics import Doubles, shares
@@ -83,16 +82,12 @@ class BufferedRule(OneModel):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Take the step of the uploads. Facts: each one's weight p_k s(t_k), and its age t_k."""
-        answered, statistics, settings = uploads.answered, uploads.statistics, self._settings
-        children = [uploads.children[k] for k in answered]
+        statistics, settings, children = uploads.statistics, self._settings, uploads.senders
         ages_K = np.array([r - self._received[child] for child in children])
         shares_K = statistics.weights_K(settings.weights)
         weights_K: Doubles = shares_K / (1.0 + ages_K) ** settings.staleness
         starts = [self._versions[self._received[child]] for child in children]
-        mixture = Mixture.of(shares(weights_K))
-        rows = Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)
-        plan = whole(self._layout, [rows])
-        mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
+        self._average(uploads, Mixture.of(shares(weights_K)))
         self._step(uploads, weights_K, starts)
         self._current = self._mean
         for child in children:
@@ -102,9 +97,8 @@ class BufferedRule(OneModel):
             "weights": dict(zip(children, weights_K.tolist(), strict=True)),
             "ages": dict(zip(children, ages_K.tolist(), strict=True)),
         }
-        distances = self.distances(uploads) if self._measures else []
-        loss = statistics.mean_loss(shares_K)
-        return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
+        distances = self.distances(uploads) if self._measures else {}
+        return Aggregated(statistics.mean_loss(shares_K), distances, None, facts)
 
     def _step(self, uploads: Uploads, weights_K: Doubles, starts: Sequence[Row]) -> None:
         """Write the trainable columns of the next model."""

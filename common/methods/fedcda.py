@@ -33,8 +33,7 @@ from common.experiment.methods import CombiningSettings, Rounds, RuleUse, Weight
 from common.experiment.tables import Count, Name
 from common.host.files import PARTIAL, writing
 from common.lazy import np
-from common.methods import mixing
-from common.methods.mixing import Mixture, cut, over, whole
+from common.methods.mixing import Mixture, cut, over
 from common.methods.rule import Aggregated, Rule, RuleContext, Uploads
 from common.methods.single_model import OneModel
 from common.methods.statistics import Doubles, Gram, gram
@@ -150,7 +149,7 @@ class CachedUploadRule(OneModel):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Add the uploads to their histories, select one per participant, and take the mean of all selected ones."""
-        participants = [uploads.children[k] for k in uploads.answered]
+        participants = uploads.senders
         old = [self._selected.pop(child) for child in participants if child in self._selected]
         if self._selected:
             self._add(old, -1)
@@ -199,20 +198,18 @@ class CachedUploadRule(OneModel):
 
     def _warm_up(self, uploads: Uploads, participants: list[str]) -> Aggregated:
         """Select this round's uploads and return their mean."""
-        layout, answered, statistics = self._layout, uploads.answered, uploads.statistics
+        statistics = uploads.statistics
         newest = {child: self._queues[child][-1] for child in participants}
         self._selected |= newest
         self._add(list(newest.values()), 1)
-        mixture = Mixture.of(statistics.weights_K(self._settings.weights))
-        weights_K = mixture.dense(len(answered))
-        distances: list[float] = []
+        weights_K = statistics.weights_K(self._settings.weights)
+        distances: dict[str, float] = {}
         if self._measures:
-            distances = self._products(uploads).distances(weights_K).tolist()
-        mix = whole(layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
-        mixing.apply(mix, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
-        facts: dict[str, object] = {"stage": "warm-up", "seen": len(self._selected)}
-        loss = statistics.mean_loss(weights_K)
-        return Aggregated(loss, dict(zip(participants, distances, strict=False)), None, facts)
+            found_K = self._products(uploads, self._current).distances(weights_K)
+            distances = dict(zip(participants, found_K.tolist(), strict=True))
+        self._average(uploads, Mixture.of(weights_K))
+        facts = {"stage": "warm-up", "seen": len(self._selected)}
+        return Aggregated(statistics.mean_loss(weights_K), distances, None, facts)
 
     def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:
         """Select one upload from each participant's history; take the mean of all selected ones."""

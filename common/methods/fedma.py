@@ -101,8 +101,7 @@ class MatchedRule(SingleModelRule):
         matched = [rows_K[k] for k in uploads.answered]
         moved = self._match(self._current, matched)
         outcome = super().aggregate(r, replace(uploads, rows_K=rows_K))
-        by_child = dict(zip((uploads.children[k] for k in uploads.answered), moved, strict=True))
-        return replace(outcome, facts={**outcome.facts, "moved": by_child})
+        return replace(outcome, facts={**outcome.facts, "moved": dict(zip(uploads.senders, moved, strict=True))})
 
     def _match(self, received: Row, rows: Sequence[Row]) -> list[int]:
         """Permute flat models in place; return how many neurons of each have moved."""

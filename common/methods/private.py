@@ -144,7 +144,7 @@ class PrivateRule(WrappedRule):
         size, floats, bound, z = self._layout.parameters, self._layout.floats, self._bound, self._settings.multiplier
         answered = uploads.answered
         own = [floats(uploads.rows_K[k])[:size] for k in answered]
-        origins = [floats(self._received[uploads.children[k]])[:size] for k in answered]
+        origins = [floats(self._received[child])[:size] for child in uploads.senders]
         noise = self._source.of(r, (each for pair in zip(own, origins, strict=True) for each in pair))
         found = lengths(list(zip(own, origins, strict=True)), release=uploads.release)
         for vector, origin, length in zip(own, origins, found, strict=True):

@@ -111,14 +111,11 @@ class DistilledRule(SingleModelRule):
         outcome = super().aggregate(r, uploads)
         if self._refiner is None:
             return outcome
-        answered = uploads.answered
-        children = [uploads.children[k] for k in answered]
         weights_K = uploads.statistics.weights_K(self._weights)
-        rows = [uploads.rows_K[k] for k in answered]
+        rows = [uploads.rows_K[k] for k in uploads.answered]
         facts = self._refiner.refine(RoundModels(r, self._layout, self._mean, received, rows, weights_K))
         outcome = self._after(outcome, uploads, facts)
-        distances = self.distances(uploads) if self._measures else []
-        return replace(outcome, distances=dict(zip(children, distances, strict=False)))
+        return replace(outcome, distances=self.distances(uploads) if self._measures else {})
 
     def _after(self, outcome: Aggregated, uploads: Uploads, facts: Mapping[str, Any]) -> Aggregated:
         """Return the outcome with the facts of the refinement."""
@@ -140,6 +137,6 @@ class LearnedWeightsRule(DistilledRule):
             MixedColumns((convex,), (slice(layout.parameters, layout.columns),), (slice(0, layout.counters),)),
         )
         mixing.apply(plan, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
-        by_child = dict(zip((uploads.children[k] for k in answered), lambdas_K.tolist(), strict=True))
+        by_child = dict(zip(uploads.senders, lambdas_K.tolist(), strict=True))
         loss = uploads.statistics.mean_loss(lambdas_K)
         return replace(outcome, loss=loss, facts={**facts, "lambdas": by_child})

@@ -50,6 +50,11 @@ class Uploads:
         return tuple(k for k, report in enumerate(self.reports) if report is not None)
 
     @property
+    def senders(self) -> list[str]:
+        """The children of these rows."""
+        return [self.children[k] for k in self.answered]
+
+    @property
     def statistics(self) -> Statistics:
         """Samples and losses of the children with uploads, in row order."""
         return Statistics.of([report for report in self.reports if report is not None])

@@ -55,22 +55,21 @@ class OneModel(Rule):
     def _trainable(self, row: Row) -> Floats:
         return self._layout.floats(row)[: self._layout.parameters]
 
-    def _products(self, uploads: Uploads) -> Gram:
-        """Return the products of the uploads' steps relative to the dispatched model, in the order of the uploads."""
-        trainable = slice(0, self._layout.parameters)
-        floats_K = self._layout.floats(uploads.rows_K)
-        return gram(
-            [floats_K[k, trainable] for k in uploads.answered],
-            self._layout.floats(self._current)[trainable],
-            release=uploads.release,
-        )
+    def _products(self, uploads: Uploads, model: Row) -> Gram:
+        """Return the products of the uploads' steps from a model, in the order of the uploads."""
+        rows = [self._trainable(uploads.rows_K[k]) for k in uploads.answered]
+        return gram(rows, self._trainable(model), release=uploads.release)
 
-    def distances(self, uploads: Uploads) -> list[float]:
+    def _average(self, uploads: Uploads, mixture: Mixture) -> None:
+        """Write the mean of the uploads that came, by a mixture of these."""
+        answered = uploads.answered
+        plan = whole(self._layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
+        mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
+
+    def distances(self, uploads: Uploads) -> dict[str, float]:
         """Return the distance of each upload to the next model, which is not their mean."""
-        floats_K, parameters = self._layout.floats(uploads.rows_K), self._layout.parameters
-        rows = [floats_K[k, :parameters] for k in uploads.answered]
-        squares_KK = gram(rows, self._trainable(self._mean), release=uploads.release).offsets_KK
-        return [sqrt(square) for square in np.diagonal(squares_KK).tolist()]
+        squares_K = np.diagonal(self._products(uploads, self._mean).offsets_KK)
+        return dict(zip(uploads.senders, map(sqrt, squares_K.tolist()), strict=True))
 
 
 class SingleModelRule(OneModel):
@@ -106,32 +105,30 @@ class SingleModelRule(OneModel):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Write the mean of the uploads, then the rule's columns."""
-        answered, statistics, rule = uploads.answered, uploads.statistics, self._rule
-        children = [uploads.children[k] for k in answered]
-        if len(answered) < self._uploads_least:
+        statistics, rule, children = uploads.statistics, self._rule, uploads.senders
+        if len(children) < self._uploads_least:
             return self._keep(children, statistics)
         mixes = self._columns is None  # then the next model is a mixture of the uploads
-        products = self._products(uploads) if rule.compares or (mixes and self._measures) else None
+        compares = rule.compares or (mixes and self._measures)
+        products = self._products(uploads, self._current) if compares else None
         given = products if rule.compares else None
         known = RoundFacts.of(self._context, r, children, statistics, weights=self._weights, products=given)
         facts = dict(rule.begin(known) or {})
         mixture = Mixture.of(rule.weights(known))
-        weights_K = mixture.dense(len(answered))
+        weights_K = mixture.dense(len(children))
         if mixes:  # else the weights are those of buffers and of the loss
             facts["weights"] = known.by_child(weights_K)
         else:
             self._before_D = self._trainable(self._current).copy()
-        plan = whole(self._layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
-        mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
+        self._average(uploads, mixture)
         self._current = self._mean
-        distances: list[float] = []
+        distances: dict[str, float] = {}
         if mixes and products is not None:
-            distances = products.distances(weights_K).tolist()
+            distances = known.by_child(products.distances(weights_K))
         elif self._columns is not None:
             self._replace(self._columns, uploads, weights_K)
-            distances = self.distances(uploads) if self._measures else []
-        loss = statistics.mean_loss(weights_K)
-        return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
+            distances = self.distances(uploads) if self._measures else {}
+        return Aggregated(statistics.mean_loss(weights_K), distances, None, facts)
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the rule's vectors; return its numbers."""
@@ -207,10 +204,7 @@ class SteppedRule(WrappedRule):
             )
 
         over(list(cut(0, size)), block)
-        if not self._context.measures:
-            return replace(outcome, distances={})
-        children = [uploads.children[k] for k in uploads.answered]
-        return replace(outcome, distances=dict(zip(children, self._one.distances(uploads), strict=True)))
+        return replace(outcome, distances=self._one.distances(uploads) if self._context.measures else {})
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the step's vectors, too."""
