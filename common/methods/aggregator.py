@@ -20,10 +20,9 @@ from common.experiment.methods import CombiningSettings, NormBound, RuleSettings
 from common.experiment.privacy import NO_PRIVACY, PrivacySettings
 from common.experiment.training import TrainingSettings
 from common.lazy import np, npt
-from common.methods.clipping import lengths, shorten
 from common.methods.mixing import Floats
 from common.methods.optimisers import stepped
-from common.methods.private import NoiseSource, PrivateRule, no_secret
+from common.methods.private import NoiseSource, PrivateRule, lengths, no_secret, shorten
 from common.methods.rule import (
     NO_TRAINING,
     Aggregated,
@@ -90,7 +89,6 @@ class NormBoundedRule(WrappedRule):
         self._received: Mapping[str, Row] = {}
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        """Return the rule's models."""
         found = self._rule.dispatch(r, children)
         self._received = {child: row for row, those in found for child in those}
         return found

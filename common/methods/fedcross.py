@@ -7,7 +7,7 @@ The papers leave the propellers' weights and offsets and the schedule of dynamic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -16,9 +16,9 @@ from pydantic import Field
 from common.experiment.methods import Rounds, RuleUse
 from common.experiment.tables import Count, Fraction
 from common.lazy import np, npt
-from common.methods.mixing import MixedColumns, Mixture, Mixtures, whole
+from common.methods.mixing import Mixture, Mixtures, whole
 from common.methods.multi_model import MultiModelRule, MultiModelSettings, first_stage_advice
-from common.methods.rule import Planner, Rule, RuleContext, Uploads
+from common.methods.rule import MixingPlan, Planner, Rule, RuleContext, Uploads
 from common.methods.statistics import Gram, gram_by_entry, manhattan_KK
 from common.model.layout import ModelLayout
 
@@ -97,9 +97,7 @@ def planner(settings: FedCross, context: RuleContext) -> Planner:
     """Return what decides a node's rounds."""
     layout = context.layout
 
-    def decide(
-        r: int, uploads: Uploads, compare: Callable[[], Gram]
-    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
+    def decide(r: int, uploads: Uploads, compare: Callable[[], Gram]) -> MixingPlan:
         if r < settings.first_stage_rounds:
             return (), {"stage": "first"}
         count = len(uploads.children)

@@ -7,7 +7,7 @@ Every layer of every upload is used exactly once; nothing is averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from typing import Literal
@@ -16,7 +16,7 @@ from common.experiment.methods import Rounds, RuleUse
 from common.experiment.tables import Fraction
 from common.methods.mixing import MixedColumns, Mixture
 from common.methods.multi_model import MultiModelRule, MultiModelSettings, first_stage_advice
-from common.methods.rule import Planner, Rule, RuleContext, Uploads
+from common.methods.rule import MixingPlan, Planner, Rule, RuleContext, Uploads
 from common.methods.statistics import Gram
 from common.model.layout import Entry, ModelLayout
 from common.randomness import Purpose, generator
@@ -45,9 +45,7 @@ def planner(settings: FedMR, context: RuleContext) -> Planner:
     """Return what decides a node's rounds."""
     found = layers(settings, context.layout)
 
-    def decide(
-        r: int, uploads: Uploads, compare: Callable[[], Gram]
-    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
+    def decide(r: int, uploads: Uploads, compare: Callable[[], Gram]) -> MixingPlan:
         if r < settings.first_stage_rounds:
             return (), {"stage": "first"}
         return plan(found, len(uploads.children), seed=context.seed, node=context.node, r=r)

@@ -15,7 +15,7 @@ from common.experiment.methods import RuleSettings, RuleUse, Weights
 from common.lazy import np, npt
 from common.methods import mixing
 from common.methods.mixing import MixedColumns, Mixture, whole
-from common.methods.rule import Aggregated, Dispatched, Planner, Rule, RuleContext, Uploads
+from common.methods.rule import Aggregated, Dispatched, MixingPlan, Planner, Rule, RuleContext, Uploads
 from common.methods.statistics import Doubles, Gram, gram, spread
 from common.model.layout import Row
 from common.randomness import Purpose, generator
@@ -89,7 +89,10 @@ class Independent(MultiModelSettings):
     name: Literal["independent"] = "independent"  # the rule
 
     def build(self, context: RuleContext) -> Rule:
-        return MultiModelRule(self, context, unmixed(context))
+        def unmixed(r: int, uploads: Uploads, compare: Callable[[], Gram]) -> MixingPlan:
+            return whole(context.layout, [Mixture.copy(k) for k in range(len(uploads.children))]), {"stage": "unmixed"}
+
+        return MultiModelRule(self, context, unmixed)
 
 
 class MultiModelRule(Rule):
@@ -165,7 +168,8 @@ class MultiModelRule(Rule):
                 products = gram(trainable, trainable[0], release=uploads.release)
             return products
 
-        plan, facts = self._plan(r, uploads, compare)
+        # Without a plan all models become the mean.
+        plan, facts = self._planner(r, uploads, compare) if count > 1 else ((), {"stage": "one model"})
         if self._measures or self._settings.weights == "data":
             compare()
         apart = self._mix(plan, weights_K, products, uploads)
@@ -224,22 +228,3 @@ class MultiModelRule(Rule):
         if len(self._rows) != count:
             raise ValueError(f"{count} children take part, but there are {len(self._rows)} models")
         return list(self._rows)
-
-    def _plan(
-        self, r: int, uploads: Uploads, compare: Callable[[], Gram]
-    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
-        """Return how to mix the uploads, and facts about the decision; an empty plan makes all models the mean."""
-        if len(uploads.children) == 1:
-            return (), {"stage": "one model"}
-        return self._planner(r, uploads, compare)
-
-
-def unmixed(context: RuleContext) -> Planner:
-    """Return what decides the rounds of `independent`: each model continues from its own upload."""
-
-    def decide(
-        r: int, uploads: Uploads, compare: Callable[[], Gram]
-    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
-        return whole(context.layout, [Mixture.copy(k) for k in range(len(uploads.children))]), {"stage": "unmixed"}
-
-    return decide

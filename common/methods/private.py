@@ -26,9 +26,9 @@ from common.errors import InvalidExperiment
 from common.experiment.methods import Weights
 from common.experiment.privacy import PrivacySettings
 from common.lazy import np
-from common.methods.clipping import lengths, shorten
-from common.methods.mixing import Floats, cut
+from common.methods.mixing import Floats, cut, over
 from common.methods.rule import Aggregated, Dispatched, Rule, Uploads, WrappedRule
+from common.methods.statistics import Doubles
 from common.model.layout import ModelLayout, Row
 from common.randomness import Noise, Purpose, SecretNoise, SeededNoise, secret_key
 
@@ -134,7 +134,6 @@ class PrivateRule(WrappedRule):
         return self._mean is not None
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        """Return the rule's models."""
         found = self._rule.dispatch(r, children)
         self._received = {child: row for row, those in found for child in those}
         return found
@@ -152,8 +151,9 @@ class PrivateRule(WrappedRule):
                 shorten(vector, origin, bound / length, release=uploads.release)
         counted = max(len(own) / COUNT_SHARE, z) if z and self._settings.quantile is not None else 0.0
         std = bound * (z / sqrt(1 - (z / (2 * counted)) ** 2) if counted else z)
-        for place in range(len(own)) if self._mean is None else [self._heaviest(self._mean, uploads)]:
-            add_noise(own[place], noise, std, release=uploads.release)
+        noisy = own if self._mean is None else [own[np.argmax(uploads.statistics.weights_K(self._mean))]]
+        for vector in noisy:
+            add_noise(vector, noise, std, release=uploads.release)
         if self._settings.quantile is not None:
             above = sum((length <= bound) - 0.5 for length in found) + counted * float(noise.normals(1)[0])
             share = 0.5 + above / len(found)
@@ -162,17 +162,12 @@ class PrivateRule(WrappedRule):
         facts = {**done.facts, "clip_norm": bound, "noise": std}
         return replace(done, facts=facts, distances={} if self.hides_uploads else done.distances)
 
-    @staticmethod
-    def _heaviest(weights: Weights, uploads: Uploads) -> int:
-        return int(np.argmax(uploads.statistics.weights_K(weights)))
-
     def save(self, folder: Path) -> dict[str, object]:
         """Write the rule's state, and the bound that follows a quantile."""
         found = self._rule.save(folder)
         return found if self._settings.quantile is None else {**found, BOUND: self._bound}
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Restore both."""
         self._rule.restore(folder, facts)
         self._bound = float(facts.get(BOUND, self._bound))
 
@@ -184,3 +179,33 @@ def add_noise(own: Floats, noise: Noise, std: float, *, release: Callable[[], No
     for columns in cut(0, len(own)):
         own[columns] = own[columns] + std * noise.normals(columns.stop - columns.start)
     release()
+
+
+def lengths(
+    vectors: Sequence[tuple[Floats, Floats | None]], *, release: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Return ||v - z|| of each v, float32 [D], and z, from where its length is measured; None is zero."""
+
+    def block(columns: slice) -> Doubles:
+        squares = []
+        for own, origin in vectors:
+            step = own[columns].astype(np.float64)
+            if origin is not None:
+                step -= origin[columns]
+            squares.append(step @ step)
+        return np.array(squares)
+
+    size = len(vectors[0][0]) if vectors else 0
+    squares = over(list(cut(0, size)), block, release=release)
+    found: list[float] = np.sqrt(np.sum(squares, axis=0)).tolist() if squares else [0.0] * len(vectors)
+    return found
+
+
+def shorten(own: Floats, origin: Floats | None, share: float, *, release: Callable[[], None] = lambda: None) -> None:
+    """Replace a vector v by z + share (v - z)."""
+
+    def block(columns: slice) -> None:
+        start = np.float64(0) if origin is None else origin[columns].astype(np.float64)
+        own[columns] = start + share * (own[columns] - start)
+
+    over(list(cut(0, len(own))), block, release=release)

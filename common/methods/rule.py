@@ -60,9 +60,12 @@ class Uploads:
         return Statistics.of([report for report in self.reports if report is not None])
 
 
-Planner: TypeAlias = Callable[[int, Uploads, Callable[[], Gram]], tuple[Sequence[MixedColumns], Mapping[str, object]]]
-"""How K models are mixed in round r: from the uploads, and a function for their products, to the mixtures of all
-columns and facts about the decision. No mixture: all models become their mean."""
+MixingPlan: TypeAlias = tuple[Sequence[MixedColumns], Mapping[str, object]]
+"""How K models are mixed, all columns of them, and facts about the decision. No mixture: all models become their
+mean."""
+
+Planner: TypeAlias = Callable[[int, Uploads, Callable[[], Gram]], MixingPlan]
+"""Returns the plan of round r from its uploads, and from their products if it calls the function for these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,42 +181,33 @@ class WrappedRule(Rule):
 
     @property
     def reads_start(self) -> bool:
-        """As the rule's."""
         return self._rule.reads_start
 
     @property
     def choose(self) -> Choose | None:
-        """The rule's."""
         return self._rule.choose
 
     @property
     def model(self) -> Row:
-        """The rule's."""
         return self._rule.model
 
     @property
     def mixed(self) -> Row | None:
-        """The rule's."""
         return self._rule.mixed
 
     def begin(self, model: Row) -> None:
-        """Start the rule from a model."""
         self._rule.begin(model)
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        """Return the rule's models."""
         return self._rule.dispatch(r, children)
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Aggregate by the rule."""
         return self._rule.aggregate(r, uploads)
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Write the rule's state."""
         return self._rule.save(folder)
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Restore the rule's state."""
         self._rule.restore(folder, facts)
 
 

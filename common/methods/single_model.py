@@ -136,7 +136,6 @@ class SingleModelRule(OneModel):
         return {"numbers": self._rule.numbers}
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Restore both."""
         read_vectors(self.vectors, folder)
         self._rule.numbers = facts["numbers"]
 
@@ -183,7 +182,6 @@ class SteppedRule(WrappedRule):
         self._vectors = {name: np.full(size, step.first(name), np.float32) for name in step.vectors}
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        """Return the rule's model."""
         found = self._rule.dispatch(r, children)
         ((self._sent, _),) = found
         return found
@@ -212,7 +210,6 @@ class SteppedRule(WrappedRule):
         return self._rule.save(folder)
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Restore both."""
         self._rule.restore(folder, facts)
         read_vectors({f"step_{name}": values for name, values in self._vectors.items()}, folder)
 
