@@ -40,9 +40,9 @@ from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
+from tests.helpers.rules import Report
 from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import run_steps
-from tests.test_aggregators import Report
 
 LAYOUT: Final = ModelLayout.build(
     [("weight", (40, 1000), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]

@@ -35,8 +35,7 @@ from deploy.planning.simulated import Site, simulate
 from deploy.planning.trainings import MeasuredTraining, TrainingSpeed
 from device.jobs import LocalResult, Order, Prepared
 from tests.helpers.commands import invoke
-from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
-from tests.test_aggregators import Report
+from tests.helpers.rules import LEAST, WITH_OBJECTIVE, Report, least_lab
 
 MB = 1_000_000
 SCORED = {"evaluation": {"at": "devices"}}

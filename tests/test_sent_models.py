@@ -35,8 +35,8 @@ from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.rules import LEAST
+from tests.helpers.rules import Report as Trained
 from tests.helpers.scenarios import KilledLab
-from tests.test_aggregators import Report as Trained
 from tests.test_aggregators import label
 
 LAYOUT: Final = ModelLayout.build(

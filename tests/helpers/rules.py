@@ -1,11 +1,18 @@
-"""The rules of aggregation, each with the least that its table needs."""
+"""The rules of aggregation at a node, and the least that the table of each needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from common.experiment.methods import RULES
+from common.methods import aggregator
+from common.methods.rule import Aggregated, Rule, Uploads
+from common.model.layout import ModelLayout, Section
 
 _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     **{name: {"learning_rate": 0.1} for name in ("fedadagrad", "fedadam", "fedyogi")},
@@ -31,3 +38,37 @@ def least_lab(name: str) -> dict[str, Any]:
         tree |= {"topology": {"institutions": 0, "devices": 3}}
         tree |= {"training": {"objective": {"name": WITH_OBJECTIVE[name]}}}
     return tree
+
+
+# Columns of two blocks, a buffer and a counter.
+LAYOUT: Final = ModelLayout.build(
+    [("weight", (40, 1000), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A child's training statistics."""
+
+    samples: int
+    loss: float | None
+    path_steps: int = 1
+    start_loss: float | None = None
+
+
+def rule_of(tree: Mapping[str, Any], *, layout: ModelLayout = LAYOUT, start: float = 0.0, **context: Any) -> Rule:
+    """Return the cloud's rule, which begins with a model whose floats are all `start`, counters zero."""
+    given: dict[str, Any] = {"node": "cloud", "seed": 1, "measures": True}
+    given["rows"] = lambda name, count: np.zeros((count, layout.row_bytes), np.uint8)
+    rule = aggregator.build(RULES[tree["name"]](**tree), layout=layout, **given | context)
+    first = np.zeros(layout.row_bytes, np.uint8)
+    layout.floats(first)[:] = start
+    rule.begin(first)
+    return rule
+
+
+def aggregate(
+    rule: Rule, r: int, children: Iterable[str], rows_K: npt.NDArray[np.uint8], reports: Iterable[Report | None]
+) -> Aggregated:
+    """Aggregate uploads by a rule."""
+    return rule.aggregate(r, Uploads(tuple(children), rows_K, tuple(reports), lambda: None))
