@@ -1,0 +1,378 @@
+"""FedNova, q-FedAvg and FedAdp, which weigh steps: against plain twins, at their null settings, and in labs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from common.errors import InvalidExperiment, RefusedModel
+from common.experiment.reading import parse
+from common.experiment.topology import CLOUD
+from common.experiment.training import FedProx, TrainingSettings
+from common.learning import datasets, models, splits
+from common.learning.evaluation import ModelTester
+from common.learning.optimizers import optimizer_of
+from common.methods.column_rule import RoundFacts
+from common.methods.fedadp import AngleMean, angles, gompertz
+from common.methods.fednova import gradient_weights
+from common.methods.rule import Aggregated
+from common.methods.statistics import Gram, Statistics, gram
+from common.protocol.limits import check_report, limits_below
+from common.protocol.messages import Key, Manifest, Result
+from deploy.results.run import Run
+from deploy.simulation.lab import SimulatedLab
+from device.training.objectives.objective import Minibatch
+from device.training.objectives.table import objective_of
+from device.training.sgd import step
+from tests.helpers.direct import run_direct
+from tests.helpers.examples import examples
+from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
+
+D: Final = LAYOUT.parameters
+NAMES: Final = "abcdefgh"
+SAMPLES: Final = (100, 50, 50)
+PLAIN: Final = TrainingSettings(momentum=0.0)
+
+Doubles = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
+
+
+def play(
+    tree: dict[str, Any],
+    moves_KD: Doubles,
+    *,
+    steps: Sequence[int] = (1,) * 8,
+    losses: Sequence[float | None] = (None,) * 8,
+    r: int = 0,
+    **context: Any,
+) -> tuple[Doubles, Aggregated]:
+    """Return the next model from uploads that moved so far from a model of ones, and the outcome."""
+    rule = rule_of(tree, start=1.0, **{"training": PLAIN} | context)
+    rows_K = np.zeros((len(moves_KD), LAYOUT.row_bytes), np.uint8)
+    LAYOUT.floats(rows_K)[:] = 1.0 + moves_KD
+    reports = [Report((*SAMPLES, 60, 70)[k], 0.5, steps[k], losses[k]) for k in range(len(moves_KD))]
+    outcome = aggregate(rule, r, NAMES[: len(moves_KD)], rows_K, reports)
+    return LAYOUT.floats(rule.model).astype(np.float64), outcome
+
+
+def moves(count: int = 3, seed: int = 1) -> Doubles:
+    found = 1 + np.random.default_rng(seed).normal(scale=0.1, size=(count, D + 3))
+    return found.astype(np.float32).astype(np.float64) - 1
+
+
+# FedNova
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_steps_are_divided_by_their_norms(momentum: float) -> None:
+    steps, shares = (4, 10, 25), (0.5, 0.25, 0.25)
+    found, outcome = play({"name": "fednova"}, moves(), steps=steps, training=TrainingSettings(momentum=momentum))
+    # The L1 norm of the weights that plain momentum gives the gradients of tau steps.
+    a = [sum(sum(momentum**j for j in range(i)) for i in range(1, tau + 1)) for tau in steps]
+    effective = sum(p * each for p, each in zip(shares, a, strict=True))
+    wanted = 1 + effective * sum(p * move / each for p, move, each in zip(shares, moves(), a, strict=True))
+    np.testing.assert_allclose(found[:D], wanted[:D], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found[D:], 1 + np.array(shares) @ moves()[:, D:], rtol=1e-6)  # buffers by samples
+    assert outcome.facts["effective_steps"] == pytest.approx(effective, rel=1e-12)
+    far_K = np.linalg.norm(1 + moves()[:, :D] - found[:D], axis=1)  # Tempo's distances are those to the next model
+    assert list(outcome.distances.values()) == pytest.approx(far_K.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weights", ["data", "uniform"])
+def test_equal_steps_are_fedavg(momentum: float, weights: str) -> None:
+    training = TrainingSettings(momentum=momentum)
+    mine, _ = play({"name": "fednova", "weights": weights}, moves(), steps=(7, 7, 7), training=training)
+    np.testing.assert_allclose(mine, play({"name": "fedavg", "weights": weights}, moves())[0], rtol=1e-6)
+
+
+ETA: Final = 0.1
+TRAININGS: Final = [
+    TrainingSettings.model_validate(
+        {"momentum": momentum, "nesterov": nesterov, "weight_decay": decay, "learning_rate": ETA}
+        | ({"objective": {"name": "fedprox", "mu": mu}} if mu else {})
+    )
+    for momentum in (0.0, 0.5, 0.9)
+    for nesterov in (False, True)
+    for decay in (0.0, 0.3)
+    for mu in (0.0, 1.0)
+    if momentum or not nesterov
+]
+each_training = pytest.mark.parametrize(
+    "training", TRAININGS, ids=lambda t: f"{t.momentum}-{t.nesterov}-{t.weight_decay}-{t.objective.name}"
+)
+
+
+def trained(training: TrainingSettings, count: int, *, slope: float = 1.0, start: float = 0.0) -> tuple[float, float]:
+    """Return where so many steps on the loss `slope w` lead: those of a device, and those of torch's optimiser."""
+    objective = objective_of(training)
+    mine, momentum = torch.full((1,), start, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    theirs = torch.full((1,), start, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.SGD(
+        [theirs], ETA, training.momentum, weight_decay=training.weight_decay, nesterov=training.nesterov
+    )
+    prox = training.objective.mu if isinstance(training.objective, FedProx) else 0.0
+    batch = Minibatch(lambda: slope * mine, torch.empty(0), [mine.requires_grad_()], [mine.detach().clone()])
+    objective.losses = lambda _, logits: logits.sum()  # type: ignore[method-assign]
+    for _ in range(count):
+        step(
+            batch, {"momentum": [momentum]} if training.momentum else {}, objective=objective,
+            optimizer=optimizer_of(training), clip_norm=training.clip_norm, learning_rate=ETA,
+        )  # fmt: skip
+        optimiser.zero_grad()
+        (slope * theirs + prox / 2 * (theirs - start) ** 2).sum().backward()
+        optimiser.step()
+    return float(mine.detach()), float(theirs.detach())
+
+
+@each_training
+def test_the_weights_of_the_gradients_are_those_of_the_actual_steps(training: TrainingSettings) -> None:
+    counts = [1, 2, 5, 12, 100]
+    found = gradient_weights(np.array(counts, np.float64), training, ETA)
+    for count, weight in zip(counts, found.tolist(), strict=True):
+        assert [-end / ETA for end in trained(training, count)] == pytest.approx([weight] * 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("m", [0.5, 0.9])
+def test_the_weights_are_the_closed_forms(m: float) -> None:
+    tau = np.array([1.0, 5.0, 12.0])
+    heavy = (tau - m * (1 - m**tau) / (1 - m)) / (1 - m)
+    nesterov = (tau - m**2 * (1 - m**tau) / (1 - m)) / (1 - m)
+    assert gradient_weights(tau, TrainingSettings(momentum=m), 0.1) == pytest.approx(heavy)
+    assert gradient_weights(tau, TrainingSettings(momentum=m, nesterov=True), 0.1) == pytest.approx(nesterov)
+    prox = TrainingSettings.model_validate({"momentum": 0.0, "objective": {"name": "fedprox", "mu": 1.0}})
+    assert gradient_weights(tau, prox, 0.1) == pytest.approx([sum(0.9**j for j in range(int(t))) for t in tau])
+
+
+def test_a_step_at_least_and_shares_of_steps() -> None:
+    training = TrainingSettings(momentum=0.9)
+    assert gradient_weights(np.array([0.0, 1.0, 1.5, 2.0]), training, 0.1).tolist() == pytest.approx([1, 1, 1.95, 2.9])
+    assert gradient_weights(np.array([7.0]), PLAIN, 0.1).tolist() == [7.0]
+
+
+@each_training
+def test_children_of_linear_losses_meet_where_their_gradients_cancel(training: TrainingSettings) -> None:
+    """The next model is a step along the mean of the gradients at z = 1, whatever steps led to the uploads."""
+    steps, slopes, shares = (1, 4, 12), (2.0, -1.0, 0.5), np.array([0.5, 0.25, 0.25])
+    ends = [trained(training, count, slope=slope, start=1.0)[0] for count, slope in zip(steps, slopes, strict=True)]
+    moved = np.array(ends)[:, None] - np.ones((3, D + 3))
+    found, outcome = play({"name": "fednova"}, moved, steps=steps, training=training)
+    gradient = shares @ (np.array(slopes) + training.weight_decay)
+    effective: Any = outcome.facts["effective_steps"]
+    np.testing.assert_allclose(found[:D], 1 - ETA * effective * gradient, rtol=0, atol=1e-6)
+
+
+def test_an_institutions_weights_are_the_sum_of_its_local_rounds() -> None:
+    """Each begins with a fresh momentum. The rate is that of the global round."""
+    training = TrainingSettings.model_validate(
+        {"momentum": 0.9, "objective": {"name": "fedprox", "mu": 1.0}, "learning_rate": 0.7}
+    )
+    asked: list[int] = []
+
+    def rate(local_round: int) -> float:
+        asked.append(local_round)
+        return ETA
+
+    context = {"training": training, "learning_rate": rate, "rounds_below": 4}
+    _, outcome = play({"name": "fednova"}, moves(), steps=(4 * 3, 4 * 12, 4 * 5 + 1), r=2, **context)
+    each = {count: float(gradient_weights(np.array([count]), training, ETA)[0]) for count in (3, 5, 6, 12)}
+    facts: Any = outcome.facts["steps"]
+    assert list(facts.values()) == pytest.approx([4 * each[3], 4 * each[12], 3 * each[5] + each[6]])
+    assert asked == [8]
+
+
+def test_nodes_know_the_local_rounds_below_them() -> None:
+    two = parse({"topology": {"institutions": 0, "devices": 4}})
+    three = parse({"topology": {"institutions": 2, "devices": 4}, "institution": {"rounds": 3}})
+    assert two.rounds_below("cloud") == 1
+    assert [three.rounds_below(node) for node in ("cloud", "institution-1")] == [3, 1]
+
+
+@pytest.mark.parametrize("tier", ["cloud", "institution"])
+def test_clipped_steps_of_fedprox_are_refused(tier: str) -> None:
+    tree = {
+        "topology": {"institutions": 2, "devices": 4},
+        "training": {"clip_norm": 1.0, "objective": {"name": "fedprox", "mu": 0.1}},
+        tier: {"aggregation": {"name": "fednova"}},
+    }
+    with pytest.raises(InvalidExperiment, match=r"training\.clip_norm = 1\.0: fednova .* fedprox"):
+        parse(tree)
+
+
+def test_a_lab_counts_steps_at_both_tiers() -> None:
+    tree = {
+        "rounds": 2,
+        "topology": {"institutions": 2, "devices": 4},
+        "links": {"check": "off"},
+        "cloud": {"aggregation": {"name": "fednova"}},
+        "institution": {"rounds": 2, "aggregation": {"name": "fednova"}},
+    }
+    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000).run()
+    assert outcome.ok, outcome.result
+
+
+# q-FedAvg
+
+LAB: Final[dict[str, Any]] = {
+    "rounds": 2, "topology": {"institutions": 0, "devices": 4}, "model": {"name": "mlp_digits"},
+    "data": {"partition": "dirichlet", "concentration": 0.5},
+    "training": {"batch_size": 50, "learning_rate": 0.05, "momentum": 0.0},
+    "cloud": {"aggregation": {"name": "qfedavg", "q": 1.0}},
+}  # fmt: skip
+
+
+@examples(60)
+@given(
+    q=st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 5.0]),
+    losses=st.lists(st.floats(0.01, 4.0), min_size=1, max_size=5),
+    rate=st.sampled_from([0.01, 0.1, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_the_next_model_is_that_of_a_plain_twin(q: float, losses: list[float], rate: float, seed: int) -> None:
+    moves_KD = moves(len(losses), seed)
+    delta, h, lipschitz = np.zeros(D), 0.0, 1 / rate
+    for loss, move in zip(losses, moves_KD, strict=True):
+        gradient = -lipschitz * move[:D]  # L (z - v_k)
+        delta += loss**q * gradient
+        h += q * loss ** (q - 1) * float(gradient @ gradient) + lipschitz * loss**q
+    found, _ = play({"name": "qfedavg", "q": q}, moves_KD, losses=losses, learning_rate=lambda _: rate)
+    np.testing.assert_allclose(found[:D], 1 - delta / h, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[D:], 1 + moves_KD[:, D:].mean(0), rtol=1e-6)
+
+
+@given(seed=st.integers(0, 1000), losses=st.lists(st.floats(0.0, 9.0), min_size=1, max_size=5))
+def test_q_of_zero_is_the_uniform_mean(seed: int, losses: list[float]) -> None:
+    found, _ = play({"name": "qfedavg", "q": 0.0}, moves(len(losses), seed), losses=losses)
+    uniform, _ = play({"name": "fedavg", "weights": "uniform"}, moves(len(losses), seed))
+    np.testing.assert_allclose(found, uniform, rtol=1e-6)
+
+
+def test_losses_are_those_of_the_model_received(tmp_path: Path) -> None:
+    run = Run(run_direct(tmp_path, LAB))
+    experiment = parse(LAB)
+    tester, data = ModelTester(experiment), datasets.load(experiment.data)
+    module = models.of(experiment, inputs=data.inputs)
+    models.read_row(module, tester.layout, tester.first)
+    first = next(event for event in run.events if event.name == "plan")
+    for name, part in zip(experiment.tree.devices, splits.split_of(experiment).partitions, strict=True):
+        samples = torch.from_numpy(part)
+        with torch.no_grad():
+            outputs = module.eval()(data.normaliser()(data.train_images[samples]))
+        wanted = float(functional.cross_entropy(outputs, data.train_labels[samples]))
+        assert first.facts["start_losses"][name] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_rule_is_for_parents_of_devices() -> None:
+    above = {"topology": {"institutions": 2, "devices": 4}, "cloud": LAB["cloud"]}
+    with pytest.raises(InvalidExperiment, match="its children must be devices"):
+        parse(above)
+    parse({"topology": {"institutions": 2, "devices": 4}, "institution": LAB["cloud"]})
+
+
+def test_a_result_without_the_loss_is_refused() -> None:
+    limits = limits_below(parse(LAB), CLOUD)["device-0"]
+    manifest = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
+    result = Result(Key(0, 0, 0), manifest, None, 100, 0.5, 1, 12, 12, 1.0, 0.0, 0.0, (), "", start_loss=2.3)
+    check_report(result, limits=limits)
+    for loss in (None, float("nan"), 1e40):
+        with pytest.raises(RefusedModel, match="model that it received"):
+            check_report(replace(result, start_loss=loss), limits=limits)
+
+
+# FedAdp
+
+
+def weigh(rule: AngleMean, samples: list[int], models_KD: Floats, start_D: Floats | None = None) -> tuple[Doubles, Any]:
+    """Return the weights of a round, and the facts of its plan."""
+    found = Statistics.of([Report(count, 0.0) for count in samples])
+    facts = RoundFacts(
+        NAMES[: len(samples)], found.samples_K, found.losses_K, found.steps_K, found.weights_K("data"),
+        products_of(models_KD, start_D), len(NAMES), TrainingSettings(), 0.1, 1, found.start_losses_K,
+    )  # fmt: skip
+    published = rule.begin(facts)
+    return rule.weights(facts), published
+
+
+def products_of(models_KD: Floats, start_D: Floats | None = None) -> Gram:
+    return gram(list(models_KD), np.zeros(models_KD.shape[1], np.float32) if start_D is None else start_D)
+
+
+def twin(deltas: list[list[float]], samples: list[int], past: list[tuple[int, float]], a: float) -> list[float]:
+    total = sum(samples)
+    mean = [sum(n / total * d[i] for n, d in zip(samples, deltas, strict=True)) for i in range(len(deltas[0]))]
+    raw = []
+    for delta, n, (count, smoothed) in zip(deltas, samples, past, strict=True):
+        norms = math.hypot(*delta) * math.hypot(*mean)
+        cosine = sum(x * y for x, y in zip(delta, mean, strict=True)) / norms if norms else 0.0
+        theta = math.acos(min(1.0, max(-1.0, cosine)))
+        angle = (count * smoothed + theta) / (count + 1)
+        raw.append(n * math.exp(a * (1 - math.exp(-math.exp(-a * (angle - 1))))))
+    return [weight / sum(raw) for weight in raw]
+
+
+@given(
+    count=st.integers(1, 8),
+    seed=st.integers(0, 1000),
+    a=st.floats(0, 8),
+    samples=st.lists(st.integers(1, 1000), min_size=8, max_size=8),
+    past=st.lists(st.tuples(st.integers(0, 9), st.floats(0, math.pi)), min_size=8, max_size=8),
+)
+def test_weights_by_angles_are_the_formulas(
+    count: int, seed: int, a: float, samples: list[int], past: list[tuple[int, float]]
+) -> None:
+    models_KD = np.random.default_rng(seed).normal(size=(count, 12)).astype(np.float32)
+    start_D = np.random.default_rng(seed + 1).normal(size=12).astype(np.float32)
+    rule, names = AngleMean(a=a), NAMES[:count]
+    rule.numbers = {name: list(before) for name, before in zip(names, past, strict=False)}
+    weights_K, facts = weigh(rule, samples[:count], models_KD, start_D)
+    deltas = (models_KD.astype(np.float64) - start_D).tolist()
+    np.testing.assert_allclose(weights_K, twin(deltas, samples[:count], past[:count], a), rtol=1e-6)
+    assert {name: times for name, (times, _) in rule.numbers.items()} == {
+        name: times + 1 for name, (times, _) in zip(names, past, strict=False)
+    }
+    assert list(facts["angles"]) == list(names)
+
+
+def test_the_papers_curve() -> None:
+    found = [round(gompertz(angle, 5.0), 2) for angle in (0.0, 0.5, 1.0, math.pi / 2)]
+    assert found == [5.0, 5.0, 3.16, 0.28]
+
+
+@given(samples=st.lists(st.integers(1, 1000), min_size=1, max_size=8), seed=st.integers(0, 100))
+def test_equal_steps_are_weighed_by_samples(samples: list[int], seed: int) -> None:
+    model_D = np.random.default_rng(seed).normal(size=5).astype(np.float32)
+    weights_K, _ = weigh(AngleMean(a=5.0), samples, np.tile(model_D, (len(samples), 1)))
+    np.testing.assert_allclose(weights_K, np.array(samples) / sum(samples), rtol=1e-6)
+
+
+def test_a_child_that_did_not_move_is_at_a_right_angle() -> None:
+    found = angles(products_of(np.array([[1, 0], [0, 0], [1, 1]], np.float32)), np.full(3, 1 / 3))
+    assert found[1] == pytest.approx(math.pi / 2)
+    nothing = np.zeros((2, 3), np.float32)
+    assert angles(products_of(nothing), np.array([0.5, 0.5])).tolist() == pytest.approx([math.pi / 2] * 2)
+    assert weigh(AngleMean(a=5.0), [1, 3], nothing)[0].tolist() == [0.25, 0.75]
+
+
+def test_angles_are_smoothed_over_a_childs_own_rounds() -> None:
+    rule, models_KD = AngleMean(a=5.0), np.array([[1, 0], [0, 1]], np.float32)
+    weigh(rule, [1, 1], models_KD)
+    assert rule.numbers["a"] == [1, pytest.approx(math.pi / 4)]
+    for _ in range(3):  # alone, a child is the mean: angle 0
+        weigh(rule, [1], models_KD[:1])
+    assert rule.numbers["a"] == [4, pytest.approx(math.pi / 16, abs=1e-7)]
+    assert rule.numbers["b"] == [1, pytest.approx(math.pi / 4)]  # not there, not changed
+
+
+def test_nobody_has_a_sample() -> None:
+    assert weigh(AngleMean(a=5.0), [0, 0], np.array([[1, 0], [1, 0]], np.float32))[0].tolist() == [0.5, 0.5]
