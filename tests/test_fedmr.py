@@ -151,26 +151,6 @@ def test_what_stays_together_has_one_source(tree: dict[str, Any]) -> None:
     assert (max(apart) == 1) == (tree["granularity"] == "model")
 
 
-def test_bits_travel_unchanged() -> None:
-    generator = np.random.default_rng(1)
-    rows_K = generator.integers(0, 256, (4, LAYOUT.row_bytes), np.uint8)  # NaNs with payloads among them
-    after = recombined({"granularity": "key"}, rows_K)
-    for entry in LAYOUT.entries:
-        assert Counter(LAYOUT.views(row)[entry.name].tobytes() for row in after) == Counter(
-            LAYOUT.views(row)[entry.name].tobytes() for row in rows_K
-        )
-
-
-def test_the_mean_beside_the_layers_is_the_uploads_mean() -> None:
-    rows_K = uploads(5)
-    parts, _ = plan(layers(FedMR(), LAYOUT), 5, seed=1, node="cloud", r=0)
-    out = np.zeros((6, LAYOUT.row_bytes), np.uint8)
-    uniform = mixing.Mixture.of([0.2] * 5)
-    mixing.apply([part.with_first(uniform) for part in parts], rows_K, layout=LAYOUT, out=list(out))
-    np.testing.assert_allclose(LAYOUT.floats(out[0]), LAYOUT.floats(rows_K).mean(axis=0), rtol=1e-6)
-    assert out[1:].tobytes() == recombined({}, rows_K).tobytes()
-
-
 # Permutations
 
 
@@ -187,7 +167,7 @@ def chi_square(counts: Counter[Any], cells: int) -> float:
 def test_permutations_are_uniform_and_independent() -> None:
     index = {order: i for i, order in enumerate(permutations(range(3)))}
     first, both, successive = Counter[int](), Counter[int](), Counter[int]()
-    for seed in range(3000):
+    for seed in range(1000):
         here, next_ = orders(seed, 0), orders(seed, 1)
         first[index[here[0]]] += 1
         both[6 * index[here[0]] + index[here[1]]] += 1
