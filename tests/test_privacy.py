@@ -6,7 +6,7 @@ import stat
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import count
+from itertools import count, product
 from math import exp, inf, sqrt
 from operator import or_
 from pathlib import Path
@@ -21,13 +21,11 @@ from cloud.privacy import PrivacyLedger
 from cloud.records import GlobalRoundRecord
 from common.errors import InvalidExperiment
 from common.experiment import accountant, lint
-from common.experiment.methods import RULES
 from common.experiment.privacy import PrivacySettings
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
-from common.methods.aggregator import build
 from common.methods.private import NoiseSource, PrivateRule, PrivateUpdates
-from common.methods.rule import Aggregated, Rule, Uploads
+from common.methods.rule import Aggregated, Rule
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, SecretNoise, SeededNoise
@@ -38,12 +36,12 @@ from deploy.results.page import compose
 from deploy.results.run import Run
 from deploy.simulation.outcome import model_digest
 from deploy.simulation.world import SimulatedWorld
+from tests.helpers import rules
 from tests.helpers.commands import null_model, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
-from tests.helpers.rules import LEAST
+from tests.helpers.rules import LEAST, Report
 from tests.helpers.scenarios import KilledLab
-from tests.test_aggregators import Report
 
 LAYOUT: Final = ModelLayout.build([("weight", (40, 1000), Section.PARAMETER)])
 D: Final = LAYOUT.parameters
@@ -153,14 +151,8 @@ def test_a_seeded_update_is_that_of_a_plain_twin() -> None:
 
 def rule_of(privacy: PrivacySettings | None, tree: Mapping[str, Any] | None = None, **keys: Any) -> Rule:
     tree = {"name": "fedavg", "weights": "uniform"} if tree is None else tree
-    extra = {} if privacy is None else {"privacy": privacy}
-    rule = build(
-        RULES[tree["name"]](**tree), layout=LAYOUT, node="cloud", seed=7, measures=True,
-        rows=lambda name, count: np.zeros((count, LAYOUT.row_bytes), np.uint8), secret=lambda: SECRET,
-        children=len(CHILDREN), **extra, **keys,
-    )  # fmt: skip
-    rule.begin(row(1.0))
-    return rule
+    keys |= {} if privacy is None else {"privacy": privacy}
+    return rules.rule_of(tree, layout=LAYOUT, start=1.0, seed=7, secret=lambda: SECRET, children=len(CHILDREN), **keys)
 
 
 def play(
@@ -168,15 +160,12 @@ def play(
 ) -> tuple[Doubles, Aggregated]:
     """Let the children move so far; return the uploads' steps [K, D], in their order, and the outcome."""
     sent = {child: model for model, those in rule.dispatch(r, CHILDREN) for child in those}
-    order = tuple(sent)
-    rows_K = np.stack([sent[child] for child in order])
-    places = [CHILDREN.index(child) for child in order]
-    steps_KD = steps(lengths, r)[places]
-    LAYOUT.floats(rows_K)[:, :D] += steps_KD.astype(np.float32)
-    reports = [
-        None if child == missing else Report(samples[place], 0.5) for child, place in zip(order, places, strict=True)
-    ]
-    return steps_KD, rule.aggregate(r, Uploads(order, rows_K, tuple(reports), lambda: None))
+    places = {child: CHILDREN.index(child) for child in sent}
+    rows_K = np.stack(list(sent.values()))
+    steps_KD = steps(lengths, r)[list(places.values())]
+    LAYOUT.floats(rows_K)[:] += steps_KD.astype(np.float32)
+    reports = [None if child == missing else Report(samples[place], 0.5) for child, place in places.items()]
+    return steps_KD, rules.aggregate(rule, r, sent, rows_K, reports)
 
 
 def noise_at(r: int, times: int = 1) -> list[Doubles]:
@@ -502,9 +491,14 @@ TURNED: Final[dict[str, Any]] = {
 LABS: Final = {"seeded": KilledLab(LAB, model_bytes=10_000), "system": KilledLab(TURNED, model_bytes=10_000)}
 
 
-@pytest.mark.parametrize("noise", LABS)
-@pytest.mark.parametrize("node", ["cloud", "institution-1", "device-4"])
-@pytest.mark.parametrize("share", slow([0.3, 0.5, 0.7, 0.9], but=[0.5, 0.9]))
+NODES: Final = ("cloud", "institution-1", "device-4")
+QUICK: Final = (("seeded", "cloud", 0.5), ("seeded", "device-4", 0.9), ("system", "cloud", 0.9))
+
+
+@pytest.mark.parametrize(
+    ("noise", "node", "share"),
+    slow(product(LABS, NODES, (0.3, 0.5, 0.7, 0.9)), but=[*QUICK, ("system", "institution-1", 0.5)]),
+)
 def test_a_killed_node_adds_the_noise_that_it_would_have_added(noise: str, node: str, share: float) -> None:
     """A secret is drawn once: by the processes that begin, in both labs alike."""
     LABS[noise].assert_same_if_killed(node, share)
@@ -585,8 +579,10 @@ def test_a_lab_of_processes_has_the_model_of_one_process_and_one_in_virtual_time
     assert tensors(simulated) == tensors(of_samples)
 
 
-@pytest.mark.parametrize("noise", ["seeded", "system"])
-@pytest.mark.parametrize("unit", ["device", "sample"])
+@pytest.mark.parametrize(
+    ("unit", "noise"),
+    slow(product(("device", "sample"), ("seeded", "system")), but=[("device", "system"), ("sample", "seeded")]),
+)
 def test_a_resumed_run_has_the_same_noise(
     unit: str, noise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -650,7 +646,7 @@ def test_only_seeded_noise_can_be_replayed(tmp_path: Path) -> None:
     seeded = direct(tmp_path, NOISY)
     again = replayed(Run(seeded), tmp_path, accelerator="cpu", observe=lambda event, facts: None)
     assert tensors(again) == tensors(seeded)
-    secret = direct(tmp_path, {"institution": {"privacy": DEVICE}})
+    secret = direct(tmp_path, {"rounds": 1, "institution": {"privacy": DEVICE}})
     with pytest.raises(InvalidExperiment, match=r"institution\.privacy\.noise = 'system': the noise.*Use \"seeded\""):
         replayed(Run(secret), tmp_path, accelerator="cpu", observe=lambda event, facts: None)
 
@@ -672,7 +668,7 @@ def test_a_model_with_batch_statistics_is_refused(unit: str, noise_by: str, tmp_
         direct(tmp_path, tree)
 
 
-@pytest.mark.parametrize("rule", ["fedavg", "fedcross", "fedmr"])
+@pytest.mark.parametrize("rule", slow(["fedavg", "fedcross", "fedmr"], but=["fedcross"]))
 def test_rules_learn_digits_at_a_mild_noise(rule: str, tmp_path: Path) -> None:
     """As the papers of FedCross and FedMR say is possible."""
     tree = {
