@@ -15,13 +15,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import RULES
 from common.experiment.reading import parse
 from common.experiment.tiers import Closing, Tier
-from common.methods import aggregator
-from common.methods.rule import Rule, Uploads
 from common.methods.selection import ClientSelection, ResultFacts
-from common.model.layout import ModelLayout, Section
 from common.protocol.coordinator import Coordinator
 from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task
 from common.protocol.participant import Acknowledged, Participant, ParticipantState
@@ -33,31 +29,17 @@ from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
+from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
 from tests.helpers.scenarios import restarted
 from tests.session_lab import manifest_of
 from tests.simulation.labs import LABS, read_lab
 from tests.simulation.runs import check_lab
-from tests.test_aggregators import Report
 
-LAYOUT: Final = ModelLayout.build(
-    [("weight", (40_000,), Section.PARAMETER), ("running_mean", (2,), Section.BUFFER)]  # of several blocks
-)
 NAMES: Final = tuple("abcde")
 ONE_OF_TWO: Final = Closing.model_construct(rule="quorum", quorum=1, deadline_s=0.0)
 
 
 # The rule
-
-
-def rule_of(**keys: Any) -> Rule:
-    return aggregator.build(
-        RULES["fedbuff"](name="fedbuff", **keys), layout=LAYOUT, node="cloud", seed=1, measures=True,
-        rows=lambda name, count: np.zeros((count, LAYOUT.row_bytes), np.uint8), children=len(NAMES),
-    )  # fmt: skip
-
-
-def target_of(child: str) -> Any:
-    return np.random.default_rng(ord(child)).normal(size=LAYOUT.columns)
 
 
 @pytest.mark.parametrize("weights", ["uniform", "data"])
@@ -66,11 +48,9 @@ def target_of(child: str) -> Any:
 def test_the_step_is_that_of_a_plain_twin(weights: str, seed: int, staleness: float, rate: float) -> None:
     """Children finish in any order, those of earlier rounds too."""
     chance = np.random.default_rng(seed)
-    rule = rule_of(weights=weights, staleness=staleness, learning_rate=rate)
-    model = np.zeros(LAYOUT.row_bytes, np.uint8)
-    LAYOUT.floats(model)[:] = chance.normal(size=LAYOUT.columns)
-    rule.begin(model)
-    current, in_flight = LAYOUT.floats(model).astype(np.float64), dict[str, tuple[int, Any]]()
+    tree = {"name": "fedbuff", "weights": weights, "staleness": staleness, "learning_rate": rate}
+    rule = rule_of(tree, start=1.0, children=len(NAMES))
+    current, in_flight = np.ones(LAYOUT.columns), dict[str, tuple[int, Any]]()
     for r in range(6):
         free = [child for child in NAMES if child not in in_flight]
         ((row, children),) = rule.dispatch(r, free)
@@ -82,12 +62,13 @@ def test_the_step_is_that_of_a_plain_twin(weights: str, seed: int, staleness: fl
         total, share = np.zeros(LAYOUT.columns), sum(samples[child] for child in used)
         for child in used:
             since, start = in_flight.pop(child)
-            upload = (start + 0.3 * (target_of(child) - start)).astype(np.float32)
+            target = np.random.default_rng(ord(child)).normal(size=LAYOUT.columns)
+            upload = (start + 0.3 * (target - start)).astype(np.float32)
             LAYOUT.floats(rows_K[NAMES.index(child)])[:] = upload
             part = samples[child] / share if weights == "data" else 1 / len(used)
             total += rate * part / (1 + r - since) ** staleness * (upload - start)
-        reports = tuple(Report(samples[child], 1.0) if child in used else None for child in NAMES)
-        outcome = rule.aggregate(r, Uploads(NAMES, rows_K, reports, lambda: None))
+        reports = [Report(samples[child], 1.0) if child in used else None for child in NAMES]
+        outcome = aggregate(rule, r, NAMES, rows_K, reports)
         found = LAYOUT.floats(rule.model).astype(np.float64)
         assert np.abs(found - current - total)[: LAYOUT.parameters].max() < 1e-5
         current = found
@@ -96,10 +77,9 @@ def test_the_step_is_that_of_a_plain_twin(weights: str, seed: int, staleness: fl
 
 
 def test_a_node_that_begins_anew_has_no_child_in_flight() -> None:
-    rule, model = rule_of(), np.zeros(LAYOUT.row_bytes, np.uint8)
-    rule.begin(model)
+    rule = rule_of({"name": "fedbuff"})
     rule.dispatch(0, NAMES)
-    rule.begin(model)
+    rule.begin(rule.model.copy())
     assert rule._versions == {} == rule._received  # type: ignore[attr-defined]
 
 
@@ -360,7 +340,7 @@ def test_a_slow_device_does_not_hold_up_the_others() -> None:
 
 
 def test_the_slow_devices_step_comes_with_its_age() -> None:
-    lab = {**LAB, "rounds": 60, "hardware": {"of": {"device-1": {"overhead_s": 3.0}}}}
+    lab = {**LAB, "rounds": 30, "hardware": {"of": {"device-1": {"overhead_s": 3.0}}}}
     _, plans = plans_of(lab | {"cloud": {"aggregation": {"name": "fedbuff", "buffer": 3}}})
     ages = [plan["ages"]["device-1"] for plan in plans if "device-1" in plan["ages"]]
     assert ages and max(ages) >= 2
@@ -401,13 +381,11 @@ TINY: Final[dict[str, Any]] = {
 
 
 def test_a_buffer_of_all_children_is_fedavg(tmp_path: Path) -> None:
-    uniform = {"name": "fedavg", "weights": "uniform"}
-    rules = [(uniform, uniform), ({"name": "fedbuff", "buffer": 2}, {"name": "fedbuff", "buffer": 3})]
-    one, other = (
-        load_file(run_direct(tmp_path, {**TINY, "cloud": {"aggregation": above}, "institution": {"aggregation": below}})
-                  / "model.safetensors")
-        for above, below in rules
-    )  # fmt: skip
+    found, uniform = [], {"name": "fedavg", "weights": "uniform"}
+    for above, below in ((uniform, uniform), [{"name": "fedbuff", "buffer": count} for count in (2, 3)]):
+        tiers = {"cloud": {"aggregation": above}, "institution": {"aggregation": below}}
+        found.append(load_file(run_direct(tmp_path, TINY | tiers) / "model.safetensors"))
+    one, other = found
     assert max(float(np.abs(one[name] - other[name]).max()) for name in one) < 1e-6
 
 
@@ -436,10 +414,7 @@ def test_a_lab_of_processes_is_replayed_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        (
-            {"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 1}},
-            "closing.rule = 'quorum': the rule fedbuff goes",
-        ),
+        ({"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 1}}, "closing.rule = 'quorum': the rule fedbuff"),
         ({"selection": {"name": "round_robin"}}, "selection.name = 'round_robin': the rule fedbuff goes without it"),
         ({"norm_bound": {"action": "clip"}}, "norm_bound.action = 'clip': the rule fedbuff goes without it"),
         ({"epoch_control": {"name": "tempo"}}, "epoch_control.name = 'tempo': it compares the uploads of a global"),

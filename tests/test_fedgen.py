@@ -23,12 +23,10 @@ from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
 from common.learning import datasets, models
 from common.learning.generator import diversity, learn_generator
-from common.learning.inputs import Inputs
-from common.learning.models import classifier_of, head_places
+from common.learning.models import head_places
 from common.learning.refiner import NodeDraws, NodeRefiner
-from common.methods.aggregator import build
 from common.methods.fedgen import FEATURES, HIDDEN, LABEL_COUNTS, FedGen, GeneratorLayout, head_of
-from common.methods.rule import Rule, Uploads, link_layouts
+from common.methods.rule import Rule, link_layouts
 from common.model.layout import ModelLayout, Row, Section
 from common.model.refinement import Refiner, RoundModels
 from common.randomness import Purpose, generator
@@ -41,9 +39,9 @@ from device.vmapped import calibration
 from device.vmapped.loop import Turn, Visits
 from device.vmapped.models import Recipe
 from device.vmapped.schedule import Load
+from tests.helpers import rules
 from tests.helpers.commands import DEMO, run_lab, table, tensors
-from tests.test_aggregators import Report
-from tests.test_models import SIZES
+from tests.helpers.rules import Report
 
 CPU: Final = torch.device("cpu")
 Z, H, F, C = 3, 5, 4, 3
@@ -57,6 +55,7 @@ LAYOUT: Final = ModelLayout.build(
     ]
 )
 CHILDREN: Final = ("a", "b", "c")
+REPORTS: Final = (Report(10, 0.5), None, Report(30, 0.5))
 
 
 class Twin(nn.Module):
@@ -90,19 +89,6 @@ def random_row(seed: int) -> Row:
 
 
 # The generator
-
-
-@pytest.mark.parametrize("projection", [0, 16])
-@pytest.mark.parametrize(("name", "inputs"), {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items())
-def test_the_head_is_found_in_the_layout_of_every_model(name: str, inputs: Inputs, projection: int) -> None:
-    module = models.build(name, 1, inputs=inputs, projection=projection)
-    layout = models.layout_of(module)
-    weight, bias = head_of(layout)
-    place, _ = classifier_of(module)
-    assert (weight.name, bias and bias.name) == (f"{place}.weight", f"{place}.bias")
-    assert weight.shape[0] == inputs.classes
-    names = [each for each, _ in module.named_parameters()]
-    assert [names[i] for i in head_places(module, layout)] == [f"{place}.weight", f"{place}.bias"]
 
 
 def test_a_model_whose_head_is_not_its_last_matrix_is_refused() -> None:
@@ -221,10 +207,7 @@ class Stand:
 
 
 def rule_of(refiner: Refiner | None, **settings: Any) -> Rule:
-    return build(
-        FedGen(noise=Z, hidden=H, **settings), layout=LAYOUT, node="institution-0", seed=1, measures=True,
-        refiner=refiner, rows=lambda name, count: np.empty(0, np.uint8),
-    )  # fmt: skip
+    return rules.rule_of({"name": "fedgen", "noise": Z, "hidden": H, **settings}, layout=LAYOUT, refiner=refiner)
 
 
 LINKS: Final = link_layouts(FedGen(noise=Z, hidden=H), LAYOUT)
@@ -232,15 +215,12 @@ LINKS: Final = link_layouts(FedGen(noise=Z, hidden=H), LAYOUT)
 
 def play(rule: Rule, r: int = 0) -> tuple[Row, npt.NDArray[np.uint8]]:
     """Return what children received, and what they sent."""
-    if r == 0:
-        rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
     ((row, _),) = rule.dispatch(r, CHILDREN)
     received = row.copy()
     rows_K = np.zeros((3, LINKS.up.row_bytes), np.uint8)
     LAYOUT.floats(rows_K)[:] = np.random.default_rng(r).normal(size=(3, LAYOUT.columns))
     LINKS.up.extras_of(rows_K)[LABEL_COUNTS][:] = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    reports = (Report(10, 0.5), None, Report(30, 0.5))
-    rule.aggregate(r, Uploads(CHILDREN, rows_K, reports, lambda: None))
+    rules.aggregate(rule, r, CHILDREN, rows_K, REPORTS)
     return received, rows_K
 
 
@@ -273,6 +253,7 @@ def test_a_generator_outlives_a_restart(tmp_path: Path) -> None:
     assert np.array_equal(one, other)
     first = rule_of(Stand())
     facts = json.loads(json.dumps(first.save(tmp_path)))
+    again.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
     again.restore(tmp_path, facts)  # from before it has learned
     (received, _) = play(again)
     assert all(not vector.any() for vector in LINKS.down.extras_of(received).values())
@@ -281,16 +262,10 @@ def test_a_generator_outlives_a_restart(tmp_path: Path) -> None:
 def test_without_a_step_it_is_fedavg_bit_for_bit_and_without_a_refiner_it_cannot_be() -> None:
     null = rule_of(None, steps=0)
     play(null)
-    plain = build(
-        parse({}).tiers[1].aggregation, layout=LAYOUT, node="institution-0", seed=1, measures=True,
-        rows=lambda name, count: np.empty(0, np.uint8),
-    )  # fmt: skip
-    plain.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
-    plain.dispatch(0, CHILDREN)
+    plain = rules.rule_of({"name": "fedavg"}, layout=LAYOUT)
     rows_K = np.zeros((3, LAYOUT.row_bytes), np.uint8)
     LAYOUT.floats(rows_K)[:] = np.random.default_rng(0).normal(size=(3, LAYOUT.columns))
-    reports = (Report(10, 0.5), None, Report(30, 0.5))
-    plain.aggregate(0, Uploads(CHILDREN, rows_K, reports, lambda: None))
+    rules.aggregate(plain, 0, CHILDREN, rows_K, REPORTS)
     assert np.array_equal(null.model, plain.model)
     with pytest.raises(RuntimeError, match="fedgen needs a refiner"):
         rule_of(None)
@@ -401,16 +376,12 @@ LAB: Final = (
 
 
 def lab(**tree: Any) -> Experiment:
-    rule = {"name": "fedgen", "noise": 8, "hidden": 16}
-    return parse(
-        {
-            "topology": {"institutions": 1, "devices": 2},
-            "model": {"name": "mlp_digits"},
-            "training": {"batch_size": 100, "objective": {"name": "fedgen"}},
-            "institution": {"aggregation": rule},
-        }
-        | tree
-    )
+    small = {
+        "topology": {"institutions": 1, "devices": 2}, "model": {"name": "mlp_digits"},
+        "training": {"batch_size": 100, "objective": {"name": "fedgen"}},
+        "institution": {"aggregation": {"name": "fedgen", "noise": 8, "hidden": 16}},
+    }  # fmt: skip
+    return parse(small | tree)
 
 
 def test_a_device_returns_how_many_samples_of_each_label_it_has() -> None:

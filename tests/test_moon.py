@@ -16,7 +16,8 @@ from common.experiment.reading import parse
 from common.experiment.training import TrainingSettings
 from common.learning import models
 from common.learning.inputs import Inputs
-from common.learning.models import classifier_of, with_features
+from common.learning.models import classifier_of, head_places, with_features
+from common.methods.fedgen import head_of
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.training.sgd import features_of
@@ -130,11 +131,17 @@ def test_every_model_has_features_and_takes_a_head(name: str, inputs: Inputs) ->
     plain, module = models.build(name, 1, inputs=inputs), models.build(name, 1, inputs=inputs, projection=16)
     shape = (2, *inputs.shape)
     batch = torch.randint(0, inputs.tokens, shape) if inputs.tokens else torch.rand(shape)
-    logits, features = with_features(module.eval(), batch)
-    assert logits.shape == (2, inputs.classes) and features.shape == (2, 16)
-    path, classifier = classifier_of(plain)
-    assert with_features(plain.eval(), batch)[1].shape == (2, classifier.in_features)
-    width = classifier.in_features
+    width = classifier_of(plain)[1].in_features
+    for each, wide in ((plain, width), (module, 16)):
+        logits, features = with_features(each.eval(), batch)
+        assert logits.shape == (2, inputs.classes) and features.shape == (2, wide)
+        path, layout = classifier_of(each)[0], models.layout_of(each)
+        weight, bias = head_of(layout)  # FedGen's, by the layout alone
+        assert (weight.name, bias and bias.name) == (f"{path}.weight", f"{path}.bias")
+        assert weight.shape == (inputs.classes, wide)
+        names = [name for name, _ in each.named_parameters()]
+        assert [names[i] for i in head_places(each, layout)] == [weight.name, f"{path}.bias"]
+    path, _ = classifier_of(plain)
     more = width * width + width + 16 * width + 16 + (16 - width) * inputs.classes
     counts = [sum(weight.numel() for weight in each.parameters()) for each in (module, plain)]
     assert counts[0] - counts[1] == more
@@ -151,9 +158,7 @@ def test_other_parameters_take_the_place_of_the_modules() -> None:
 
 
 def test_what_gives_no_features_is_refused() -> None:
-    with pytest.raises(
-        InvalidExperiment, match=r"model\.name = 'Conv2d': it has no torch\.nn\.Linear.*End it with one"
-    ):
+    with pytest.raises(InvalidExperiment, match=r"model\.name = 'Conv2d': it has no torch\.nn\.Linear.*End it with"):
         classifier_of(nn.Conv2d(1, 10, 3))
     with pytest.raises(InvalidExperiment, match=r"model\.projection = 8: .*Build the layers in its function"):
         parse({"model": {"name": "mine:net", "projection": 8}, "data": {"dataset": "digits"}})
