@@ -16,20 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import RULES
 from common.experiment.reading import parse
 from common.experiment.tiers import Tier
-from common.methods import aggregator
 from common.methods.clusamp import Merges, clusters_below, distances, distributions, draw, linked
-from common.methods.rule import Rule, Uploads
+from common.methods.rule import Rule
 from common.methods.selection import ClientSelection
-from common.model.layout import ModelLayout, Section
+from tests.helpers import rules
 from tests.helpers.examples import examples
-from tests.test_aggregators import Report
+from tests.helpers.rules import LAYOUT, Report
 
-LAYOUT: Final = ModelLayout.build(
-    [("weight", (40_000,), Section.PARAMETER), ("running_mean", (2,), Section.BUFFER)]  # of several blocks
-)
 NAMES: Final = [f"device-{i}" for i in range(8)]
 SAMPLES: Final = [10, 20, 30, 40, 50, 60, 70, 200]  # the last one is drawn once or twice
 
@@ -64,11 +59,6 @@ def test_each_distribution_sums_to_1_and_the_expected_weight_of_a_child_is_its_s
 def test_equal_children_that_all_take_part_are_drawn_once_each() -> None:
     assert distributions([5] * 4, 4, []) == [{k: 20} for k in range(4)]
     assert draw(distributions([5] * 4, 4, []), np.random.default_rng(0)) == Counter(range(4))
-
-
-def test_a_heavy_child_has_distributions_of_its_own() -> None:
-    found = distributions([70, 10, 10, 10], 4, [])
-    assert found[:2] == [{0: 100}] * 2 and sum(masses.get(0, 0) for masses in found) == 280
 
 
 def test_the_clusters_are_the_largest_below_the_bound() -> None:
@@ -119,11 +109,10 @@ def test_children_of_like_steps_are_linked_first() -> None:
 
 
 def rule_of(distance: str = "cosine") -> Rule:
-    return aggregator.build(
-        RULES["clusamp"](name="clusamp", distance=distance), layout=LAYOUT, node="cloud", seed=3, measures=True,
-        rows=lambda name, count: np.full((count, LAYOUT.row_bytes + 13), 0xFF, np.uint8)[:, : LAYOUT.row_bytes],
-        children=len(NAMES),
-    )  # fmt: skip
+    def rows(name: str, count: int) -> Any:
+        return np.full((count, LAYOUT.row_bytes + 13), 0xFF, np.uint8)[:, : LAYOUT.row_bytes]
+
+    return rules.rule_of({"name": "clusamp", "distance": distance}, seed=3, rows=rows, children=len(NAMES))
 
 
 def selection_of(rule: Rule, share: float = 0.5) -> ClientSelection:
@@ -144,9 +133,10 @@ def play(rule: Rule, selection: ClientSelection, r: int, *, missing: Sequence[st
         if child not in missing:
             noise = np.random.default_rng([r, NAMES.index(child)]).normal(size=LAYOUT.columns)
             LAYOUT.floats(rows_K[k])[:] = LAYOUT.floats(row) + (target_of(child) + 0.1 * noise).astype(np.float32)
-    reports = tuple(None if child in missing else Report(samples[child], 1.0) for child in children)
+            LAYOUT.integers(rows_K[k])[:] = 0
+    reports = [None if child in missing else Report(samples[child], 1.0) for child in children]
     before = [LAYOUT.floats(one).astype(np.float64) for one in rows_K]
-    outcome = rule.aggregate(r, Uploads(tuple(children), rows_K, reports, lambda: None))
+    outcome = rules.aggregate(rule, r, children, rows_K, reports)
     return chosen, before, outcome
 
 
@@ -154,7 +144,6 @@ def play(rule: Rule, selection: ClientSelection, r: int, *, missing: Sequence[st
 def test_the_next_model_is_the_mean_of_the_draws(distance: str) -> None:
     rule = rule_of(distance)
     selection = selection_of(rule)
-    rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
     several = 0
     for r in range(12):
         chosen, uploads, outcome = play(rule, selection, r)
@@ -169,7 +158,6 @@ def test_the_next_model_is_the_mean_of_the_draws(distance: str) -> None:
 def test_a_missing_child_keeps_its_last_step_and_the_others_share_its_weight() -> None:
     rule = rule_of()
     selection = selection_of(rule)
-    rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
     for r in range(3):
         play(rule, selection, r)
     chosen = selection_of(rule).select(NAMES, 3, samples={child: SAMPLES[k] for k, child in enumerate(NAMES)})
@@ -181,8 +169,6 @@ def test_a_missing_child_keeps_its_last_step_and_the_others_share_its_weight() -
 
 def test_a_restored_node_draws_as_the_other(tmp_path: Path) -> None:
     whole, killed, resumed = rule_of(), rule_of(), rule_of()
-    for rule in (whole, killed):
-        rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
     selections = {id(rule): selection_of(rule) for rule in (whole, killed, resumed)}
     wanted = [play(whole, selections[id(whole)], r)[0] for r in range(10)]
     assert [play(killed, selections[id(killed)], r)[0] for r in range(5)] == wanted[:5]

@@ -11,19 +11,18 @@ import pytest
 import torch
 
 from common.errors import InvalidExperiment
-from common.experiment.methods import RULES
 from common.experiment.reading import parse
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.readers.builtin import read_digits
 from common.methods import fedma
-from common.methods.aggregator import build
 from common.methods.rule import Rule, Uploads
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import groups_of, permute
+from tests.helpers import rules
 from tests.helpers.commands import tensors
 from tests.helpers.direct import run_direct
-from tests.test_aggregators import Report
+from tests.helpers.rules import Report
 from tests.test_permutations import batch_of, built
 
 COLOUR, TEXT = Inputs((3, 16, 16), 10), Inputs((12,), 20, tokens=20)
@@ -34,10 +33,7 @@ MODELS = {
 
 
 def rule_of(layout: ModelLayout, name: str = "fedma", **keys: Any) -> Rule:
-    return build(
-        RULES[name](name=name, **keys), layout=layout, node="cloud", seed=1, measures=True, children=4,
-        rows=lambda name, count: np.zeros((count, layout.row_bytes), np.uint8),
-    )  # fmt: skip
+    return rules.rule_of({"name": name, **keys}, layout=layout, children=4)
 
 
 def random_row(name: str, seed: int) -> tuple[ModelLayout, Row]:
@@ -178,7 +174,8 @@ def test_the_assignment_minimises_the_papers_cost() -> None:
 
 @pytest.mark.parametrize("name", ["fedma", pytest.param("gamf", marks=pytest.mark.slow)])
 def test_without_matching_a_run_is_fedavg_bit_for_bit(name: str, tmp_path: Path) -> None:
-    tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 4}, "training": {"batch_size": 100}}
+    tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"}}
+    tree |= {"training": {"batch_size": 500}}
     found = []
     for rule in ({}, {"name": name, "matching": False}):
         found.append(tensors(run_direct(tmp_path, tree | {"institution": {"rounds": 2, "aggregation": rule}})))

@@ -65,28 +65,19 @@ def test_an_objective_is_known_by_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"name": "fedprx"}, r"training\.objective\.name = 'fedprx': no objective has this name.*mean 'fedprox'\?"),
-        (
-            {"name": "x"},
-            r"training\.objective\.name = 'x': .*There are: cross_entropy, .*, feddyn, moon, fedgen\.",
-        ),
-        (
-            {"mu": 0.1},
-            r"training\.objective\.mu = 0\.1: unknown key.*belongs to fedprox and moon; this is cross_entropy",
-        ),
-        (
-            {"name": "fedsam", "mu": 0.1},
-            r"training\.objective\.mu = 0\.1: .*belongs to fedprox and moon; this is fedsam",
-        ),
-        ({"name": "fedprox", "muu": 0.1}, r"training\.objective\.muu = 0\.1: unknown key.*Did you mean 'mu'\?"),
-        ({"name": "fedprox", "mu": -0.1}, r"training\.objective\.mu = -0\.1: too small. Write 0 or more"),
-        ({"name": "fedprox", "mu": float("nan")}, r"training\.objective\.mu = nan: .*finite"),
-        ({"name": "fedprox", "mu": "0.1"}, r"training\.objective\.mu = '0\.1': .*number"),
-        ({"name": "fedsam", "rho": -1.0}, r"training\.objective\.rho = -1\.0: too small. Write 0 or more"),
+        ({"name": "fedprx"}, r"name = 'fedprx': no objective has this name.*mean 'fedprox'\?"),
+        ({"name": "x"}, r"name = 'x': .*There are: cross_entropy, .*, feddyn, moon, fedgen\."),
+        ({"mu": 0.1}, r"mu = 0\.1: unknown key.*belongs to fedprox and moon; this is cross_entropy"),
+        ({"name": "fedsam", "mu": 0.1}, r"mu = 0\.1: .*belongs to fedprox and moon; this is fedsam"),
+        ({"name": "fedprox", "muu": 0.1}, r"muu = 0\.1: unknown key.*Did you mean 'mu'\?"),
+        ({"name": "fedprox", "mu": -0.1}, r"mu = -0\.1: too small. Write 0 or more"),
+        ({"name": "fedprox", "mu": float("nan")}, r"mu = nan: .*finite"),
+        ({"name": "fedprox", "mu": "0.1"}, r"mu = '0\.1': .*number"),
+        ({"name": "fedsam", "rho": -1.0}, r"rho = -1\.0: too small. Write 0 or more"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: Any, problem: str) -> None:
-    with pytest.raises(InvalidExperiment, match=problem):
+    with pytest.raises(InvalidExperiment, match=rf"training\.objective\.{problem}"):
         parse({"training": {"objective": settings}})
 
 
@@ -131,6 +122,15 @@ def sharpness_aware_gradients(
     return loss.item()
 
 
+def stepped(module: nn.Module, training: TrainingSettings) -> Tensor:
+    """Train a module on the batches; return the sum of the last epoch's losses."""
+    losses, _ = run_steps(
+        module, list(module.parameters()), some_batches(), training=training, learning_rate=0.1, last_epoch=1,
+        watch=lambda _: None, buffers=list(module.buffers()),
+    )  # fmt: skip
+    return losses
+
+
 TWINS: dict[str, tuple[str, Callable[..., Any]]] = {
     "fedprox": ("mu", proximal_gradients),
     "fedsam": ("rho", sharpness_aware_gradients),
@@ -150,25 +150,10 @@ def test_steps_are_those_of_a_plain_loop(
 ) -> None:
     ours, theirs = net(), net()
     key, gradients = TWINS[name]
-    training = TrainingSettings.model_validate(
-        {
-            "momentum": momentum,
-            "nesterov": nesterov and momentum > 0,
-            "weight_decay": weight_decay,
-            "clip_norm": clip_norm,
-            "objective": {"name": name, key: value},
-        }
-    )
-    losses, _ = run_steps(
-        ours,
-        list(ours.parameters()),
-        some_batches(),
-        training=training,
-        learning_rate=0.1,
-        last_epoch=1,
-        watch=lambda _: None,
-        buffers=list(ours.buffers()),
-    )
+    keys = {"momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": weight_decay}
+    keys |= {"clip_norm": clip_norm, "objective": {"name": name, key: value}}
+    training = TrainingSettings.model_validate(keys)
+    losses = stepped(ours, training)
     received = [weight.detach().clone() for weight in theirs.parameters()]
     optimiser = torch.optim.SGD(
         theirs.parameters(), 0.1, momentum, weight_decay=weight_decay, nesterov=training.nesterov
@@ -199,15 +184,7 @@ def test_a_layer_that_is_never_called_stays_as_it_is() -> None:
     for name in TWINS:
         module = Odd().double()
         before = copy.deepcopy(module.state_dict())
-        run_steps(
-            module,
-            list(module.parameters()),
-            some_batches(),
-            training=TrainingSettings.model_validate({"weight_decay": 0.1, "objective": {"name": name}}),
-            learning_rate=0.1,
-            last_epoch=1,
-            watch=lambda _: None,
-        )
+        stepped(module, TrainingSettings.model_validate({"weight_decay": 0.1, "objective": {"name": name}}))
         changed = {entry for entry, tensor in module.state_dict().items() if not torch.equal(tensor, before[entry])}
         assert changed == {"fc.weight", "fc.bias"}
 
@@ -223,16 +200,8 @@ def test_an_objective_may_have_a_loss_of_its_own(monkeypatch: pytest.MonkeyPatch
             return super().losses(batch, logits) + 0.5 * sum((w - w0).square().sum() for w, w0 in pairs)
 
     def trained() -> list[Tensor]:
-        module, settings = net(), {"objective": FedProx(mu=1.0)}
-        run_steps(
-            module,
-            list(module.parameters()),
-            some_batches(),
-            training=TrainingSettings().model_copy(update=settings),
-            learning_rate=0.1,
-            last_epoch=1,
-            watch=lambda _: None,
-        )
+        module = net()
+        stepped(module, TrainingSettings().model_copy(update={"objective": FedProx(mu=1.0)}))
         return list(module.parameters())
 
     wanted = trained()
@@ -246,9 +215,8 @@ def test_an_objective_may_have_a_loss_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 def lab_of(objective: dict[str, Any] | None, model: str = "cnn_digits", **training: Any) -> Experiment:
     chosen = {} if objective is None else {"objective": objective}
-    shapes = {"resnet20": [3, 16, 16], "mlp_digits": [1, 8, 8]}
-    small = {"dataset": "synthetic", "samples": 50, "classes": 10}
-    data = {**small, "image_shape": shapes[model]} if model in shapes else {}
+    shape = [3, 16, 16] if model == "resnet20" else [1, 8, 8]
+    data = {"dataset": "synthetic", "samples": 50, "classes": 10, "image_shape": shape}
     return parse({"model": {"name": model}, "data": data, "training": {**training, **chosen}})
 
 
@@ -262,13 +230,6 @@ def trained(lab: Experiment) -> tuple[bytes, float]:
     return bytes(out), result.loss
 
 
-NULLS: Sequence[dict[str, Any]] = (
-    {"name": "cross_entropy"},
-    {"name": "fedprox", "mu": 0.0},
-    {"name": "fedsam", "rho": 0.0},
-)
-
-
 @pytest.mark.parametrize(
     ("model", "training"),
     [
@@ -280,7 +241,7 @@ NULLS: Sequence[dict[str, Any]] = (
 )
 def test_the_null_setting_is_fedavg_bit_for_bit(model: str, training: dict[str, Any]) -> None:
     plain = trained(lab_of(None, model, **training))
-    for null in NULLS:
+    for null in ({"name": "cross_entropy"}, {"name": "fedprox", "mu": 0.0}, {"name": "fedsam", "rho": 0.0}):
         assert trained(lab_of(null, model, **training)) == plain
     for other in ({"name": "fedprox"}, {"name": "fedsam"}):
         again = [trained(lab_of(other, model, **training)) for _ in range(2)]
@@ -294,7 +255,7 @@ def test_a_larger_mu_stays_nearer_to_the_received_model() -> None:
     models.write_row(module, layout, first)
     apart = []
     for mu in (0.0, 0.1, 1.0, 10.0):
-        row = np.frombuffer(trained(lab_of({"name": "fedprox", "mu": mu}, batch_size=32))[0], np.uint8)
+        row = np.frombuffer(trained(lab_of({"name": "fedprox", "mu": mu}, batch_size=1))[0], np.uint8)
         apart.append(float(np.linalg.norm(layout.floats(row) - layout.floats(first))))
     assert all(a > b for a, b in pairwise(apart)) and apart[-1] < 0.5 * apart[0]
 

@@ -1,4 +1,4 @@
-"""Server optimisers: against plain twins over many rounds, at their null settings, saved and restored."""
+"""Server optimisers: against plain twins over many rounds, behind other rules, and at their null settings."""
 
 from __future__ import annotations
 
@@ -12,37 +12,13 @@ import pytest
 
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
-from common.methods.aggregator import build
-from common.methods.rule import Aggregated, Rule, Uploads
-from common.model.layout import ModelLayout, Section
-from tests.test_aggregators import STEPPED, Report
+from common.methods.rule import Aggregated, Rule
+from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
 
-LAYOUT: Final = ModelLayout.build(
-    [
-        ("fc.weight", (40, 1000), Section.PARAMETER),  # more than a block of columns
-        ("bn.running_mean", (3,), Section.BUFFER),
-        ("bn.num_batches_tracked", (), Section.COUNTER),
-    ]
-)
 ROUNDS: Final = 50
 CHILDREN: Final = ("a", "b", "c")
 SHARES: Final = np.array([0.5, 0.25, 0.25])
-NULL: Final[list[dict[str, Any]]] = [
-    {"name": "fedavgm", "momentum": 0.0},
-    {"name": "fedexp", "epsilon": 1e12},
-]
-
 Doubles = npt.NDArray[np.float64]
-
-
-def rule_of(tree: dict[str, Any], *, measures: bool = True) -> Rule:
-    topology = {"institutions": 0, "devices": len(CHILDREN)}
-    settings = parse({"topology": topology, "cloud": {"aggregation": tree}}).tiers[0].aggregation
-    rule = build(
-        settings, layout=LAYOUT, node="cloud", seed=1, measures=measures, rows=lambda name, count: np.empty(0, np.uint8)
-    )
-    rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
-    return rule
 
 
 def play(rule: Rule, r: int) -> tuple[Doubles, Aggregated]:
@@ -52,9 +28,9 @@ def play(rule: Rule, r: int) -> tuple[Doubles, Aggregated]:
     floats_K = LAYOUT.floats(rows_K)
     floats_K += np.random.default_rng(r).normal(scale=0.1, size=floats_K.shape).astype(np.float32)
     LAYOUT.integers(rows_K)[:] += 1
-    reports = tuple(Report(int(100 * share), 0.5) for share in SHARES)
+    reports = [Report(int(100 * share), 0.5) for share in SHARES]
     uploads = floats_K[:, : LAYOUT.parameters].astype(np.float64)
-    return uploads, rule.aggregate(r, Uploads(CHILDREN, rows_K, reports, lambda: None))
+    return uploads, aggregate(rule, r, CHILDREN, rows_K, reports)
 
 
 def model_of(rule: Rule) -> Doubles:
@@ -156,11 +132,19 @@ def test_a_step_follows_another_rules_result(
             rule.restore(tmp_path, facts)
 
 
+NULL: Final[dict[str, Any]] = {"name": "fedavgm", "momentum": 0.0}
+
+
 @pytest.mark.parametrize(
-    "tree", [*BEHIND, {"name": "fedadp"}, {"name": "krum", "wrong": 0}, {"name": "feddf", "steps": 0}]
+    ("tree", "null"),
+    [({"name": "fedavg"}, NULL), ({"name": "fedavg"}, {"name": "fedexp", "epsilon": 1e12})]
+    + [
+        (tree, {**tree, "step": NULL})
+        for tree in (*BEHIND, {"name": "fedadp"}, {"name": "krum", "wrong": 0}, {"name": "feddf", "steps": 0})
+    ],
 )
-def test_the_step_of_fedavgm_without_momentum_is_none(tree: dict[str, Any]) -> None:
-    one, other = rule_of(tree), rule_of({**tree, "step": {"name": "fedavgm", "momentum": 0.0}})
+def test_the_null_setting_is_no_step(tree: dict[str, Any], null: dict[str, Any]) -> None:
+    one, other = rule_of(tree), rule_of(null)
     for r in range(5):
         play(one, r)
         play(other, r)
@@ -181,29 +165,6 @@ def test_fedexp_goes_as_far_as_its_formula() -> None:
         assert rule.mixed is not None
         judged = LAYOUT.floats(rule.mixed)[: LAYOUT.parameters]
         np.testing.assert_allclose(judged, (z + model_of(rule)) / 2, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("tree", NULL, ids=lambda tree: tree["name"])
-def test_the_null_setting_is_fedavg(tree: dict[str, Any]) -> None:
-    one, other = rule_of(tree), rule_of({"name": "fedavg"})
-    for r in range(10):
-        play(one, r)
-        play(other, r)
-        assert one.model.tobytes() == other.model.tobytes()
-
-
-@pytest.mark.parametrize("tree", STEPPED, ids=lambda tree: tree["name"])
-def test_a_restored_rule_continues_bit_for_bit(tree: dict[str, Any], tmp_path: Path) -> None:
-    rule, other = rule_of(tree, measures=False), rule_of(tree, measures=False)
-    for r in range(3):
-        assert play(rule, r)[1].distances == {}, "at an institution nobody asks for them"
-    facts = rule.save(tmp_path)
-    other.begin(rule.model.copy())
-    other.restore(tmp_path, facts)
-    for r in range(3, 6):
-        play(rule, r)
-        play(other, r)
-        assert rule.model.tobytes() == other.model.tobytes()
 
 
 @pytest.mark.parametrize(
