@@ -173,17 +173,11 @@ class Kernel:
 
 
 @linux
-@pytest.mark.parametrize("size", [256, 248, 216])
-def test_the_offsets_are_those_of_linux(size: int) -> None:
+@pytest.mark.parametrize("size", [256, 248, 216, 215, 192, 152])
+def test_the_offsets_are_those_of_linux_which_counts_retransmitted_bytes_since_4_19(size: int) -> None:
     kernel: Any = Kernel(size)
-    assert tcp_info(kernel) == TcpStats(1000, 77, 4242, 12, 11, 3, 1, 0, 0, 2500, 0)
-
-
-@linux
-@pytest.mark.parametrize("size", [215, 192, 152])
-def test_a_kernel_before_4_19_reports_no_retransmitted_bytes(size: int) -> None:
-    kernel: Any = Kernel(size)
-    assert tcp_info(kernel) == TcpStats(1000, 77, 0, 12, 11, 3, 1, 0, 1, 2500, 0)
+    known = size >= 216
+    assert tcp_info(kernel) == TcpStats(1000, 77, 4242 if known else 0, 12, 11, 3, 1, 0, int(not known), 2500, 0)
 
 
 @linux
@@ -416,6 +410,10 @@ def test_the_wire_bytes_are_those_of_all_addresses_that_a_connection_has_used(se
     real(run())
 
 
+CONNECT, CONNACK, PUBLISH, PUBACK = range(1, 5)
+SUBSCRIBE, SUBACK, UNSUBSCRIBE, UNSUBACK, PINGREQ, PINGRESP = range(8, 14)
+
+
 def packets(stream: bytes) -> Iterator[tuple[int, str, int]]:
     """Return (first byte, topic of a PUBLISH, size) for each MQTT packet of a stream."""
     at = 0
@@ -432,15 +430,6 @@ def packets(stream: bytes) -> Iterator[tuple[int, str, int]]:
         yield stream[at], topic, body + length - at
         at = body + length
     assert at == len(stream)
-
-
-CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK, UNSUBSCRIBE, UNSUBACK, PINGREQ, PINGRESP = (
-    1,
-    2,
-    3,
-    4,
-    *range(8, 14),
-)
 
 
 @linux
@@ -585,21 +574,17 @@ def test_what_no_kernel_reported_stays_empty_and_the_manifest_reports_it(
         assert all(bool(row[name]) is known for name in ("wire_bytes", "segments", "overhead_percent", "rtt_ms")), row
 
 
-def test_a_kernel_without_retransmitted_bytes_leaves_that_cell_empty() -> None:
-    old = TcpStats(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250)
+@pytest.mark.parametrize(
+    ("wire", "wanted", "overhead"),
+    [
+        (TcpStats(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250), (21_000, None, 2), True),  # before 4.19
+        (TcpStats(15_000, 9_000, connections=1), (15_000, 0, 0), False),  # counted before the last messages
+    ],
+)
+def test_a_cell_that_nothing_is_known_of_is_empty(wire: TcpStats, wanted: tuple[object, ...], overhead: bool) -> None:
     ledger = Ledger([PARENT], Account(), below=BELOW)
-    ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(old))])
-    (up,) = (
-        row
-        for row in records.link_records(ledger.reports(), ledger.broker(), parse({}))
-        if (row.from_, row.kind) == (CHILD, "all")
-    )
-    assert (up.wire_bytes, up.retransmitted_bytes, up.retransmitted_segments) == (21_000, None, 2)
-
-
-def test_a_word_that_lags_behind_gives_no_overhead() -> None:
-    early = TcpStats(sent=15_000, received=9_000, connections=1)
-    ledger = Ledger([PARENT], Account(), below=BELOW)
-    ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(early))])
+    ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(wire))])
     rows = records.link_records(ledger.reports(), ledger.broker(), parse({}))
-    assert not any(row.overhead_percent for row in rows)
+    (up,) = (row for row in rows if (row.from_, row.kind) == (CHILD, "all"))
+    assert (up.wire_bytes, up.retransmitted_bytes, up.retransmitted_segments) == wanted
+    assert any(row.overhead_percent for row in rows) is overhead
