@@ -183,9 +183,3 @@ def test_another_selector_beside_it_is_refused() -> None:
     tree = {"cloud": {"aggregation": {"name": "clusamp"}, "selection": {"name": "round_robin"}, "participation": 0.5}}
     with pytest.raises(InvalidExperiment, match=r"selection.name = .round_robin.: the rule clusamp goes without it"):
         parse(tree)
-
-
-def test_without_scipy_one_line_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.methods.clusamp.find_spec", lambda name: None)
-    with pytest.raises(InvalidExperiment, match=r"clusamp.*scipy.*pip install 'fedstrata\[methods\]'"):
-        rule_of()

@@ -15,7 +15,7 @@ from common.experiment.reading import parse
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.readers.builtin import read_digits
-from common.methods import fedma
+from common.methods import aggregator, fedma
 from common.methods.rule import Rule, Uploads
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import groups_of, permute
@@ -186,9 +186,10 @@ def test_what_cannot_be_matched_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     own = {"model": {"name": "mine:net"}, "cloud": {"aggregation": {"name": "fedma"}}}
     with pytest.raises(InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is your own"):
         parse(own)
-    monkeypatch.setattr(fedma, "find_spec", lambda name: None)
-    with pytest.raises(InvalidExperiment, match=r"'fedma': needs scipy.*fedstrata\[methods\]"):
-        rule_of(random_row("mlp_digits", 1)[0])
+    monkeypatch.setattr(aggregator, "find_spec", lambda name: None)
+    for name in ("fedma", "gamf", "clusamp"):
+        with pytest.raises(InvalidExperiment, match=rf"'{name}': needs scipy.*pip install 'fedstrata\[methods\]'"):
+            rules.rule_of({"name": name})
 
 
 def test_layers_of_another_form_stay_where_they_are() -> None:

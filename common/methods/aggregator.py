@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Final
 
+from common.errors import InvalidExperiment
 from common.experiment.methods import CombiningSettings, NormBound, RuleSettings
 from common.experiment.privacy import NO_PRIVACY, PrivacySettings
 from common.experiment.training import TrainingSettings
@@ -63,8 +65,12 @@ def build(
     """Return a node's rule, behind the bound of its children's steps, or their privacy.
 
     `secret`: the node's own, for noise. `hides_uploads`: nothing reads the uploads but the rule, so that a mean may
-    have noise alone. For the other arguments see `RuleContext`.
+    have noise alone. For the other arguments see `RuleContext`. Raises InvalidExperiment without a package of an extra.
     """
+    for package in settings.packages:
+        if find_spec(package) is None:
+            problem, remedy = f"needs {package}, which is not installed", "pip install 'fedstrata[methods]'."
+            raise InvalidExperiment("aggregation.name", settings.name, problem, remedy)
     rate = learning_rate or (lambda _: training.learning_rate)
     context = RuleContext(layout, node, seed, measures, rows, folder, children, training, rate, rounds_below, refiner)
     rule = settings.build(context)

@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-from common.errors import InvalidExperiment
 from common.experiment.methods import RuleSettings, RuleUse
 from common.lazy import np
 from common.methods.column_rule import MeanRule
@@ -76,9 +74,6 @@ class ClusteredSampling(WrappedRule):
     """FedAvg of the draws, and the client selection that makes them."""
 
     def __init__(self, settings: CluSamp, context: RuleContext) -> None:
-        if find_spec("scipy") is None:
-            remedy = "pip install 'fedstrata[methods]'."
-            raise InvalidExperiment("aggregation.name", settings.name, "needs scipy, which is not installed", remedy)
         super().__init__(SingleModelRule(context, MeanRule(), weights="data"))
         self._distance = settings.distance
         self._layout = context.layout

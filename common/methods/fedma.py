@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
-from typing import Final, Literal
+from typing import Literal
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Model
@@ -36,8 +35,6 @@ from common.methods.single_model import SingleModelRule
 from common.methods.statistics import Doubles
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import Indices, NeuronGroup, folded, groups_of, permute
-
-REMEDY: Final = "pip install 'fedstrata[methods]'."
 
 
 class MatchedSettings(RuleSettings):
@@ -83,12 +80,8 @@ class MatchedRule(SingleModelRule):
     def __init__(self, settings: MatchedSettings, context: RuleContext) -> None:
         super().__init__(context, MeanRule(), weights=settings.weights)
         self._groups = groups_of(context.layout) if settings.matching else []
-        if not self._groups:
-            return
-        if find_spec("scipy") is None:
-            problem = "needs scipy, which is not installed"
-            raise InvalidExperiment("aggregation.name", settings.name, problem, REMEDY)
-        self._rows_K = context.rows("matched", context.children)
+        if self._groups:
+            self._rows_K = context.rows("matched", context.children)
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Match copies of the uploads, and write their mean. Distances are those of the matched uploads."""
