@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
 import torch
@@ -30,62 +30,49 @@ _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 51
 
 def mlp_digits(inputs: Inputs) -> nn.Module:
     """Return a net with one hidden layer of 32."""
-    return sequence(
-        [
-            ("flatten", nn.Flatten()),
-            ("fc1", nn.Linear(64, 32)),
-            ("relu1", nn.ReLU()),
-            ("fc2", nn.Linear(32, inputs.classes)),
-        ]
-    )
+    return sequence(flatten=nn.Flatten(), fc1=nn.Linear(64, 32), relu1=nn.ReLU(), fc2=nn.Linear(32, inputs.classes))
 
 
 def cnn_digits(inputs: Inputs) -> nn.Module:
     """Return a net of two convolutions and a linear layer."""
     return sequence(
-        [
-            ("conv1", nn.Conv2d(1, 16, 3, padding=1)),
-            ("relu1", nn.ReLU()),
-            ("conv2", nn.Conv2d(16, 32, 3, padding=1)),
-            ("relu2", nn.ReLU()),
-            ("pool", nn.MaxPool2d(2)),
-            ("flatten", nn.Flatten()),
-            ("fc", nn.Linear(512, inputs.classes)),
-        ]
+        conv1=nn.Conv2d(1, 16, 3, padding=1),
+        relu1=nn.ReLU(),
+        conv2=nn.Conv2d(16, 32, 3, padding=1),
+        relu2=nn.ReLU(),
+        pool=nn.MaxPool2d(2),
+        flatten=nn.Flatten(),
+        fc=nn.Linear(512, inputs.classes),
     )
 
 
 def lenet5(inputs: Inputs) -> nn.Module:
     """Return LeNet-5 as in Tempo, with ReLU."""
     return sequence(
-        [
-            ("conv1", nn.Conv2d(1, 6, 5, padding=2)),
-            ("relu1", nn.ReLU()),
-            ("pool1", nn.MaxPool2d(2)),
-            ("conv2", nn.Conv2d(6, 16, 5)),
-            ("relu2", nn.ReLU()),
-            ("pool2", nn.MaxPool2d(2)),
-            ("conv3", nn.Conv2d(16, 120, 5)),
-            ("relu3", nn.ReLU()),
-            ("flatten", nn.Flatten()),
-            ("fc1", nn.Linear(120, 84)),
-            ("relu4", nn.ReLU()),
-            ("fc2", nn.Linear(84, inputs.classes)),
-        ]
+        conv1=nn.Conv2d(1, 6, 5, padding=2),
+        relu1=nn.ReLU(),
+        pool1=nn.MaxPool2d(2),
+        conv2=nn.Conv2d(6, 16, 5),
+        relu2=nn.ReLU(),
+        pool2=nn.MaxPool2d(2),
+        conv3=nn.Conv2d(16, 120, 5),
+        relu3=nn.ReLU(),
+        flatten=nn.Flatten(),
+        fc1=nn.Linear(120, 84),
+        relu4=nn.ReLU(),
+        fc2=nn.Linear(84, inputs.classes),
     )
 
 
 def lenet_cifar(inputs: Inputs) -> nn.Module:
     """Return the net that FedCross's and FedMR's code uses as "CNN" on CIFAR."""
     return sequence(
-        [
-            *_two_convolutions((3, 6, 16), padding=0),
-            ("fc1", nn.Linear(400, 120)),
-            ("relu3", nn.ReLU()),
-            ("fc2", nn.Linear(120, 84)),
-            ("relu4", nn.ReLU()),
-            ("fc3", nn.Linear(84, inputs.classes)),
-        ]
+        **_two_convolutions(nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)),
+        fc1=nn.Linear(400, 120),
+        relu3=nn.ReLU(),
+        fc2=nn.Linear(120, 84),
+        relu4=nn.ReLU(),
+        fc3=nn.Linear(84, inputs.classes),
     )
 
 
@@ -97,18 +84,10 @@ def cnn_femnist(inputs: Inputs) -> nn.Module:
 def cnn_motions(inputs: Inputs) -> nn.Module:
     """Return a net that convolves along time: windows of six channels, [6, 1, 128]."""
     return sequence(
-        [
-            ("conv1", nn.Conv2d(6, 32, (1, 9))),
-            ("relu1", nn.ReLU()),
-            ("pool1", nn.MaxPool2d((1, 4))),
-            ("conv2", nn.Conv2d(32, 64, (1, 9))),
-            ("relu2", nn.ReLU()),
-            ("pool2", nn.MaxPool2d((1, 4))),
-            ("flatten", nn.Flatten()),
-            ("fc1", nn.Linear(64 * 5, 128)),
-            ("relu3", nn.ReLU()),
-            ("fc2", nn.Linear(128, inputs.classes)),
-        ]
+        **_two_convolutions(nn.Conv2d(6, 32, (1, 9)), nn.Conv2d(32, 64, (1, 9)), pool=(1, 4)),
+        fc1=nn.Linear(64 * 5, 128),
+        relu3=nn.ReLU(),
+        fc2=nn.Linear(128, inputs.classes),
     )
 
 
@@ -127,26 +106,19 @@ def _two_and_two(inputs: Inputs, *, widths: tuple[int, int, int], padding: int) 
     for _ in range(2):
         sides = [(side - 4 + 2 * padding) // 2 for side in sides]
     first, second, hidden = widths
+    convolutions = nn.Conv2d(channels, first, 5, padding=padding), nn.Conv2d(first, second, 5, padding=padding)
     return sequence(
-        [
-            *_two_convolutions((channels, first, second), padding=padding),
-            ("fc1", nn.Linear(second * sides[0] * sides[1], hidden)),
-            ("relu3", nn.ReLU()),
-            ("fc2", nn.Linear(hidden, inputs.classes)),
-        ]
+        **_two_convolutions(*convolutions),
+        fc1=nn.Linear(second * sides[0] * sides[1], hidden),
+        relu3=nn.ReLU(),
+        fc2=nn.Linear(hidden, inputs.classes),
     )
 
 
-def _two_convolutions(channels: tuple[int, int, int], *, padding: int) -> list[tuple[str, nn.Module]]:
-    return [
-        ("conv1", nn.Conv2d(channels[0], channels[1], 5, padding=padding)),
-        ("relu1", nn.ReLU()),
-        ("pool1", nn.MaxPool2d(2)),
-        ("conv2", nn.Conv2d(channels[1], channels[2], 5, padding=padding)),
-        ("relu2", nn.ReLU()),
-        ("pool2", nn.MaxPool2d(2)),
-        ("flatten", nn.Flatten()),
-    ]
+def _two_convolutions(first: nn.Module, second: nn.Module, *, pool: int | tuple[int, int] = 2) -> dict[str, nn.Module]:
+    """Return two convolutions, each with a ReLU and a max pool, by name."""
+    layers = {"conv1": first, "relu1": nn.ReLU(), "pool1": nn.MaxPool2d(pool)}
+    return {**layers, "conv2": second, "relu2": nn.ReLU(), "pool2": nn.MaxPool2d(pool), "flatten": nn.Flatten()}
 
 
 def resnet18_cifar(inputs: Inputs) -> nn.Module:
@@ -173,21 +145,21 @@ def resnet20_preact(inputs: Inputs) -> nn.Module:
 
 
 def _resnet(inputs: Inputs, *, widths: tuple[int, ...], blocks: int, pad: bool) -> nn.Module:
-    width = widths[0]
-    layers: list[tuple[str, nn.Module]] = [
-        ("conv1", nn.Conv2d(inputs.shape[0], width, 3, padding=1, bias=False)),
-        ("bn1", nn.BatchNorm2d(width)),
-        ("relu", nn.ReLU()),
-    ]
-    before = width
+    before = widths[0]
+    stages: dict[str, nn.Module] = {}
     for stage, width in enumerate(widths, start=1):
         first = _Block(before, width, 1 if stage == 1 else 2, pad=pad)
-        layers.append(
-            (f"stage{stage}", nn.Sequential(first, *(_Block(width, width, 1, pad=pad) for _ in range(1, blocks))))
-        )
+        stages[f"stage{stage}"] = nn.Sequential(first, *(_Block(width, width, 1, pad=pad) for _ in range(1, blocks)))
         before = width
-    layers += [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(before, inputs.classes))]
-    return sequence(layers)
+    return sequence(
+        conv1=nn.Conv2d(inputs.shape[0], widths[0], 3, padding=1, bias=False),
+        bn1=nn.BatchNorm2d(widths[0]),
+        relu=nn.ReLU(),
+        **stages,
+        pool=nn.AdaptiveAvgPool2d(1),
+        flatten=nn.Flatten(),
+        fc=nn.Linear(before, inputs.classes),
+    )
 
 
 class _Block(nn.Module):
@@ -262,36 +234,20 @@ class _Bottleneck(nn.Module):
 
 def vgg16(inputs: Inputs) -> nn.Module:
     """Return torchvision's VGG-16 without batch norm: the same names, shapes and initial distribution."""
-    classifier = nn.Sequential(
-        nn.Linear(25_088, 4096),
-        nn.ReLU(),
-        Dropout(),
-        nn.Linear(4096, 4096),
-        nn.ReLU(),
-        Dropout(),
-        nn.Linear(4096, inputs.classes),
-    )
-    return sequence(
-        [
-            ("features", _features(inputs.shape[0], batch_norm=False)),
-            ("avgpool", nn.AdaptiveAvgPool2d(7)),
-            ("flatten", nn.Flatten()),
-            ("classifier", classifier),
-        ]
-    )
+    classifier = nn.Sequential(*_hidden_layers(25_088), nn.Linear(4096, inputs.classes))
+    features = _features(inputs.shape[0], batch_norm=False)
+    return sequence(features=features, avgpool=nn.AdaptiveAvgPool2d(7), flatten=nn.Flatten(), classifier=classifier)
 
 
 def vgg16_bn(inputs: Inputs) -> nn.Module:
     """Return VGG-16 with batch norm for images of 32x32, as in FedCross's and FedMR's code."""
-    classifier = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), Dropout(), nn.Linear(4096, 4096), nn.ReLU(), Dropout())
-    return sequence(
-        [
-            ("features", _features(inputs.shape[0], batch_norm=True)),
-            ("flatten", nn.Flatten()),
-            ("classifier", classifier),
-            ("fc", nn.Linear(4096, inputs.classes)),
-        ]
-    )
+    features, classifier = _features(inputs.shape[0], batch_norm=True), nn.Sequential(*_hidden_layers(512))
+    fc = nn.Linear(4096, inputs.classes)
+    return sequence(features=features, flatten=nn.Flatten(), classifier=classifier, fc=fc)
+
+
+def _hidden_layers(features: int) -> list[nn.Module]:
+    return [nn.Linear(features, 4096), nn.ReLU(), Dropout(), nn.Linear(4096, 4096), nn.ReLU(), Dropout()]
 
 
 def vgg_femnist(inputs: Inputs) -> nn.Module:
@@ -314,7 +270,7 @@ def vgg_femnist(inputs: Inputs) -> nn.Module:
         nn.Flatten(),
         nn.Linear(25_088, 256),
     )
-    return sequence([("features", features), ("fc", nn.Linear(256, inputs.classes))])
+    return sequence(features=features, fc=nn.Linear(256, inputs.classes))
 
 
 def _features(channels: int, *, batch_norm: bool) -> nn.Sequential:
@@ -354,7 +310,7 @@ class _Recurrent(nn.Module):
         return logits
 
 
-def sequence(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
+def sequence(**layers: nn.Module) -> nn.Sequential:
     """Return the layers one after another, under their names."""
     return nn.Sequential(OrderedDict(layers))
 
