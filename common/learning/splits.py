@@ -97,10 +97,7 @@ def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str
         "seed": experiment.seed,
         "data": experiment.data.model_dump(mode="json"),
         "devices": {
-            name: {
-                "parent": tree.parent(name),
-                **_described(split, part),
-            }
+            name: {"parent": tree.parent(name), **_described(split, part)}
             for name, part in zip(tree.devices, split.partitions, strict=True)
         },
     }
@@ -217,13 +214,10 @@ def partition(labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Ind
         return list(_all_overlapping(labels, data=data, seed=seed, devices=devices))
     if data.partition == "natural":
         parts = _natural(owners if owners is not None else np.empty(0, np.int64), devices)
-    elif data.partition == "dirichlet":
+    elif data.partition in ("dirichlet", "quantity"):
         least = np.full(devices, max(1, data.min_samples))
-        parts = _dirichlet(labels, draw, data=data, concentration=data.concentration, least=least)
-    elif data.partition == "quantity":
-        least = np.full(devices, max(1, data.min_samples))
-        alike = np.zeros(len(labels), np.int64)
-        parts = _dirichlet(alike, draw, data=data, concentration=data.concentration, least=least)
+        split_by = labels if data.partition == "dirichlet" else np.zeros_like(labels)
+        parts = _dirichlet(split_by, draw, data=data, concentration=data.concentration, least=least)
     elif data.partition == "shards":
         parts = _shards(labels, draw, parts=devices, each=data.shards)
     elif data.partition == "iid":
@@ -239,11 +233,8 @@ def quantiles(numbers: npt.NDArray[np.float32], *, bins: int) -> Indices:
     Equal numbers may be in different bins. Raises InvalidExperiment if there are several to predict.
     """
     if numbers.shape[1] != 1:
-        problem, remedy = (
-            f"each sample has {numbers.shape[1]} numbers to predict",
-            "Omit it, and use another partition.",
-        )
-        raise InvalidExperiment("data.bins", bins, problem, remedy)
+        problem = f"each sample has {numbers.shape[1]} numbers to predict"
+        raise InvalidExperiment("data.bins", bins, problem, "Omit it, and use another partition.")
     found = np.empty(len(numbers), np.int64)
     found[np.argsort(numbers[:, 0], kind="stable")] = np.arange(len(numbers)) * bins // max(1, len(numbers))
     return found
@@ -314,12 +305,8 @@ def digest_of(parts: Sequence[Indices], *, labels: Indices) -> str:
 def _equal(samples: Indices, draw: np.random.Generator, parts: int) -> list[Indices]:
     """Shuffle once and cut into parts whose sizes differ by at most 1."""
     if parts > len(samples):
-        raise InvalidExperiment(
-            "topology.devices",
-            parts,
-            f"there are only {len(samples)} samples to distribute",
-            "Use fewer devices, or another data.dataset.",
-        )
+        problem = f"there are only {len(samples)} samples to distribute"
+        raise InvalidExperiment("topology.devices", parts, problem, "Use fewer devices, or another data.dataset.")
     return np.array_split(draw.permutation(samples), parts)
 
 
@@ -327,12 +314,8 @@ def _natural(owners: Indices, devices: int) -> list[Indices]:
     """Give each device one user's samples; users beyond the number of devices are not used."""
     users = int(owners.max(initial=-1)) + 1
     if devices > users:
-        raise InvalidExperiment(
-            "topology.devices",
-            devices,
-            f"the data set has {users} users, one for each device",
-            f"Use at most {users} devices, or another data.partition.",
-        )
+        problem, remedy = f"the data set has {users} users, one for each device", f"Use at most {users} devices"
+        raise InvalidExperiment("topology.devices", devices, problem, f"{remedy}, or another data.partition.")
     return [np.flatnonzero(owners == user) for user in range(devices)]
 
 
@@ -342,12 +325,8 @@ def _shards(labels: Indices, draw: np.random.Generator, *, parts: int, each: int
     FedCDA's split (section 5 of its paper), before that McMahan et al. (2017).
     """
     if parts * each > len(labels):
-        raise InvalidExperiment(
-            "data.shards",
-            each,
-            f"{parts} parts with {each} shards each need more than the {len(labels)} samples",
-            "Lower data.shards or use fewer devices.",
-        )
+        problem = f"{parts} parts with {each} shards each need more than the {len(labels)} samples"
+        raise InvalidExperiment("data.shards", each, problem, "Lower data.shards or use fewer devices.")
     shards = np.array_split(np.argsort(labels, kind="stable"), parts * each)
     dealt = draw.permutation(parts * each).reshape(parts, each)
     return [np.concatenate([shards[shard] for shard in mine]) for mine in dealt]
@@ -394,12 +373,9 @@ def _dirichlet_counts(
                 if (held >= least).all():
                     return counts
     tried = f"none of {ATTEMPTS} draws gave" if int(least.sum()) <= total else f"{total} samples cannot give"
-    raise InvalidExperiment(
-        "data.min_samples",
-        data.min_samples,
-        f"{tried} each of {parts} parts its minimum number of samples at concentration {concentration}",
-        "Lower data.min_samples, raise the concentration, or use fewer devices.",
-    )
+    problem = f"{tried} each of {parts} parts its minimum number of samples at concentration {concentration}"
+    remedy = "Lower data.min_samples, raise the concentration, or use fewer devices."
+    raise InvalidExperiment("data.min_samples", data.min_samples, problem, remedy)
 
 
 def _by_institution(labels: Indices, draw: np.random.Generator, *, data: Data, tree: Tree) -> list[Indices]:
@@ -458,11 +434,8 @@ def _overlapping(labels: Indices, *, data: Data, seed: int, place: int) -> Indic
         keys = np.log(shares)[labels] + draw.gumbel(size=len(labels))
     possible = int(np.isfinite(keys).sum())
     if possible < data.partition_size:
-        raise InvalidExperiment(
-            "data.partition_size",
-            data.partition_size,
-            f"device {place} of the topology has only {possible} samples to choose from (concentration "
-            f"{data.concentration}, {len(labels)} samples in total)",
-            "Lower data.partition_size or raise data.concentration.",
-        )
+        problem = f"device {place} of the topology has only {possible} samples to choose from"
+        problem += f" (concentration {data.concentration}, {len(labels)} samples in total)"
+        remedy = "Lower data.partition_size or raise data.concentration."
+        raise InvalidExperiment("data.partition_size", data.partition_size, problem, remedy)
     return np.argpartition(keys, len(keys) - data.partition_size)[len(keys) - data.partition_size :]
