@@ -49,8 +49,24 @@ _LOSSES: Final[Mapping[str, Loss]] = MappingProxyType(
 
 
 def loss_of(name: str) -> Loss:
-    """Return the loss of this name, or the user's own function as one. Raises InvalidExperiment."""
-    return _OwnLoss(name) if is_own(name) else _LOSSES[name]
+    """Return the loss of this name, or the user's own function as one. Raises InvalidExperiment.
+
+    The user's function raises InvalidExperiment, and what it raises for lack of memory.
+    """
+    if not is_own(name):
+        return _LOSSES[name]
+    found = cast(Callable[[Tensor, Tensor], Any], own.load(KEY, name))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        with own.guarded({KEY: name}):
+            each = found(outputs, targets)
+        if not isinstance(each, Tensor) or each.shape != outputs.shape[:1]:
+            shape = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            problem = f"returns {shape} for {len(outputs)} samples, not the loss of each, [{len(outputs)}]"
+            own.refuse(KEY, name, problem, "Return no mean (of torch's losses: reduction='none').")
+        return each
+
+    return loss
 
 
 def try_loss(name: str, inputs: Inputs) -> None:
@@ -61,21 +77,3 @@ def try_loss(name: str, inputs: Inputs) -> None:
         each = loss_of(name)(outputs, targets)
         if not each.requires_grad:
             own.refuse(KEY, name, "its result does not depend on the outputs", "Compute it with torch, from outputs.")
-
-
-class _OwnLoss:
-    """The user's own function, called with outputs [N, K] and targets [N] or [N, T], returning the losses [N]."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._found = cast(Callable[[Tensor, Tensor], Any], own.load(KEY, name))
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the losses. Raises InvalidExperiment, and what the function raises for lack of memory."""
-        with own.guarded({KEY: self._name}):
-            each = self._found(outputs, targets)
-        if not isinstance(each, Tensor) or each.shape != outputs.shape[:1]:
-            shape = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            problem = f"returns {shape} for {len(outputs)} samples, not the loss of each, [{len(outputs)}]"
-            own.refuse(KEY, self._name, problem, "Return no mean (of torch's losses: reduction='none').")
-        return each
