@@ -97,7 +97,7 @@ class Dataset:
     def normaliser(self, device: torch.device | str = "cpu") -> Normalise:
         """Return (pixel * scale - mean) / std as a function for images on the device; text is unchanged."""
         if self.tokens:
-            return _unchanged
+            return lambda rows: rows
         if (self.scale, self.mean, self.std) == (_AS_IT_IS.scale, _AS_IT_IS.mean, _AS_IT_IS.std):
             return torch.clone
         mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
@@ -279,13 +279,9 @@ def _check(data: Data, samples: Samples, labels: Targets, *, classes: int, neede
             raise InvalidExperiment("data.root", data.root, problem, "Give this node some.")
         wrong = np.flatnonzero((labels < 0) | (labels >= classes))[:1].tolist()
         which = f", and are {labels[wrong[0]]} too" if wrong else ""
-        raise InvalidExperiment(
-            "data.root",
-            data.root,
-            f"{data.dataset} has {len(samples)} samples, and {len(labels)} labels that should be 0 to {classes - 1}"
-            + which,
-            "Correct the targets." if is_own(data.dataset) or is_table(data.dataset) else "Fetch the files again.",
-        )
+        problem = f"{data.dataset} has {len(samples)} samples, and {len(labels)} labels that should be 0 to"
+        remedy = "Correct the targets." if is_own(data.dataset) or is_table(data.dataset) else "Fetch the files again."
+        raise InvalidExperiment("data.root", data.root, f"{problem} {classes - 1}{which}", remedy)
 
 
 def _unlearned(data: Data, parts: Parts) -> list[str]:
@@ -300,14 +296,6 @@ def _unlearned(data: Data, parts: Parts) -> list[str]:
             names = some([repr(parts.names[label]) if named else label for label in found])
             lines.append(f"{data.dataset}: no {one} sample has these classes of the {other} samples: {names}")
     return lines
-
-
-def _unchanged(rows: Tensor) -> Tensor:
-    return rows
-
-
-def _make(data: Data, _: Path, __: str) -> Parts:
-    return builtin.make_synthetic(data, classes=data.classes if isinstance(data.classes, int) else 0)
 
 
 def _own_images(data: Data, root: Path, reader: str) -> Parts:
@@ -337,13 +325,12 @@ _OWN = _Source(read_own)
 _CSV = _Source(lambda data, root, reader: read_csv(data, root, test=reader == CLOUD))
 _NPZ = _Source(lambda data, root, reader: read_npz(data, root, test=reader == CLOUD))
 _AS_IT_IS = _Source(_OWN.read, 1.0, (0.0,), (1.0,))
+_GREY: Final = 1 / 255, (0.1307,), (0.3081,)  # of MNIST and FashionMNIST
 _SOURCES = MappingProxyType(
     {
         "digits": _Source(lambda *_: builtin.read_digits(), 1 / 16, (0.305,), (0.376,)),
-        "mnist": _Source(lambda _, root, __: builtin.read_mnist_like(root, "MNIST"), 1 / 255, (0.1307,), (0.3081,)),
-        "fashionmnist": _Source(
-            lambda _, root, __: builtin.read_mnist_like(root, "FashionMNIST"), 1 / 255, (0.1307,), (0.3081,)
-        ),
+        "mnist": _Source(lambda _, root, __: builtin.read_mnist_like(root, "MNIST"), *_GREY),
+        "fashionmnist": _Source(lambda _, root, __: builtin.read_mnist_like(root, "FashionMNIST"), *_GREY),
         "cifar10": _Source(lambda _, root, __: builtin.read_cifar10(root), 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
         "cifar100": _Source(
             lambda data, root, _: builtin.read_cifar100(root, labels=data.labels),
@@ -362,6 +349,6 @@ _SOURCES = MappingProxyType(
             (0.898, 0.4919, 0.537, 0.9706, 2.492, 1.034),
         ),
         "folder": _Source(_own_images),
-        "synthetic": _Source(_make),
+        "synthetic": _Source(lambda data, *_: builtin.make_synthetic(data)),
     }
 )

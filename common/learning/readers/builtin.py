@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,10 @@ from common.randomness import Purpose, generator
 DIGITS = Path(__file__).with_name("digits.csv.gz")
 DIGITS_TEST = 359
 SHAPE = (3, 32, 32)
+CIFAR: Final = {  # its files: those for training, then that for testing
+    "cifar10": (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
+    "cifar100": ("train", "test"),
+}
 GROUPS = {"fine": 100, "coarse": 20}
 MAX_BYTES = 1 << 30
 
@@ -63,11 +67,11 @@ def check_files(data: Data, *, node: str = CLOUD) -> None:
     """Raise InvalidExperiment, as the reader does, if a node's files are missing."""
     name, root = data.dataset, Path(data.root.replace("{node}", node))
     if name in ("mnist", "fashionmnist"):
-        find_mnist_like(root, FOLDERS[name])
-    elif name in ("cifar10", "cifar100"):
-        (find_cifar10 if name == "cifar10" else find_cifar100)(root)
+        _find_mnist_like(root, FOLDERS[name])
+    elif name in CIFAR:
+        _find_cifar(root, name)
     elif name == "motions":
-        find_motions(root)
+        _find_motions(root)
     elif name in ("femnist", "shakespeare", "sent140"):
         for part in ("train", "test"):
             _leaf_paths(root, name, part)
@@ -94,12 +98,12 @@ def read_digits() -> Parts:
     return Parts(images[train], labels[train], images[test], labels[test], classes=10)
 
 
-def make_synthetic(data: Data, *, classes: int) -> Parts:
+def make_synthetic(data: Data) -> Parts:
     """Generate images for benchmarks: a pattern per class plus noise, the classes in turn.
 
     They are the same for every seed of an experiment, and a prefix of a larger set. Raises InvalidExperiment.
     """
-    shape = tuple(data.image_shape)
+    shape, classes = tuple(data.image_shape), data.classes if isinstance(data.classes, int) else 0
     images = data.samples + data.test_samples + classes
     if (size := images * prod(shape)) > MOST_BYTES:
         problem = f"{images} images and patterns of {list(shape)} take {size / 1e9:.0f} GB"
@@ -118,13 +122,12 @@ def make_synthetic(data: Data, *, classes: int) -> Parts:
 
 def read_mnist_like(root: Path, folder: str) -> Parts:
     """Read the four files. Raises InvalidExperiment."""
-    paths = find_mnist_like(root, folder)
+    paths = _find_mnist_like(root, folder)
     train, labels, test, test_labels = (_idx_array(path, 3 if "images" in path.name else 1) for path in paths)
     return Parts(train[:, None], labels.astype(np.int64), test[:, None], test_labels.astype(np.int64), classes=10)
 
 
-def find_mnist_like(root: Path, folder: str) -> list[Path]:
-    """Return the four files. Raises InvalidExperiment."""
+def _find_mnist_like(root: Path, folder: str) -> list[Path]:
     raw = root / folder / "raw"
     names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
     return _find(root, [(raw / name, raw / f"{name}.gz") for name in names], fetch=_torchvision_fetches(root, folder))
@@ -137,7 +140,7 @@ def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     in row-major order. Raises InvalidExperiment.
     """
     try:
-        with _open_idx(path) as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             magic = file.read(4)
             if magic != bytes((0, 0, 8, dimensions)):
                 raise _damaged(path, f"begins with {magic.hex() or 'nothing'}, not 0000080{dimensions}")
@@ -156,13 +159,9 @@ def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(body, np.uint8).reshape(shape).copy()
 
 
-def _open_idx(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
-
-
 def read_cifar10(root: Path) -> Parts:
     """Read the five training batches and the test batch. Raises InvalidExperiment."""
-    *train, (test, test_labels) = (_cifar_batch(path, "labels") for path in find_cifar10(root))
+    *train, (test, test_labels) = (_cifar_batch(path, "labels") for path in _find_cifar(root, "cifar10"))
     images, labels = np.concatenate([batch[0] for batch in train]), np.concatenate([batch[1] for batch in train])
     return Parts(images, labels, test, test_labels, classes=10)
 
@@ -170,22 +169,14 @@ def read_cifar10(root: Path) -> Parts:
 def read_cifar100(root: Path, *, labels: str) -> Parts:
     """Read with the `fine` labels, 100 classes, or the `coarse` ones, their 20 groups. Raises InvalidExperiment."""
     (train, train_labels), (test, test_labels) = (
-        _cifar_batch(path, f"{labels}_labels") for path in find_cifar100(root)
+        _cifar_batch(path, f"{labels}_labels") for path in _find_cifar(root, "cifar100")
     )
     return Parts(train, train_labels, test, test_labels, classes=GROUPS[labels])
 
 
-def find_cifar10(root: Path) -> list[Path]:
-    """Return the files of the training batches and of the test batch. Raises InvalidExperiment."""
-    folder = root / "cifar-10-batches-py"
-    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    return _find(root, [(folder / name,) for name in names], fetch=_torchvision_fetches(root, "CIFAR10"))
-
-
-def find_cifar100(root: Path) -> list[Path]:
-    """Return the files of the training and the test samples. Raises InvalidExperiment."""
-    folder = root / "cifar-100-python"
-    return _find(root, [(folder / name,) for name in ("train", "test")], fetch=_torchvision_fetches(root, "CIFAR100"))
+def _find_cifar(root: Path, name: str) -> list[Path]:
+    files = [(root / FOLDERS[name] / file,) for file in CIFAR[name]]
+    return _find(root, files, fetch=_torchvision_fetches(root, name.upper()))
 
 
 def _cifar_batch(path: Path, key: str) -> tuple[npt.NDArray[np.uint8], Labels]:
@@ -231,7 +222,7 @@ def read_motions(root: Path) -> Parts:
     package seglearn, BSD). Windows of the first four fifths of a recording are for training, those of the rest for
     testing. The people are the users. Raises InvalidExperiment.
     """
-    path = find_motions(root)
+    path = _find_motions(root)
     try:
         with path.open("rb") as file:
             if np.lib.format.read_magic(file) != (1, 0):
@@ -257,8 +248,7 @@ def read_motions(root: Path) -> Parts:
     return Parts(train, train_labels, test, test_labels, classes=7, users=users, owners=owners, test_owners=testers)
 
 
-def find_motions(root: Path) -> Path:
-    """Return the file. Raises InvalidExperiment."""
+def _find_motions(root: Path) -> Path:
     installed = seglearn_file()
     places = [root / FOLDERS["motions"] / MOTIONS, *([installed] if installed is not None else [])]
     return _find(root, [places], fetch="pip install seglearn, on each host that reads it")[0]
