@@ -17,7 +17,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
@@ -30,7 +29,7 @@ from common.errors import InvalidExperiment
 from common.experiment.csv_table import FLOAT32_MOST, MISSING, CsvTable, number_in
 from common.experiment.data import NUMBERS, Data
 from common.experiment.tables import proposal
-from common.learning.readers.parts import MOST_BYTES, Parts, check_finite, parts_of, rows_to_test, some
+from common.learning.readers.parts import MOST_BYTES, Parts, Refuse, check_finite, parts_of, rows_to_test, some
 
 FILE_BYTES: Final = MOST_BYTES // 4  # of the file: a cell of two bytes takes eight in memory
 ENCODE: Final = "Encode it as numbers, or list the column in data.ignored_columns."
@@ -43,6 +42,7 @@ KNOWN: Final = ("x", "y", "x_test", "y_test", "user", "user_test")
 HEADS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
+Columns: TypeAlias = tuple[Any, Any, Any]  # arrays of samples, targets and users; None for those that there are not
 
 
 @dataclass(slots=True)
@@ -86,20 +86,29 @@ def read_csv(data: Data, root: Path, *, test: bool) -> Parts:
             raise InvalidExperiment("data.dataset", str(each.path), "has no rows", "Add some.")
     known = _classes(data, tables, path)
     notes = tuple(_notes(data, tables, known))
-    x, y, user = _arrays(data, rows, known)
-    parts = partial(parts_of, data, refuse=refuse, names=known, notes=notes)
-    if data.private:
-        mine, none = (x, y, None), (None, None, None)
-        return parts(none if test else mine, mine if test else none)
-    if tests is None:
-        picked = rows_to_test(len(x), data.test_share, refuse=refuse)
-        x_test, y_test, user_test = x[picked], y[picked], None if user is None else user[picked]
-        x, y, user = x[~picked], y[~picked], None if user is None else user[~picked]
-    else:
-        x_test, y_test, user_test = _arrays(data, tests, known)
-    if data.standardise:
+    apart = None if tests is None else _arrays(data, tests, known)
+    (x, y, user), (x_test, *others) = _divided(data, _arrays(data, rows, known), apart, test=test, refuse=refuse)
+    if data.standardise and not data.private:
         x, x_test = _standardised(x, x_test)
-    return parts((x, y, user), (x_test, y_test, user_test))
+    return parts_of(data, (x, y, user), (x_test, *others), refuse=refuse, names=known, notes=notes)
+
+
+def _divided(
+    data: Data, rows: Columns, apart: Columns | None, *, test: bool, refuse: Refuse
+) -> tuple[Columns, Columns]:
+    """Return the rows for training and those for testing: `apart`, or drawn ones; of private data all are of one kind.
+
+    Users of private data do not matter.
+    """
+    if data.private:
+        mine, none = (*rows[:2], None), (None, None, None)
+        return (none, mine) if test else (mine, none)
+    if apart is not None:
+        return rows, apart
+    picked = rows_to_test(len(rows[0]), data.test_share, refuse=refuse)
+    x, y, user = rows
+    train, tests = ((x[one], y[one], None if user is None else user[one]) for one in (~picked, picked))
+    return train, tests
 
 
 def _standardised(train: Doubles, test: Doubles) -> tuple[Doubles, Doubles]:
@@ -113,7 +122,7 @@ def _standardised(train: Doubles, test: Doubles) -> tuple[Doubles, Doubles]:
     return (train - mean) / scale, (test - mean) / scale
 
 
-def _arrays(data: Data, rows: _Rows, known: Sequence[str]) -> tuple[Any, Any, Any]:
+def _arrays(data: Data, rows: _Rows, known: Sequence[str]) -> Columns:
     """Return features float64 [N, F], targets float64 [N, T] or int64 [N], and users, None without a column."""
     users = None if data.user_column is None else np.array(rows.texts[data.user_column])
     if data.targets == NUMBERS:
@@ -171,9 +180,7 @@ def _read(data: Data, path: Path, wanted: Sequence[str] | None) -> tuple[list[st
                 raise table.wrong(problem, "Give both files the same columns.")
             return features, _cells(data, table, features)
     except FileNotFoundError:
-        raise InvalidExperiment(
-            "data.root", str(path.parent), f"not found: {path.absolute()}", "Put it there."
-        ) from None
+        raise _absent(path) from None
     except OSError as error:
         raise InvalidExperiment("data.root", str(path), error.strerror or str(error), "Check the file.") from None
 
@@ -310,20 +317,21 @@ def read_npz(data: Data, root: Path, *, test: bool) -> Parts:
     x, y, user = arrays["x"], arrays["y"], arrays.get("user")
     if data.private:
         unread += [name for name in arrays if name not in ("x", "y")]
+    apart = None
+    if not data.private:
+        if ("x_test" in arrays) != ("y_test" in arrays):
+            refuse("has only one of x_test and y_test", "Save both, or none.")
+        if "x_test" in arrays:
+            apart = arrays["x_test"], arrays["y_test"], arrays.get("user_test")
+        elif x.ndim < 1 or any(each.shape[:1] != x.shape[:1] for each in (y, *([] if user is None else [user]))):
+            refuse(f"has x of {list(x.shape)} and y of {list(y.shape)}", "Give each sample one target, and one user.")
+    train, tests = _divided(data, (x, y, user), apart, test=test, refuse=refuse)
     notes = [f"{path}: these arrays are not read: {some(unread)}"] if unread else []
-    parts = partial(parts_of, data, refuse=refuse, notes=notes)
-    if data.private:
-        mine, none = (x, y, None), (None, None, None)
-        return parts(none if test else mine, mine if test else none)
-    if ("x_test" in arrays) != ("y_test" in arrays):
-        refuse("has only one of x_test and y_test", "Save both, or none.")
-    if "x_test" in arrays:
-        return parts((x, y, user), (arrays["x_test"], arrays["y_test"], arrays.get("user_test")))
-    if x.ndim < 1 or any(each.shape[:1] != x.shape[:1] for each in (y, *([] if user is None else [user]))):
-        refuse(f"has x of {list(x.shape)} and y of {list(y.shape)}", "Give each sample one target, and one user.")
-    picked = rows_to_test(len(x), data.test_share, refuse=refuse)
-    train, test_rows = ((x[rows], y[rows], None if user is None else user[rows]) for rows in (~picked, picked))
-    return parts(train, test_rows)
+    return parts_of(data, train, tests, refuse=refuse, notes=notes)
+
+
+def _absent(path: Path) -> InvalidExperiment:
+    return InvalidExperiment("data.root", str(path.parent), f"not found: {path.absolute()}", "Put it there.")
 
 
 def _npz_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
@@ -342,9 +350,7 @@ def _npz_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
                     shape, _, dtype = head(file)
                     if dtype.hasobject or dtype.kind not in "fbiuUS":
                         raise ValueError(f"{name} is an array of {dtype}")
-                    count = 1
-                    for length in shape:
-                        count *= length
+                    count = math.prod(shape)
                     total += count * dtype.itemsize
                     if total > MOST_BYTES or count * dtype.itemsize > info.file_size:
                         raise ValueError(f"{name} of {list(shape)} does not fit into this file")
@@ -352,8 +358,6 @@ def _npz_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
                     found[name] = npy.read_array(file, allow_pickle=False)
             return found, sorted(members.keys() - found.keys())
     except FileNotFoundError:
-        raise InvalidExperiment(
-            "data.root", str(path.parent), f"not found: {path.absolute()}", "Put it there."
-        ) from None
+        raise _absent(path) from None
     except (OSError, ValueError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, KeyError) as error:
         raise InvalidExperiment("data.dataset", str(path), f"not a sound npz file: {error}", "Save it again.") from None
