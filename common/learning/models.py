@@ -168,14 +168,10 @@ def random_targets(inputs: Inputs, count: int) -> torch.Tensor:
 @torch.no_grad()
 def _logits(name: str, module: nn.Module, inputs: Inputs) -> Any:
     """Return what a module returns for two random samples, in eval mode; it is in training mode before and after."""
-    draw, shape = torch.Generator().manual_seed(0), (2, *inputs.shape)
-    samples = (
-        torch.randint(inputs.tokens, shape, generator=draw) if inputs.tokens else torch.rand(shape, generator=draw)
-    )
     remedy = "Fix the model, or use another data.dataset."
     try:
         with own.guarded({KEY: name}, problem=f"fails with {{}} on {inputs}", remedy=remedy):
-            return module.eval()(samples)
+            return module.eval()(random_samples(inputs, 2))
     finally:
         module.train()
 
