@@ -334,18 +334,20 @@ class Fp32:
 
 
 class Packed:
-    """A form of the trainable columns, of a difference if `delta`, and zstd over the whole blob if `zstd`.
+    """A form of the trainable columns, of a difference if `delta`, and zstd over the whole blob if not `fixed`.
 
     Error: the form's; for a lossy delta the error of the difference plus that of its addition: 2^-24 of each.
     """
 
-    def __init__(self, form: str, *, delta: bool, zstd: bool) -> None:
-        self.name = "+".join([DELTA] * delta + [form] + [ZSTD] * zstd)
-        self.is_row = False
-        self.exact = form == "fp32"
-        self.delta = delta
-        self.fixed = not zstd
-        self._form_name, self._form = form, _FORMS[form]
+    is_row = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._form_name = next(part for part in name.split("+") if part in _FORMS)
+        self._form = _FORMS[self._form_name]
+        self.exact = self._form_name == "fp32"
+        self.delta = name.startswith(DELTA)
+        self.fixed = not name.endswith(ZSTD)
 
     def size(self, layout: ModelLayout) -> int:
         plain = self._plain_size(layout)
@@ -392,7 +394,8 @@ class Packed:
             try:
                 self._form.unpack(packed, columns)
             except RefusedModel as error:
-                raise RefusedModel(f"entry {_entry_at(layout, piece)}: {error}") from None
+                name = next(entry.name for entry in layout.entries if entry.start <= piece.start < entry.stop)
+                raise RefusedModel(f"entry {name}: {error}") from None
             if against_D is not None:
                 with np.errstate(over="ignore", invalid="ignore"):
                     self._form.restore(columns, against_D[piece.start : piece.stop])
@@ -509,16 +512,7 @@ def _pieces(form: str, layout: ModelLayout) -> tuple[Piece, ...]:
     return tuple(_FORMS[form].pieces(layout))
 
 
-def _entry_at(layout: ModelLayout, piece: Piece) -> str:
-    return next(entry.name for entry in layout.entries if entry.start <= piece.start < entry.stop)
-
-
-def _build(name: str) -> Codec:
-    form = next(part for part in name.split("+") if part in _FORMS)
-    return Packed(form, delta=name.startswith(DELTA), zstd=name.endswith(ZSTD))
-
-
-CODECS: Final[dict[str, Codec]] = {name: Fp32() if name == Fp32.name else _build(name) for name in UP}
+CODECS: Final[dict[str, Codec]] = {name: Fp32() if name == Fp32.name else Packed(name) for name in UP}
 
 
 def codec_of(name: str | CodecSettings) -> Codec:
