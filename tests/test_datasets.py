@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
+import json
 import pickle
 import struct
 import threading
@@ -18,29 +18,15 @@ import torch
 
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
+from common.experiment.topology import CLOUD
 from common.learning import datasets
 from common.learning.inputs import Inputs
+from tests.helpers.commands import invoke
+from tests.helpers.mnist import idx, write_mnist
 
 
-def data(name: str, root: Path) -> schema.Data:
-    return reading.parse({"data": {"dataset": name, "root": str(root)}}).data
-
-
-def idx(array: npt.NDArray[np.uint8]) -> bytes:
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
-
-
-def write_mnist(root: Path, folder: str, *, zipped: bool = False) -> dict[str, npt.NDArray[np.uint8]]:
-    raw = root / folder / "raw"
-    raw.mkdir(parents=True)
-    draw = np.random.default_rng(1)
-    arrays = {}
-    for part, count in (("train", 20), ("t10k", 5)):
-        arrays[f"{part}-images-idx3-ubyte"] = draw.integers(0, 256, (count, 28, 28), np.uint8)
-        arrays[f"{part}-labels-idx1-ubyte"] = draw.integers(0, 10, count, np.uint8)
-    for name, array in arrays.items():
-        (raw / f"{name}.gz" if zipped else raw / name).write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
-    return arrays
+def load(name: str, root: Path, node: str = CLOUD, **more: Any) -> datasets.Dataset:
+    return datasets.load(reading.parse({"data": {"dataset": name, "root": str(root), **more}}).data, node=node)
 
 
 def python2_batch(images: npt.NDArray[np.uint8], labels: list[int], **more: list[int]) -> bytes:
@@ -90,11 +76,6 @@ def test_digits_are_split_by_class() -> None:
     tested = torch.bincount(digits.test_labels).double()
     everyone = tested + torch.bincount(digits.train_labels)
     assert (tested / everyone - 359 / 1797).abs().max() < 1 / 170
-
-
-def test_digits_test_set_is_fixed() -> None:
-    test = datasets.load(schema.Data()).test_images.double().sum((1, 2, 3))
-    assert (test[:5].tolist(), test.sum().item()) == ([290, 319, 286, 257, 322], 111932)
 
 
 def test_normalised_digits_have_mean_0_and_deviation_1() -> None:
@@ -230,8 +211,8 @@ def test_one_data_set_per_process() -> None:
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashionmnist", "FashionMNIST")])
 def test_idx_files(tmp_path: Path, name: str, folder: str, zipped: bool) -> None:
-    arrays = write_mnist(tmp_path, folder, zipped=zipped)
-    loaded = datasets.load(data(name, tmp_path))
+    arrays = write_mnist(tmp_path, name=folder, zipped=zipped)
+    loaded = load(name, tmp_path)
     assert np.array_equal(loaded.train_images[:, 0], arrays["train-images-idx3-ubyte"])
     assert np.array_equal(loaded.train_labels, arrays["train-labels-idx1-ubyte"])
     assert np.array_equal(loaded.test_images[:, 0], arrays["t10k-images-idx3-ubyte"])
@@ -239,45 +220,38 @@ def test_idx_files(tmp_path: Path, name: str, folder: str, zipped: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("damage", "problem"),
+    ("file", "damage", "problem"),
     [
-        (lambda raw: raw[:-1], "the 15680 bytes it announces"),
-        (lambda raw: raw + b"\0", "holds more than"),
-        (lambda raw: raw[:9], "ends inside its header"),
-        (lambda raw: b"", "begins with nothing"),
-        (lambda raw: b"\0\0\x08\x01" + raw[4:], "begins with 00000801, not 00000803"),
-        (lambda raw: b"\0\0\x08\x03" + b"\xff" * 12 + raw[16:], "claims"),
+        ("train-images-idx3-ubyte", lambda raw: raw[:-1], "the 15680 bytes it announces"),
+        ("train-images-idx3-ubyte", lambda raw: raw + b"\0", "holds more than"),
+        ("train-images-idx3-ubyte", lambda raw: raw[:9], "ends inside its header"),
+        ("train-images-idx3-ubyte", lambda raw: b"", "begins with nothing"),
+        ("train-images-idx3-ubyte", lambda raw: b"\0\0\x08\x01" + raw[4:], "begins with 00000801, not 00000803"),
+        ("train-images-idx3-ubyte", lambda raw: b"\0\0\x08\x03" + b"\xff" * 12 + raw[16:], "claims"),
+        ("t10k-images-idx3-ubyte.gz", lambda raw: raw[: len(raw) // 2], "cannot be read"),
+        ("t10k-images-idx3-ubyte.gz", lambda raw: b"no gzip at all", "cannot be read"),
     ],
 )
-def test_damaged_idx_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], problem: str) -> None:
-    write_mnist(tmp_path, "MNIST")
-    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+def test_damaged_idx_file_is_named(tmp_path: Path, file: str, damage: Callable[[bytes], bytes], problem: str) -> None:
+    write_mnist(tmp_path, zipped=file.endswith("gz"))
+    path = tmp_path / "MNIST" / "raw" / file
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(InvalidExperiment, match=problem) as caught:
-        datasets.load(data("mnist", tmp_path))
+        load("mnist", tmp_path)
     assert str(caught.value).startswith("data.root = ") and str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"no gzip at all"])
-def test_damaged_gzip_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    write_mnist(tmp_path, "MNIST", zipped=True)
-    path = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(InvalidExperiment, match=r"t10k-images-idx3-ubyte\.gz.*cannot be read"):
-        datasets.load(data("mnist", tmp_path))
 
 
 @pytest.mark.parametrize("labels", [np.zeros(19, np.uint8), np.full(20, 10, np.uint8)])
 def test_labels_must_fit(tmp_path: Path, labels: npt.NDArray[np.uint8]) -> None:
-    write_mnist(tmp_path, "MNIST")
+    write_mnist(tmp_path)
     (tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte").write_bytes(idx(labels))
     with pytest.raises(InvalidExperiment, match="20 samples"):
-        datasets.load(data("mnist", tmp_path))
+        load("mnist", tmp_path)
 
 
 def test_cifar_batches(tmp_path: Path) -> None:
     images, labels = write_cifar(tmp_path)
-    loaded = datasets.load(data("cifar10", tmp_path))
+    loaded = load("cifar10", tmp_path)
     assert np.array_equal(loaded.train_images, images[:20]) and np.array_equal(loaded.test_images, images[20:])
     assert loaded.train_labels.tolist() == labels[:20] and loaded.test_labels.tolist() == labels[20:]
     normalised = loaded.normaliser()(torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 3, 1, 1))
@@ -288,18 +262,15 @@ def write_cifar100(root: Path) -> npt.NDArray[np.uint8]:
     folder = root / "cifar-100-python"
     folder.mkdir()
     images = np.random.default_rng(1).integers(0, 256, (6, 3, 32, 32), np.uint8)
-    (folder / "train").write_bytes(
-        python2_batch(images[:4], [], fine_labels=[99, 0, 5, 7], coarse_labels=[19, 4, 1, 2])
-    )
+    train = python2_batch(images[:4], [], fine_labels=[99, 0, 5, 7], coarse_labels=[19, 4, 1, 2])
+    (folder / "train").write_bytes(train)
     (folder / "test").write_bytes(python2_batch(images[4:], [], fine_labels=[3, 1], coarse_labels=[8, 0]))
     return images
 
 
 def test_cifar100_has_two_kinds_of_labels(tmp_path: Path) -> None:
     images = write_cifar100(tmp_path)
-    tree = {"dataset": "cifar100", "root": str(tmp_path)}
-    fine = datasets.load(reading.parse({"data": tree}).data)
-    coarse = datasets.load(reading.parse({"data": {**tree, "labels": "coarse"}}).data)
+    fine, coarse = (load("cifar100", tmp_path, labels=labels) for labels in ("fine", "coarse"))
     assert np.array_equal(fine.train_images, images[:4]) and np.array_equal(coarse.test_images, images[4:])
     assert (fine.train_labels.tolist(), fine.test_labels.tolist()) == ([99, 0, 5, 7], [3, 1])
     assert (coarse.train_labels.tolist(), coarse.test_labels.tolist()) == ([19, 4, 1, 2], [8, 0])
@@ -311,20 +282,18 @@ def test_cifar100_has_two_kinds_of_labels(tmp_path: Path) -> None:
 def test_cifar100_without_the_labels_that_are_wanted(tmp_path: Path) -> None:
     images = write_cifar100(tmp_path)
     (tmp_path / "cifar-100-python" / "test").write_bytes(python2_batch(images[4:], [], fine_labels=[3, 1]))
-    tree = {"dataset": "cifar100", "root": str(tmp_path)}
-    assert datasets.load(reading.parse({"data": tree}).data).classes == 100
+    assert load("cifar100", tmp_path).classes == 100
     with pytest.raises(InvalidExperiment, match=r"cifar-100-python/test.*coarse_labels"):
-        datasets.load(reading.parse({"data": {**tree, "labels": "coarse"}}).data)
+        load("cifar100", tmp_path, labels="coarse")
 
 
 def test_each_node_may_have_a_root_of_its_own(tmp_path: Path) -> None:
     for node in ("cloud", "device-3"):
-        (tmp_path / node).mkdir()
-        write_mnist(tmp_path / node, "MNIST")
-    own = data("mnist", tmp_path / "{node}")
-    assert torch.equal(datasets.load(own).train_images, datasets.load(own, node="device-3").train_images)
+        write_mnist(tmp_path / node)
+    one, other = (load("mnist", tmp_path / "{node}", node) for node in ("cloud", "device-3"))
+    assert torch.equal(one.train_images, other.train_images)
     with pytest.raises(InvalidExperiment, match="device-4/MNIST/raw"):
-        datasets.load(own, node="device-4")
+        load("mnist", tmp_path / "{node}", "device-4")
 
 
 class _Harmful:
@@ -341,36 +310,31 @@ def test_harmful_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     batch.write_bytes(pickle.dumps({"data": _Harmful(trace), "labels": [1]}, protocol=2))
     with pytest.raises(InvalidExperiment, match=r"data_batch_3.*not allowed"):
-        datasets.load(data("cifar10", tmp_path))
+        load("cifar10", tmp_path)
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("name", ["builtins\neval", "os\nsystem", "numpy\nload", "numpy.core.multiarray\nfromfile"])
-def test_no_other_global_is_found(tmp_path: Path, name: str) -> None:
-    write_cifar(tmp_path)
-    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(b"\x80\2c" + name.encode() + b"\n.")
-    with pytest.raises(InvalidExperiment, match="not allowed"):
-        datasets.load(data("cifar10", tmp_path))
-
-
 @pytest.mark.parametrize(
-    "raw",
+    ("raw", "problem"),
     [
-        b"",
-        b"\x80\2}.",
-        b"not a pickle",
-        pickle.dumps({"data": [[1, 2]], "labels": [1]}, protocol=2),
-        python2_batch(np.zeros((2, 3, 32, 32), np.uint8), [1]),
-        python2_batch(np.zeros((1, 3, 32, 31), np.uint8), [1]),
-        python2_batch(np.zeros((1, 3, 32, 32), np.uint8), [1])[:-100],
+        (b"\x80\2cbuiltins\neval\n.", "not allowed"),
+        (b"\x80\2cos\nsystem\n.", "not allowed"),
+        (b"\x80\2cnumpy\nload\n.", "not allowed"),
+        (b"\x80\2cnumpy.core.multiarray\nfromfile\n.", "not allowed"),
+        (b"", ""),
+        (b"\x80\2}.", ""),
+        (b"not a pickle", ""),
+        (pickle.dumps({"data": [[1, 2]], "labels": [1]}, protocol=2), ""),
+        (python2_batch(np.zeros((2, 3, 32, 32), np.uint8), [1]), ""),
+        (python2_batch(np.zeros((1, 3, 32, 31), np.uint8), [1]), ""),
+        (python2_batch(np.zeros((1, 3, 32, 32), np.uint8), [1])[:-100], ""),
     ],
 )
-def test_damaged_cifar_batch_is_named(tmp_path: Path, raw: bytes) -> None:
+def test_damaged_or_harmful_cifar_batch_is_named(tmp_path: Path, raw: bytes, problem: str) -> None:
     write_cifar(tmp_path)
-    path = tmp_path / "cifar-10-batches-py" / "data_batch_5"
-    path.write_bytes(raw)
-    with pytest.raises(InvalidExperiment, match="data_batch_5"):
-        datasets.load(data("cifar10", tmp_path))
+    (tmp_path / "cifar-10-batches-py" / "data_batch_5").write_bytes(raw)
+    with pytest.raises(InvalidExperiment, match=f"data_batch_5.*{problem}"):
+        load("cifar10", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +350,7 @@ def test_missing_files_are_named_with_the_command_that_fetches_them(
     tmp_path: Path, name: str, folder: str, path: str
 ) -> None:
     with pytest.raises(InvalidExperiment) as caught:
-        datasets.load(data(name, tmp_path / "nowhere"))
+        load(name, tmp_path / "nowhere")
     assert str(tmp_path / "nowhere" / path) in str(caught.value)
     assert f"torchvision.datasets.{folder}({str(tmp_path / 'nowhere')!r}, download=True)" in str(caught.value)
 
@@ -395,5 +359,45 @@ def test_only_what_is_missing_is_named(tmp_path: Path) -> None:
     write_cifar(tmp_path)
     (tmp_path / "cifar-10-batches-py" / "data_batch_4").unlink()
     with pytest.raises(InvalidExperiment) as caught:
-        datasets.load(data("cifar10", tmp_path))
+        load("cifar10", tmp_path)
     assert "data_batch_4" in str(caught.value) and "data_batch_3" not in str(caught.value)
+
+
+# The command
+
+
+def test_a_root_is_described(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    done = invoke("data", "check", "--root", tmp_path, "--format", "json")
+    assert done.exit_code == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert len(facts.pop("digest")) == 16
+    assert facts == {
+        "dataset": "mnist", "train": 20, "test": 5, "shape": [1, 28, 28], "classes": 10, "numbers": 0, "tokens": 0,
+        "users": 0,
+    }  # fmt: skip
+    table = invoke("data", "check", "mnist", "--root", tmp_path).stdout.splitlines()
+    assert [line.split("\t")[:3] for line in table] == [["dataset", "train", "test"], ["mnist", "20", "5"]]
+
+
+def test_what_is_damaged_or_missing_ends_with_4_and_the_rest_is_described(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for root in (good, bad):
+        write_mnist(root)
+        (root / "cifar-10-batches-py").mkdir()
+    (bad / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").write_bytes(b"")
+    done = invoke("data", "check", "--root", good)
+    assert done.exit_code == 4 and "mnist\t20" in done.stdout and "data_batch_1" in done.stderr
+    done = invoke("data", "check", "--root", bad)
+    assert done.exit_code == 4 and "t10k-labels-idx1-ubyte" in done.stderr and "data_batch_1" in done.stderr
+    assert invoke("data", "check", "--root", tmp_path / "absent").exit_code == 4
+    assert "not read from a root" in invoke("data", "check", "digits", "--root", tmp_path).stderr
+
+
+def test_the_data_sets_of_a_sweep_are_checked_by_its_name(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    done = invoke("data", "check", "papers/tempo-table1", "--root", tmp_path)
+    assert done.exit_code == 4 and "mnist\t20" in done.stdout
+    assert "FashionMNIST/raw" in done.stderr and "cifar-10-batches-py/test_batch" in done.stderr
+    missing = invoke("data", "check", "papers/tempo-table7", "--root", tmp_path)
+    assert missing.exit_code == 4 and "papers/tempo-table7" in missing.stderr

@@ -21,6 +21,7 @@ from common.experiment.data import Data
 from common.experiment.reading import parse
 from common.learning import datasets, stored
 from common.learning.stored import Stored
+from tests.helpers.mnist import write_mnist
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,7 +56,8 @@ def assert_same(one: Stored, other: Stored) -> None:
         assert tensor.dtype == other.tensors[name].dtype and torch.equal(tensor, other.tensors[name]), name
 
 
-def test_made_once_and_found_by_its_digest(place: Path) -> None:
+def test_made_once_and_found_by_its_digest(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     make = Maker()
     for _ in range(3):
         assert_same(stored.shared("d", make), Maker()())
@@ -63,6 +65,7 @@ def test_made_once_and_found_by_its_digest(place: Path) -> None:
     assert_same(stored.shared("e", Maker(2)), Maker(2)())
     for tensor in stored.shared("d", make).tensors.values():
         assert tensor.data_ptr() % tensor.element_size() == 0
+    assert caplog.text == ""
 
 
 def test_who_comes_while_it_is_made_waits() -> None:
@@ -207,7 +210,8 @@ def test_processes_that_start_at_once_make_a_set_once_and_share_it(place: Path, 
 
 
 def test_the_set_is_the_one_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
-    data = cifar_sized(noise=0.1)
+    data = cifar_sized(samples=50, noise=0.1)
+    monkeypatch.setattr(stored, "SMALL_BYTES", 1)
     shared = datasets.load(data)
     assert len(list(place.glob("*.safetensors"))) == 1
     monkeypatch.setattr(stored, "SMALL_BYTES", 1 << 40)
@@ -230,19 +234,13 @@ def test_small_sets_are_not_stored_and_the_split_does_not_matter(place: Path) ->
 
 def test_another_file_makes_it_stale(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "SMALL_BYTES", 1)
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
     data = parse({"data": {"dataset": "mnist", "root": str(tmp_path)}}).data
-    for value in (1, 2):
-        for part in ("train", "t10k"):
-            header = bytes((0, 0, 8, 3)) + np.array([2, 28, 28], ">u4").tobytes()
-            (raw / f"{part}-images-idx3-ubyte").write_bytes(header + bytes([value]) * (2 * 28 * 28))
-            header = bytes((0, 0, 8, 1)) + np.array([2], ">u4").tobytes()
-            (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + bytes((3, 4)))
-            for path in raw.glob(f"{part}-*"):
-                os.utime(path, (value, value))
+    for seed in (1, 2):
+        arrays = write_mnist(tmp_path, [3, 4], [3, 4], seed=seed)
+        for path in tmp_path.glob("MNIST/raw/*"):
+            os.utime(path, (seed, seed))
         datasets._load.cache_clear()
-        assert (datasets.load(data).train_images == value).all()
+        assert np.array_equal(datasets.load(data).train_images[:, 0], arrays["train-images-idx3-ubyte"])
     assert len(list(place.glob("*.safetensors"))) == 2
 
 
@@ -266,10 +264,3 @@ def test_an_image_behind_a_link_makes_it_stale_and_its_notes_are_kept(
             assert found.train_images[:, 0, 0, 0].tolist() == [7, colour]
             assert len(found.notes) == 1 and "1 file or link is not read: a/notes.txt." in found.notes[0]
     assert len(list(place.glob("*.safetensors"))) == 2
-
-
-def test_reading_again_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    stored.shared("d", Maker())
-    stored.shared("d", Maker())
-    assert caplog.text == ""
