@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.own import permit
 from common.experiment.reading import parse, to_toml
-from common.learning import datasets
-from common.learning.inputs import Inputs
 from common.methods.column_rule import Columns
 from common.methods.single_model import GuardedRule, OwnRule
 from deploy.local.direct import run_in_process
@@ -249,7 +245,7 @@ def test_a_lab_of_own_code_has_the_model_of_one_process(home: Path) -> None:
 
 OWN_SCAFFOLD: Final = {"name": "control:Control", "weights": "uniform", "extras_down": ["c"], "extras_up": ["change"]}
 SMALL: Final = {
-    "rounds": 4,
+    "rounds": 2,
     "topology": {"institutions": 2, "devices": 6},
     "model": {"name": "mlp_digits"},
     "training": {"batch_size": 200, "learning_rate": 0.2, "momentum": 0.0},
@@ -294,10 +290,9 @@ def test_fedstratas_rules_are_written_as_users_write_theirs(
 ) -> None:
     """The same class, named as a user names one, makes the same model, bit for bit."""
     uniform = {"weights": "uniform"} if rule["name"] in ("median", "trimmed_mean") else {}
+    as_own = {**rule, **uniform, "name": f"common.methods.{place}"}
     built_in = direct_model(tmp_path / "one", rule, "cross_entropy", participation=1.0)
-    own = direct_model(
-        tmp_path / "other", {**rule, **uniform, "name": f"common.methods.{place}"}, "cross_entropy", participation=1.0
-    )
+    own = direct_model(tmp_path / "other", as_own, "cross_entropy", participation=1.0)
     assert all(np.array_equal(own[name], built_in[name]) for name in built_in)
 
 
@@ -373,85 +368,3 @@ def test_a_host_imports_only_what_its_user_allows(allowed: list[str], may: bool)
     with pytest.raises(InvalidExperiment, match=r"model\.name = 'mynets.small:build'.*--allow mynets,") as reported:
         permit(names, allowed)
     assert reported.value.exit_code == 4
-
-
-# Data
-
-
-DATA: Final = """
-import numpy as np
-from common.learning.readers.parts import Parts
-
-IMAGES = np.zeros((4, 1, 2, 2), np.uint8)
-
-def parts(*, train=IMAGES, labels=np.arange(4), test=IMAGES[:2], **more):
-    return Parts(train, labels, test, np.arange(2), **{"classes": 4, **more})
-
-def right(*, root): return parts()
-def pixels(*, root): return parts(train=np.full((4, 1, 2, 2), 255, np.uint8))
-def users(*, root): return parts(users=("a", "b"), owners=np.array([0, 1, 1, 0]))
-def tokens(*, root): return parts(train=np.full((4, 3), 6), test=np.zeros((2, 3), np.int64), tokens=7)
-
-def nothing(*, root): return None
-def other(*, folder): return parts()
-def failing(*, root): return open(root / "absent")
-def flat(*, root): return parts(train=np.zeros((4, 4), np.uint8))
-def double(*, root): return parts(train=np.zeros((4, 1, 2, 2)), test=np.zeros((2, 1, 2, 2), np.float16))
-def mixed(*, root): return parts(train=np.zeros((4, 1, 2, 2), np.float32))
-def labelled(*, root): return parts(labels=np.arange(4, dtype=np.int32))
-def beyond(*, root): return parts(labels=np.arange(1, 5))
-def fewer(*, root): return parts(labels=np.arange(3))
-def strange(*, root): return parts(train=np.full((4, 3), 7), test=np.zeros((2, 3), np.int64), tokens=7)
-"""
-
-
-@pytest.fixture
-def read(home: Path) -> Callable[..., datasets.Dataset]:
-    """A function that loads a data set by its function's name."""
-    (home / "sets.py").write_text(DATA)
-    sys.modules.pop("sets", None)
-    return lambda name, **more: datasets.load(parse({"data": {"dataset": f"sets:{name}", **more}}).data)
-
-
-def test_own_data_are_images_or_texts_of_everybodys(read: Callable[..., datasets.Dataset]) -> None:
-    assert read("right").inputs == Inputs((1, 2, 2), 4)
-    pixels = read("pixels")
-    assert torch.equal(pixels.normaliser()(pixels.train_images), torch.ones(4, 1, 2, 2))
-    double = read("double")
-    assert double.train_images.dtype == torch.float32 and read("labelled").train_labels.dtype == torch.int64
-    texts = read("tokens")
-    assert texts.inputs == Inputs((3,), 4, 7) and texts.train_images.dtype == torch.int64
-    users = read("users", partition="natural")
-    assert users.users == ("a", "b") and users.owners is not None and users.owners.tolist() == [0, 1, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("absent", "cannot be imported"),
-        ("nothing", "returns NoneType.*Return two pairs of samples and targets"),
-        ("other", "does not accept the keywords root"),
-        ("failing", "fails with FileNotFoundError"),
-        ("flat", r"has samples of uint8 \[4, 4\]\. Convert them"),
-        ("mixed", r"training and test samples of float32 \[4, 1, 2, 2\] and uint8 \[2, 1, 2, 2\]"),
-        ("beyond", "labels that should be 0 to 3"),
-        ("fewer", "4 samples with 3 targets"),
-        ("strange", "integers outside of 0 to 6"),
-    ],
-)
-def test_own_data_that_are_wrong_are_refused(name: str, problem: str, read: Callable[..., datasets.Dataset]) -> None:
-    with pytest.raises(InvalidExperiment, match=problem):
-        read(name)
-
-
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        ({"dataset": "sets:right", "noise": 0.5}, "own data has its own"),
-        ({"dataset": "a b:c"}, "not of the form"),
-        ({"dataset": "digit"}, "no such data set.*Did you mean 'digits'"),
-    ],
-)
-def test_keys_of_own_data(data: dict[str, object], problem: str) -> None:
-    with pytest.raises(InvalidExperiment, match=problem):
-        parse({"data": data})

@@ -138,6 +138,7 @@ LOADERS: Final = """
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
+from common.learning.readers.parts import Parts
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6) % 2
 
@@ -160,9 +161,27 @@ def single(): return Pairs(X[0]), Pairs((X[0], 1))
 def broken(): return Pairs((X[0], 1), None), None
 def texts(): return (np.array([["a"]]), [1]), (np.array([["a"]]), [1])
 def shorter(): return (X, Y[:5]), (X, Y)
+def failing(*, root): return open(root / "absent")
+def other(*, folder): return sets()
 def wider(): return (X, Y), (X[:, :1], Y)
 def nothing(): return None, None
 def lists(): return ([[1.0], [2.0, 3.0]], [0, 1]), None
+
+IMAGES = np.zeros((4, 1, 2, 2), np.uint8)
+
+def parts(*, train=IMAGES, labels=np.arange(4), test=IMAGES[:2], **more):
+    return Parts(train, labels, test, np.arange(2), **{"classes": 4, **more})
+
+def pixels(): return parts(train=np.full((4, 1, 2, 2), 255, np.uint8), labels=np.arange(4, dtype=np.int32))
+def owned(): return parts(users=("a", "b"), owners=np.array([0, 1, 1, 0]))
+def tokens(): return parts(train=np.full((4, 3), 6), test=np.zeros((2, 3), np.int64), tokens=7)
+def double(): return parts(train=np.zeros((4, 1, 2, 2)), test=np.zeros((2, 1, 2, 2), np.float16))
+
+def empty(): return None
+def flat(): return parts(train=np.zeros((4, 4), np.uint8))
+def mixed(): return parts(train=np.zeros((4, 1, 2, 2), np.float32))
+def beyond(): return parts(labels=np.arange(1, 5))
+def strange(): return parts(train=np.full((4, 3), 7), test=np.zeros((2, 3), np.int64), tokens=7)
 """
 
 
@@ -200,9 +219,25 @@ def test_own_numbers_own_shapes_and_own_data_of_each_device(load: Callable[..., 
     assert [(len(each.train_labels), len(each.test_labels)) for each in found] == [(0, 1), (6, 1), (3, 1)]
 
 
+def test_own_data_are_parts_of_images_texts_or_arrays(load: Callable[..., Dataset]) -> None:
+    pixels, owned, tokens = (load(name) for name in ("pixels", "owned", "tokens"))
+    assert pixels.inputs == Inputs((1, 2, 2), 4) and pixels.train_labels.dtype == torch.int64
+    assert torch.equal(pixels.normaliser()(pixels.train_images), torch.ones(4, 1, 2, 2))
+    assert load("double").train_images.dtype == torch.float32
+    assert tokens.inputs == Inputs((3,), 4, 7) and tokens.train_images.dtype == torch.int64
+    assert owned.users == ("a", "b") and owned.owners is not None and owned.owners.tolist() == [0, 1, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
+        ("absent", "cannot be imported"),
+        ("empty", "returns NoneType.*Return two pairs of samples and targets"),
+        ("other", "does not accept the keywords root"),
+        ("failing", "fails with FileNotFoundError"),
+        ("flat", r"has samples of uint8 \[4, 4\]\. Convert them"),
+        ("mixed", r"training and test samples of float32 \[4, 1, 2, 2\] and uint8 \[2, 1, 2, 2\]"),
+        ("strange", "integers outside of 0 to 6"),
         ("one", "returns Tensor for one of both sets"),
         ("ragged", r"its sample 1 has another shape, \[1\] instead of \[2\]"),
         ("single", "its sample 0 is no pair"),
@@ -218,6 +253,24 @@ def test_own_data_that_do_not_fit_are_refused(name: str, problem: str, load: Cal
     with pytest.raises(InvalidExperiment, match=rf"^data\.dataset = 'loaders:{name}': .*{problem}") as refused:
         load(name)
     assert "\n" not in str(refused.value)
+
+
+def test_labels_beyond_the_classes_are_refused(load: Callable[..., Dataset]) -> None:
+    with pytest.raises(InvalidExperiment, match="labels that should be 0 to 3"):
+        load("beyond")
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"dataset": "sets:right", "noise": 0.5}, "own data has its own"),
+        ({"dataset": "a b:c"}, "not of the form"),
+        ({"dataset": "digit"}, "no such data set.*Did you mean 'digits'"),
+    ],
+)
+def test_keys_of_own_data(data: dict[str, object], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse({"data": data})
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "webp", "tiff", "gif", "ppm"])
