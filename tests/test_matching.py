@@ -23,7 +23,7 @@ from tests.helpers import rules
 from tests.helpers.commands import tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.rules import Report
-from tests.test_permutations import batch_of, built
+from tests.test_models import normed
 
 COLOUR, TEXT = Inputs((3, 16, 16), 10), Inputs((12,), 20, tokens=20)
 MODELS = {
@@ -37,7 +37,7 @@ def rule_of(layout: ModelLayout, name: str = "fedma", **keys: Any) -> Rule:
 
 
 def random_row(name: str, seed: int) -> tuple[ModelLayout, Row]:
-    module = built(name, seed, MODELS[name])
+    module = normed(name, seed, MODELS[name])
     layout = models.layout_of(module)
     row = layout.empty()
     models.write_row(module, layout, row)
@@ -53,7 +53,7 @@ def outputs(name: str, layout: ModelLayout, row: Row) -> torch.Tensor:
     module = models.build(name, 1, inputs=MODELS[name]).eval()
     models.read_row(module, layout, row)
     with torch.no_grad():
-        found: torch.Tensor = module(batch_of(MODELS[name], 4))
+        found: torch.Tensor = module(models.random_samples(MODELS[name], 4))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Models: their shapes, their initial weights, and the way of their state into a row and back."""
+"""Models: their shapes, their initial weights, the way of their state into a row and back, and their neurons."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from common.experiment.data import MODELS
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.nets import ARCHITECTURES, Dropout, draw_vgg16, own_dropout, reseed
-from common.model.layout import ModelLayout, Row, Section
+from common.model.layout import ModelLayout, Row
+from common.model.permutations import groups_of, permute
 
 DIGITS, GREY, COLOUR = Inputs((1, 8, 8), 10), Inputs((1, 28, 28), 10), Inputs((3, 32, 32), 10)
 FEMNIST = Inputs((1, 28, 28), 62)
+
+
+def colour(classes: int) -> Inputs:
+    return Inputs((3, 32, 32), classes)
+
+
 USUAL = {"mlp_digits": DIGITS, "cnn_digits": DIGITS, "lenet5": GREY, "resnet18_cifar": COLOUR}
 
 
@@ -38,10 +45,6 @@ def row_of(module: nn.Module) -> tuple[ModelLayout, Row]:
 def test_entries_come_back_in_torchs_order(name: str) -> None:
     module = built(name, 1)
     assert [entry.name for entry in models.layout_of(module).in_state_order] == list(module.state_dict())
-
-
-def colour(classes: int) -> Inputs:
-    return Inputs((3, 32, 32), classes)
 
 
 SIZES = [
@@ -74,6 +77,7 @@ SIZES = [
     ("char_lstm", Inputs((80,), 80, tokens=80), 819_920, 11, 3_279_680),
     ("sent_lstm", Inputs((25,), 2, tokens=401), 40_100 + 174_786, 13, 859_544),
 ]
+SMALL = {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}
 
 
 @pytest.mark.parametrize(("name", "inputs", "parameters", "entries", "row_bytes"), SIZES)
@@ -89,14 +93,10 @@ def test_every_name_of_the_experiment_is_a_model() -> None:
     assert set(ARCHITECTURES) == set(MODELS) == {name for name, *_ in SIZES}
 
 
-@pytest.mark.parametrize(("name", "inputs"), {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items())
+@pytest.mark.parametrize(("name", "inputs"), SMALL.items())
 def test_gives_logits_from_weights_that_the_seed_gives(name: str, inputs: Inputs) -> None:
-    torch.manual_seed(9)
     module = models.build(name, 1, inputs=inputs).eval()
-    samples = torch.zeros(2, *inputs.shape, dtype=torch.int64 if inputs.tokens else torch.float32)
-    if not inputs.tokens:
-        samples += torch.rand(samples.shape)
-    logits = module(samples)
+    logits = module(models.random_samples(inputs, 2))
     assert logits.shape == (2, inputs.classes) and logits.isfinite().all()
     assert all(tensor.isfinite().all() for tensor in module.state_dict().values())
 
@@ -125,6 +125,7 @@ def test_a_model_that_does_not_take_the_data() -> None:
         models.build("char_lstm", 1, inputs=COLOUR)
 
 
+@pytest.mark.slow
 def test_vgg16_has_the_entries_of_torchvision() -> None:
     from torchvision.models import vgg16
 
@@ -224,38 +225,13 @@ def test_concurrent_builds_are_alike() -> None:
     assert all(np.array_equal(row, rows[0]) for row in rows)
 
 
-@pytest.mark.parametrize("layer", ["conv1", "fc1"])
-def test_weights_are_uniform_within_the_bound_of_their_inputs(layer: str) -> None:
-    module = built("lenet5", 1).get_submodule(layer)
-    for tensor in (module.weight, module.bias):
-        assert isinstance(tensor, torch.Tensor)
-        bound = {"conv1": 25, "fc1": 120}[layer] ** -0.5
-        assert 0.5 * bound < tensor.abs().max() <= bound
-
-
-def test_batch_norm_lies_in_its_sections() -> None:
-    layout = models.layout_of(built("resnet18_cifar", 1))
-    sections = {entry.name: entry.section for entry in layout.entries}
-    assert [sections[f"bn1.{name}"] for name in ("weight", "bias")] == [Section.PARAMETER] * 2
-    assert [sections[f"bn1.{name}"] for name in ("running_mean", "running_var")] == [Section.BUFFER] * 2
-    assert sections["bn1.num_batches_tracked"] is Section.COUNTER
-    assert (layout.columns - layout.parameters, layout.counters) == (9_600, 20)
-
-
-def test_batch_norm_starts_neutral() -> None:
-    state = built("resnet18_cifar", 1).state_dict()
-    assert (state["bn1.weight"] == 1).all() and (state["bn1.running_var"] == 1).all()
-    assert not state["bn1.bias"].any() and not state["bn1.running_mean"].any()
-    assert state["bn1.num_batches_tracked"] == 0
-
-
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_state_survives_the_row(memory_format: torch.memory_format) -> None:
-    source = built("resnet18_cifar", 1).to(memory_format=memory_format)
+    source = models.build("resnet20", 1, inputs=COLOUR).to(memory_format=memory_format)
     source(torch.rand(2, 3, 32, 32))  # moves the running statistics and the counters
     layout, row = row_of(source)
     row.flags.writeable = False
-    target = built("resnet18_cifar", 2)
+    target = models.build("resnet20", 2, inputs=COLOUR)
     models.read_row(target, layout, row)
     wanted = source.state_dict()
     assert wanted["bn1.num_batches_tracked"] == 1
@@ -285,3 +261,49 @@ def test_rows_of_a_module_on_a_gpu() -> None:
     module = built("cnn_digits", 2).to("cuda")
     models.read_row(module, layout, row)
     assert np.array_equal(row_of(module)[1], row)
+
+
+# Permutations
+
+# The number of groups: layers but the last; of residual nets one for each stage, and the inner ones of their blocks.
+GROUPS = {
+    "mlp_digits": 1, "cnn_digits": 2, "lenet5": 4, "lenet_cifar": 4, "cnn_femnist": 3, "resnet20": 9, "resnet20_b": 12,
+    "resnet20_preact": 16, "resnet18_cifar": 12, "vgg16_bn": 15, "char_lstm": 2, "sent_lstm": 3,
+}  # fmt: skip
+
+
+def normed(name: str, seed: int, inputs: Inputs, *, projection: int = 0) -> nn.Module:
+    """Return a model whose batch norms have seen samples, in eval mode."""
+    module = models.build(name, seed, inputs=inputs, projection=projection)
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = 1.0
+    with torch.no_grad():
+        module.train()(models.random_samples(inputs, 4))
+    return module.eval()
+
+
+@pytest.mark.parametrize("projection", [0, 16])
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        pytest.param(name, inputs, marks=[pytest.mark.slow] if name.startswith(("vgg", "resnet18")) else [])
+        for name, inputs in SMALL.items()
+    ],
+)
+def test_a_permuted_model_computes_the_same(name: str, inputs: Inputs, projection: int) -> None:
+    draw = np.random.default_rng(1)
+    module = normed(name, 1, inputs, projection=projection)
+    layout, row = row_of(module)
+    batch = models.random_samples(inputs, 4)
+    with torch.no_grad():
+        wanted = module(batch)
+    groups, before = groups_of(layout), row.copy()
+    if name in GROUPS:
+        assert len(groups) == GROUPS[name] + (2 if projection else 0)
+    for group in groups:
+        permute(layout, row, group, draw.permutation(group.size))
+    models.read_row(module, layout, row)
+    with torch.no_grad():
+        torch.testing.assert_close(module(batch), wanted, rtol=1e-3, atol=1e-4)
+    assert not np.array_equal(row, before) and float(wanted.std(0).max()) > 1e-4  # the inputs matter
