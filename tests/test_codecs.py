@@ -200,23 +200,17 @@ def test_fp16_rounds_as_ieee_defines(model: tuple[ModelLayout, Row]) -> None:
     assert (errors(x[fits], got[fits]) <= bound[fits]).all()
 
 
-def test_every_half_and_what_lies_between_is_rounded_as_numpy_does() -> None:
-    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+def test_every_half_comes_back_and_what_lies_between_is_rounded_as_numpy_does() -> None:
+    every = np.arange(65_536, dtype=np.uint16).view(np.float16).astype(np.float32)
+    halves = every[:0x7C00]
     middles = (halves[:-1] + halves[1:]) / 2  # exact; ties
     x = np.concatenate([halves, middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(9e4))])
-    layout = layout_of([2 * x.size])
-    x = np.concatenate([x, -x])
+    x = np.concatenate([x, -x, every[~np.isnan(every)]])
+    layout = layout_of([x.size])
     got = trainable(layout, travel(codec_of("fp16"), layout, row_of(layout, x)))
-    twin = x.astype(np.float16).astype(np.float32)
-    assert got.tobytes() == twin.tobytes()
-
-
-def test_every_half_comes_back_as_it_was() -> None:
-    halves = np.arange(65_536, dtype=np.uint16).view(np.float16)
-    layout = layout_of([halves.size])
-    got = trainable(layout, travel(codec_of("fp16"), layout, row_of(layout, halves.astype(np.float32))))
-    np.testing.assert_array_equal(got, halves.astype(np.float32))
-    assert (np.signbit(got) == np.signbit(halves))[~np.isnan(halves)].all()
+    assert got.tobytes() == x.astype(np.float16).astype(np.float32).tobytes()
+    nans = travel(codec_of("fp16"), layout_of([1]), row_of(layout_of([1]), np.nan))
+    assert np.isnan(trainable(layout_of([1]), nans)).all()
 
 
 def test_too_large_for_fp16_is_refused_by_name() -> None:
@@ -240,7 +234,7 @@ def brain_twin(value: float) -> float:
     return round(value / step) * step  # Python's round is to even, and all of this is exact in double precision
 
 
-@given(model=models(ANY_FLOAT))
+@given(model=models(ANY_FLOAT | st.sampled_from([0.0, -0.0, math.inf, -math.inf, 2.0**-133, 2.0**-134])))
 def test_bf16_rounds_to_nearest_even(model: tuple[ModelLayout, Row]) -> None:
     layout, row = model
     x = trainable(layout, row)
@@ -277,15 +271,6 @@ def test_what_was_rounded_once_is_not_rounded_again(name: str, model: tuple[Mode
     once = travel(codec, layout, row)
     assert codec.encode(layout, once) == codec.encode(layout, row)
     assert travel(codec, layout, once).tobytes() == once.tobytes()
-
-
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_zeros_infinities_and_subnormals(name: str) -> None:
-    special = [0.0, -0.0, math.inf, -math.inf, 2.0**-24, -(2.0**-24), 2.0**-133]
-    layout = layout_of([len(special)])
-    got = trainable(layout, travel(codec_of(name), layout, row_of(layout, special)))
-    expected = [*special[:-1], 0.0 if name == "fp16" else 2.0**-133]
-    assert got.tolist() == expected and np.signbit(got).tolist() == np.signbit(special).tolist()
 
 
 # int8

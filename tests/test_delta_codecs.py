@@ -91,7 +91,7 @@ def test_a_codec_keeps_what_it_declares(tree: Mapping[str, Any], delta_D: Floats
 @pytest.mark.parametrize("tree", [tree for tree in TREES if settings_of(tree).build().unbiased], ids=ids)
 @pytest.mark.parametrize("columns", [3, 1500])
 def test_an_unbiased_codec_has_the_change_as_its_mean(tree: Mapping[str, Any], columns: int) -> None:
-    codec, draws = settings_of(tree).build(), 4000 if columns < 10 else 400
+    codec, draws = settings_of(tree).build(), 1000 if columns < 10 else 400
     delta_D = np.random.default_rng(7).laplace(0, 1e-3, columns).astype(np.float32)
     delta_D[0] = 0
     random = chance(1)
@@ -236,11 +236,9 @@ def test_a_users_codec_is_built_from_its_keys_and_is_own_on_the_wire() -> None:
     settings = settings_of({"name": "tests.test_delta_codecs:Divided", "by": 3, "feedback": True})
     assert isinstance(settings, OwnCodec) and settings.feedback and settings.keywords == {"by": 3}
     assert codec_of(settings).name == "own"
-    experiment = parse({"transfer": {"lan": {"up": {"name": "mine:Codec"}}}})
-    found = {
-        node: experiment.code_at(node).get("transfer.lan.up.name") for node in ("cloud", "institution-0", "device-0")
-    }
-    assert found == {"cloud": None, "institution-0": "mine:Codec", "device-0": "mine:Codec"}
+    code_at = parse({"transfer": {"lan": {"up": {"name": "mine:Codec"}}}}).code_at
+    found = [code_at(node).get("transfer.lan.up.name") for node in ("cloud", "institution-0", "device-0")]
+    assert found == [None, "mine:Codec", "mine:Codec"]
 
 
 class Long(Divided):
@@ -293,10 +291,8 @@ def test_a_users_codec_that_cannot_decode_refuses_the_model(name: str, problem: 
     ],
 )
 def test_codecs_that_cannot_work_are_refused(up: dict[str, Any], problem: str, remedy: str) -> None:
-    with pytest.raises(InvalidExperiment) as caught:
+    with pytest.raises(InvalidExperiment, match=rf"^transfer\.lan\.up.*{problem}.*{remedy}"):
         parse({"transfer": {"lan": {"up": up}}})
-    text = str(caught.value)
-    assert text.startswith("transfer.lan.up") and problem in text and remedy in text, text
 
 
 def test_a_downward_codec_is_none_of_changes() -> None:

@@ -34,7 +34,7 @@ from common.learning.refiner import NodeRefiner
 from common.learning.splits import split_of
 from common.methods import aggregator
 from common.model import tensors
-from common.model.layout import FrozenForm, LinkLayouts, ModelLayout
+from common.model.layout import FrozenForm
 from common.model.parts import read_frozen_file
 from common.protocol.manifest import FROZEN_CODEC, describe
 from common.protocol.messages import FrozenOffered, FrozenWanted
@@ -403,15 +403,3 @@ async def test_arrays_that_are_not_the_announced_ones_end_the_device_and_leave_n
         with pytest.raises(RunFailed, match=r"institution-0's frozen arrays cannot be used: their content is not"):
             await child.frozen.file()
         assert await child.frozen.held() is None
-
-
-def test_a_layout_announces_the_size_of_its_frozen_arrays() -> None:
-    layout = replace(layout_of(4000), frozen=FORM)
-    assert ModelLayout.from_json(layout.to_json()) == layout
-    assert LinkLayouts.plain(layout).model.frozen == FORM
-    other = replace(layout, frozen=FORM._replace(digest="0" * 16))
-    assert layout.differs_in_frozen(other) and other.differs_in_frozen(layout)
-    assert not layout.differs_in_frozen(layout)
-    assert not layout.differs_in_frozen(replace(layout, frozen=None))
-    assert not layout.differs_in_frozen(replace(other, frozen=FORM._replace(nbytes=1)))
-    assert not layout.differs_in_frozen(replace(layout_of(8000), frozen=other.frozen))

@@ -29,7 +29,7 @@ from common.learning import datasets, models
 from common.learning.computing import seeded
 from common.learning.evaluation import ModelTester
 from common.methods.rule import link_layouts
-from common.model.layout import FrozenForm, ModelLayout, Section
+from common.model.layout import Section
 from common.model.parts import ModelParts, Part, part_of_each
 from common.randomness import Purpose, torch_seed
 from deploy.results.run import Run
@@ -454,18 +454,6 @@ def test_what_does_not_fit_is_refused_by_its_key(
 def test_an_experiment_without_parts_has_the_keys_of_before() -> None:
     assert json.loads(experiment({"name": "mlp_digits"}).to_json())["model"].keys() == {"name", "projection", "initial"}
     assert json.loads(experiment(PERSONAL["fedper"]).to_json())["model"]["personal"] == ["fc2.*"]
-
-
-# Layouts
-
-
-def test_a_layout_knows_its_frozen_arrays_by_their_digest() -> None:
-    layout = ModelLayout.build([("w", (2,), Section.PARAMETER)])
-    frozen = replace(layout, frozen=FrozenForm("0123456789abcdef", 100))
-    assert ModelLayout.from_json(frozen.to_json()) == frozen != layout
-    assert ModelLayout.from_json(layout.to_json()) == layout
-    assert frozen.digest != layout.digest and frozen.row_bytes == layout.row_bytes
-    assert frozen.with_extras({"v": (3,)}).frozen == frozen.frozen
 
 
 NAMES = [f"{layer}.{kind}" for layer in ("a", "b", "c") for kind in ("weight", "bias", "mean", "count")]
