@@ -1,9 +1,10 @@
-"""Losses and scores against plain Python, in what forms a step takes them, and the names an experiment may give."""
+"""Losses and scores against plain Python, the names an experiment may give, and where models are evaluated."""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
+from common.errors import AcceleratorLost, InvalidExperiment
 from common.experiment.data import NUMBERS
 from common.experiment.reading import parse
 from common.experiment.training import LOSSES, Score
-from common.learning import models
-from common.learning.evaluation import evaluate, score_of
+from common.learning import evaluation, models
+from common.learning.evaluation import ModelTester, accelerator_of, evaluate, score_of
 from common.learning.inputs import Inputs
 from common.learning.losses import loss_of, try_loss
 from common.model.layout import LinkLayouts
@@ -32,6 +33,7 @@ from device.vmapped.calibration import problem_of
 from device.vmapped.loop import Turn, Visits
 from device.vmapped.models import Recipe
 from device.vmapped.schedule import Load
+from tests.helpers.commands import invoke
 from tests.helpers.examples import examples
 from tests.helpers.steps import batches_of
 
@@ -96,12 +98,9 @@ def test_scores_of_numbers_are_their_formulas(rows: list[list[tuple[float, float
     outputs, targets = (np.array([[pair[i] for pair in row] for row in rows], np.float64) for i in (0, 1))
     count, width = targets.shape
     flat = [pair for row in rows for pair in row]
-    assert score_of("mean_squared_error")(outputs, targets) == pytest.approx(
-        sum((o - t) ** 2 for o, t in flat) / len(flat)
-    )
-    assert score_of("mean_absolute_error")(outputs, targets) == pytest.approx(
-        sum(abs(o - t) for o, t in flat) / len(flat)
-    )
+    squares, errors = ([abs(o - t) ** power for o, t in flat] for power in (2, 1))
+    assert score_of("mean_squared_error")(outputs, targets) == pytest.approx(sum(squares) / len(flat))
+    assert score_of("mean_absolute_error")(outputs, targets) == pytest.approx(sum(errors) / len(flat))
     r2 = []
     for k in range(width):
         column = [row[k] for row in rows]
@@ -128,8 +127,7 @@ def test_accuracy_is_what_is_evaluated_batch_by_batch() -> None:
 def test_a_step_of_several_models_has_the_losses_of_each(name: str, weighted: bool, mine: None) -> None:
     objective = objective_of(parse({"data": DATA, "training": {"loss": name}}).training)
     outputs, targets = torch.randn(2, 5, 3), torch.rand(2, 5, 3)
-    weights = torch.rand(2, 5) if weighted else None
-    weights = None if weights is None else weights / weights.sum(1, keepdim=True)
+    weights = torch.softmax(torch.randn(2, 5), 1) if weighted else None
     together = objective.losses(Minibatch(lambda: outputs, targets, [], [], weights), outputs)
     for a in range(2):
         each = loss_of(name)(outputs[a], targets[a])
@@ -200,10 +198,7 @@ def test_the_targets_decide_the_defaults(tree: dict[str, Any], loss: str, score:
         ({"score": {"target": 0.5}}, r"score\.target = 0\.5: unknown key"),
         ({"data": DATA, "training": {"objective": {"name": "cross_entropy"}}}, r"training\.objective\.name"),
         ({"data": DATA, "training": {"objective": {"name": "fedgen"}}}, r"fedgen.* needs labels"),
-        (
-            {"data": DATA, "cloud": {"aggregation": {"name": "feddf"}}},
-            r"cloud\.aggregation\.name = 'feddf': it needs cl",
-        ),
+        ({"data": DATA, "cloud": {"aggregation": {"name": "feddf"}}}, r"cloud\.aggregation\.name = 'feddf': it needs"),
         ({"data": {**DATA, "partition": "dirichlet"}}, r"data\.partition = 'dirichlet': .*Set data\.bins"),
         ({"data": {**DATA, "partition": "shards"}}, r"data\.partition = 'shards'"),
         ({"data": {"targets": "numbers"}}, r"data\.targets = 'numbers': the samples of digits have classes"),
@@ -234,11 +229,7 @@ def numbers_recipe(training: dict[str, Any]) -> tuple[Recipe, list[Turn]]:
     vectors = TaskVectors(LinkLayouts(layout, layout, layout), tuple(objective_of(settings).keeps))
     row = np.zeros(layout.row_bytes + 4 * layout.parameters * len(vectors.shapes), np.uint8)
     models.write_row(module, layout, row)
-    recipe = Recipe(module, vectors, samples, targets, torch.clone, settings, 0.05)
-
-    def ignore(*_: object) -> None:
-        """Take a report."""
-
+    recipe, ignore = Recipe(module, vectors, samples, targets, torch.clone, settings, 0.05), lambda *_: None
     visits = [Visits(places, None) for places in torch.arange(40).view(2, -1)]
     return recipe, [Turn(row, Load(20, 1), each, ignore, threading.Event(), ignore) for each in visits]
 
@@ -251,12 +242,12 @@ def test_vmapped_steps_of_numbers_are_those_of_each_device(loss: str, objective:
 
 
 @pytest.mark.parametrize("objective", ["", "fedprox"])
-def test_training_of_numbers_is_a_plain_loop(objective: str, tmp_path: Path) -> None:
+def test_training_of_numbers_is_a_plain_loop(objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(1)
     x = draw.normal(size=(60, 3))
     np.savez(tmp_path / "t.npz", x=x, y=x @ [1.0, -2.0, 0.5] + 0.1)
     (tmp_path / "plainnet.py").write_text("from torch import nn\ndef build(): return nn.Linear(3, 1)\n")
-    sys.path.append(str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     tree: dict[str, Any] = {
         "topology": {"institutions": 0, "devices": 2},
         "data": {"dataset": "t.npz", "root": str(tmp_path), "targets": "numbers"},
@@ -266,27 +257,121 @@ def test_training_of_numbers_is_a_plain_loop(objective: str, tmp_path: Path) -> 
     if objective:
         tree["training"]["objective"] = {"name": objective, "mu": 0.3}
     experiment = parse(tree)
-    try:
-        trainer = Trainer(experiment, node="device-1", accelerator="cpu")
-        trainer.prepare()
-    finally:
-        sys.path.remove(str(tmp_path))
+    trainer = Trainer(experiment, node="device-1", accelerator="cpu")
+    trainer.prepare()
     row, out = (np.zeros(trainer.layout.row_bytes, np.uint8) for _ in range(2))
     trainer.train(row, out, epochs=2, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
-    module = torch.nn.Linear(3, 1)
+    weights = {"weight": torch.zeros(1, 3, requires_grad=True), "bias": torch.zeros(1, requires_grad=True)}
+    optimiser = torch.optim.SGD(weights.values(), 0.05, momentum=0.9)
     local = load_local_dataset(experiment, "device-1", accelerator=torch.device("cpu"))
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-    momenta = [torch.zeros_like(parameter) for parameter in module.parameters()]
     for _, inputs, targets in batches_of(local, experiment, node="device-1", epochs=2, local_round=0):
-        term = 0.15 * sum((parameter**2).sum() for parameter in module.parameters()) if objective else 0.0
-        loss = torch.nn.functional.mse_loss(module(inputs), targets) + term
-        gradients = torch.autograd.grad(loss, list(module.parameters()))
-        with torch.no_grad():
-            for parameter, momentum, gradient in zip(module.parameters(), momenta, gradients, strict=True):
-                momentum.mul_(0.9).add_(gradient)
-                parameter.sub_(0.05 * momentum)
-    found = trainer.layout.views(out)
-    assert np.allclose(found["weight"], module.weight.detach().numpy(), rtol=1e-4, atol=1e-6)
-    assert np.allclose(found["bias"], module.bias.detach().numpy(), rtol=1e-4, atol=1e-6)
+        term = 0.15 * sum((weight**2).sum() for weight in weights.values()) if objective else 0.0
+        loss = torch.nn.functional.mse_loss(torch.nn.functional.linear(inputs, **weights), targets) + term
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    for name, found in trainer.layout.views(out).items():
+        assert np.allclose(found, weights[name].detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+# Where models are evaluated
+
+GPUS = ["cpu", "cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "beside", "chosen"),
+    [
+        ("cpu", GPUS, "cuda:1", "cpu"),
+        ("auto", ["cpu"], "cpu", "cpu"),
+        ("auto", GPUS, "cpu", "cuda:0"),
+        ("auto", GPUS, "cuda:1", "cuda:1"),
+        ("cuda", GPUS, "cuda:1", "cuda:1"),
+        ("cuda", GPUS, "cpu", "cuda:0"),
+        ("cuda:1", GPUS, "cuda:0", "cuda:1"),
+    ],
+)
+def test_models_are_evaluated_beside_their_training_if_the_key_allows_it(
+    name: str, there: list[str], beside: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "accelerators", lambda: there)
+    lab = parse({"evaluation": {"accelerator": name}})
+    assert accelerator_of(lab, beside=torch.device(beside)) == torch.device(chosen)
+
+
+def test_a_missing_gpu_is_named_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "accelerators", lambda: GPUS)
+    named = r"^evaluation\.accelerator = 'cuda:2': this machine has no .* or use auto"
+    with pytest.raises(InvalidExperiment, match=named):
+        accelerator_of(parse({"evaluation": {"accelerator": "cuda:2"}}))
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fails: Exception) -> tuple[ModelTester, list[str]]:
+    """Return a tester on a GPU that fails as soon as the module arrives there, and where the module has been."""
+    tester = ModelTester(parse({}), accelerator=torch.device("cuda", 0))
+    places: list[str] = []
+
+    def to(device: torch.device) -> None:
+        places.append(str(device))
+        if device.type == "cuda":
+            raise fails
+
+    monkeypatch.setattr(tester._module, "to", to)
+    monkeypatch.setattr(evaluation, "set_up_evaluation", lambda device: places.append("set up"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: places.append("freed"))
+    return tester, places
+
+
+def test_without_memory_on_the_gpu_the_cpu_evaluates(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tester, places = on_a_gpu(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    with caplog.at_level(logging.WARNING):
+        found = tester.evaluate(tester.first)
+    assert found == ModelTester(parse({})).evaluate(tester.first)
+    assert places == ["set up", "cuda:0", "cpu", "freed"]
+    assert caplog.messages == ["cuda:0 has not enough free memory: evaluated on the CPU"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("CUDA error: an illegal memory access was encountered", AcceleratorLost),  # the process is replaced
+        ("CUDA error: invalid argument", RuntimeError),
+    ],
+)
+def test_another_failure_of_the_gpu_is_an_error(
+    text: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tester, places = on_a_gpu(monkeypatch, RuntimeError(text))
+    with pytest.raises(error, match=f"^{text}"):
+        tester.evaluate(tester.first)
+    assert places[-1] == "freed"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_run_records_where_it_was_evaluated(tmp_path: Path) -> None:
+    few = ["--set", "rounds=1", "--set", "topology.institutions=1", "--set", "topology.devices=1"]
+    command = ["run", "demo", "--direct", *few, "--runs", str(tmp_path), "--set"]
+    refused = invoke(*command, "evaluation.accelerator=cuda")
+    assert refused.exit_code == 4
+    assert "evaluation.accelerator = 'cuda': this machine has no such accelerator. It has cpu" in refused.stderr
+    assert invoke(*command, "evaluation.accelerator=auto").exit_code == 0
+    (manifest,) = tmp_path.glob("*/manifest.json")
+    assert json.loads(manifest.read_text())["evaluated_on"] == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("model", ["cnn_digits", "resnet20"])
+def test_on_a_gpu_evaluation_is_near_to_the_cpus_and_leaves_no_memory_behind(model: str) -> None:
+    data: dict[str, Any] = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 28, 28], "test_samples": 1200}
+    lab = parse({"data": data if model == "resnet20" else {}, "model": {"name": model}})
+    here, there = ModelTester(lab), ModelTester(lab, accelerator=torch.device("cuda", 0))
+    assert np.array_equal(here.first, there.first)
+    wanted = here.evaluate(here.first)
+    there.evaluate(there.first)
+    before = torch.cuda.memory_allocated()
+    found = there.evaluate(there.first)
+    assert torch.cuda.memory_allocated() == before
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-5) and found.score == pytest.approx(wanted.score, abs=0.005)
