@@ -28,23 +28,33 @@ from deploy.results.series import (
     series_of,
 )
 
-MakeRun = Callable[..., Path]
 TEMPO = {"cloud": {"epoch_control": {"name": "tempo"}}}
-TIERS = {
-    "tiers": [
-        {"name": "wan", "children": "region", "fan_out": 2, "aggregation": {"name": "fedcross"}},
-        {"name": "metro", "children": "institution", "fan_out": 2},
-        {"name": "lan", "fan_out": 2},
-    ]
-}
+
+
+def tiers(rule: str, rounds: int = 1) -> dict[str, Any]:
+    wan = {"name": "wan", "children": "region", "fan_out": 2, "aggregation": {"name": rule}}
+    metro = {"name": "metro", "children": "institution", "fan_out": 2, "rounds": rounds}
+    return {"tiers": [wan, metro, {"name": "lan", "fan_out": 2}]}
 
 
 def rule(name: str, **keys: Any) -> dict[str, Any]:
     return {"cloud": {"aggregation": {"name": name, **keys}}}
 
 
-def named(root: Path, make_run: MakeRun, *trees: dict[str, Any]) -> list[str]:
-    return [each.label for each in series_of([Run(make_run(root, tree)) for tree in trees])]
+MakeRuns = Callable[..., list[Run]]
+
+
+@pytest.fixture
+def runs_of(tmp_path: Path, make_run: Callable[..., Path]) -> MakeRuns:
+    """Makes a run of each tree."""
+    return lambda *trees: [Run(make_run(tmp_path, tree)) for tree in trees]
+
+
+def change(run: Run, **facts: Any) -> Run:
+    """Return a run with other facts in its manifest."""
+    path = run.path / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+    return Run(run.path)
 
 
 def test_leaves_have_dotted_keys() -> None:
@@ -84,40 +94,42 @@ def test_different_trees_have_different_labels(trees: list[dict[str, int]]) -> N
         assert [other == mine for other in trees] == [label == own for label in found]
 
 
-def test_rules_are_named_by_their_names_and_by_what_is_set(tmp_path: Path, make_run: MakeRun) -> None:
-    cross, nine, avg = rule("fedcross"), rule("fedcross", alpha=0.9), rule("fedavg")
-    assert named(tmp_path, make_run, avg, cross) == ["fedavg", "fedcross"]
-    assert named(tmp_path, make_run, avg, nine) == ["fedavg", "fedcross, alpha 0.9"]
-    assert named(tmp_path, make_run, avg, nine, cross) == ["fedavg", "fedcross, alpha 0.9", "fedcross, alpha 0.99"]
-    assert named(tmp_path, make_run, {}, TEMPO) == ["fixed", "tempo"]
-    assert named(tmp_path, make_run, {}, {"institution": rule("fedcross")["cloud"]}) == [
-        "institution fedavg", "institution fedcross"
-    ]  # fmt: skip
-    assert named(tmp_path, make_run, {"training": {"epochs": 2}}, {"training": {"epochs": 4}}) == [
-        "epochs 2", "epochs 4"
-    ]  # fmt: skip
+CROSS, NINE, AVG = rule("fedcross"), rule("fedcross", alpha=0.9), rule("fedavg")
+LTE, ITS_RATES = ({"links": {"wan": wan}} for wan in ("lte", {"up_mbit": 5.0, "down_mbit": 5.0}))
 
 
-def test_a_profile_stands_for_its_numbers(tmp_path: Path, make_run: MakeRun) -> None:
-    lte, own = {"links": {"wan": "lte"}}, {"links": {"wan": {"up_mbit": 5.0, "down_mbit": 5.0}}}
-    assert named(tmp_path, make_run, lte, own) == [
-        "wan lte", "wan.up_mbit 5, wan.down_mbit 5, wan.delay_ms 0"
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("trees", "wanted"),
+    [
+        ([AVG, CROSS], ["fedavg", "fedcross"]),
+        ([AVG, NINE], ["fedavg", "fedcross, alpha 0.9"]),
+        ([AVG, NINE, CROSS], ["fedavg", "fedcross, alpha 0.9", "fedcross, alpha 0.99"]),
+        ([{}, TEMPO], ["fixed", "tempo"]),
+        ([{}, {"institution": CROSS["cloud"]}], ["institution fedavg", "institution fedcross"]),
+        ([{"training": {"epochs": 2}}, {"training": {"epochs": 4}}], ["epochs 2", "epochs 4"]),
+        ([LTE, ITS_RATES], ["wan lte", "wan.up_mbit 5, wan.down_mbit 5, wan.delay_ms 0"]),
+        ([tiers("fedcross"), tiers("fedavg", 2)], ["fedcross, region.rounds 1", "fedavg, region.rounds 2"]),
+    ],
+)
+def test_series_are_named_by_rules_and_keys_that_differ(
+    trees: list[dict[str, Any]], wanted: list[str], runs_of: MakeRuns
+) -> None:
+    assert [each.label for each in series_of(runs_of(*trees))] == wanted
 
 
-def test_runs_that_differ_in_the_seed_alone_are_a_series(tmp_path: Path, make_run: MakeRun) -> None:
+def test_runs_that_differ_in_the_seed_alone_are_a_series(runs_of: MakeRuns) -> None:
     trees: list[dict[str, Any]] = [{"seed": 1}, {"seed": 1, **TEMPO}, {"seed": 2, "data": {"root": "/else"}},
                                    {"seed": 2, **TEMPO}]  # fmt: skip
-    found = series_of([Run(make_run(tmp_path, tree)) for tree in trees])
+    found = series_of(runs_of(*trees))
     assert [(each.label, each.whole, each.task) for each in found] == [("fixed", "fixed", ""), ("tempo", "tempo", "")]
     assert [[run.seed for run in each.runs] for each in found] == [[1, 2], [1, 2]]
     assert found[0].names == ["fixed, seed 1", "fixed, seed 2"]
-    (twice,) = series_of([Run(make_run(tmp_path, {})) for _ in range(2)])
+    (twice,) = series_of(runs_of({}, {}))
     assert twice.names == [f"experiment, seed 1 ({run.id[-6:]})" for run in twice.runs]
 
 
-def test_a_sweep_names_its_series(tmp_path: Path, make_run: MakeRun) -> None:
-    runs = [Run(make_run(tmp_path, {"seed": seed, **tree})) for tree in ({}, TEMPO) for seed in (1, 2)]
+def test_a_sweep_names_its_series(tmp_path: Path, runs_of: MakeRuns) -> None:
+    runs = runs_of(*({"seed": seed, **tree} for tree in ({}, TEMPO) for seed in (1, 2)))
     digests = [run.manifest["experiment_digest"] for run in runs]
 
     def names(*cells: str) -> list[tuple[str, str]]:
@@ -134,16 +146,16 @@ def test_a_sweep_names_its_series(tmp_path: Path, make_run: MakeRun) -> None:
             series_of([Run(run.path) for run in runs])
 
 
-def test_long_names_are_numbered(tmp_path: Path, make_run: MakeRun) -> None:
-    runs = [Run(make_run(tmp_path, {"seed": 1, **tree})) for tree in ({}, TEMPO)]
+def test_long_names_are_numbered(runs_of: MakeRuns) -> None:
+    runs = runs_of({"seed": 1}, {"seed": 1, **TEMPO})
     assert [each.short for each in series_of(runs, ["a" * 24, "b"])] == ["a" * 24, "b"]
     assert [each.short for each in series_of(runs, ["a" * 25, "b"])] == ["#1", "#2"]
     assert [each.names for each in series_of(runs, ["a" * 25, "b"])] == [["#1"], ["#2"]]
     assert [each.short for each in series_of(runs[:1], ["a" * 25])] == ["a" * 25]  # nothing to tell apart
 
 
-def test_given_names_win(tmp_path: Path, make_run: MakeRun) -> None:
-    found = [Run(make_run(tmp_path, tree)) for tree in ({}, TEMPO)]
+def test_given_names_win(runs_of: MakeRuns) -> None:
+    found = runs_of({}, TEMPO)
     assert [each.label for each in series_of(found, ["one", "two"])] == ["one", "two"]
     with pytest.raises(InvalidExperiment, match=r"--label.*1 for 2 series.*one for each of: fixed; tempo"):
         series_of(found, ["one"])
@@ -154,82 +166,66 @@ def test_given_names_win(tmp_path: Path, make_run: MakeRun) -> None:
     [
         ({"topology": {"institutions": 1, "devices": 4}}, ("1 institution, 1 device", "1 institution, 4 devices")),
         ({"topology": {"institutions": 0}}, ("1 institution, 1 device", "1 device")),
-        (TIERS, ("1 institution, 1 device", "2 regions, 4 institutions, 8 devices")),
+        (tiers("fedcross"), ("1 institution, 1 device", "2 regions, 4 institutions, 8 devices")),
         ({"data": {"noise": 0.2}}, ("noise 0", "noise 0.2")),
         ({"model": {"name": "mlp_digits"}}, ("cnn_digits", "mlp_digits")),
     ],
 )
 def test_other_data_nodes_or_models_are_another_task(
-    tmp_path: Path, make_run: MakeRun, tree: dict[str, Any], task: tuple[str, str]
+    runs_of: MakeRuns, tree: dict[str, Any], task: tuple[str, str]
 ) -> None:
     base = {"model": {"name": "cnn_digits"}}
-    found = series_of([Run(make_run(tmp_path, each)) for each in (base, base | tree)])
+    found = series_of(runs_of(base, base | tree))
     assert [each.task for each in found] == [each.whole for each in found] == list(task)
 
 
-def test_a_run_without_a_network_is_another_task(tmp_path: Path, make_run: MakeRun) -> None:
-    paths = [make_run(tmp_path, {}) for _ in range(2)]
-    manifest = json.loads((paths[1] / "manifest.json").read_text())
-    (paths[1] / "manifest.json").write_text(json.dumps({**manifest, "direct": {}}))
-    assert [each.task for each in series_of([Run(path) for path in paths])] == ["network", "no network"]
+def test_a_run_without_a_network_is_another_task(runs_of: MakeRuns) -> None:
+    one, other = runs_of({}, {})
+    assert [each.task for each in series_of([one, change(other, direct={})])] == ["network", "no network"]
 
 
-def test_tiers_have_the_keys_of_the_short_form(tmp_path: Path, make_run: MakeRun) -> None:
-    one, other = {**TIERS, "rounds": 3}, json.loads(json.dumps({**TIERS, "rounds": 3}))
-    other["tiers"][0]["aggregation"] = {"name": "fedavg"}
-    other["tiers"][1]["rounds"] = 2
-    assert named(tmp_path, make_run, one, other) == ["fedcross, region.rounds 1", "fedavg, region.rounds 2"]
-
-
-def test_uneven_parents_are_in_the_name_of_the_nodes(tmp_path: Path, make_run: MakeRun) -> None:
+def test_uneven_parents_are_in_the_name_of_the_nodes(runs_of: MakeRuns) -> None:
     members = {"institution-0": ["device-0"], "institution-1": ["device-1", "device-2", "device-3"]}
     tree = {"topology": {"institutions": 2, "devices": 4, "members": members}}
-    assert nodes_of(Run(make_run(tmp_path, tree))) == "2 institutions, 4 devices (1 + 3)"
-    assert nodes_of(Run(make_run(tmp_path, {"topology": {"institutions": 2, "devices": 5}}))).endswith("5 devices")
+    uneven, even = runs_of(tree, {"topology": {"institutions": 2, "devices": 5}})
+    assert nodes_of(uneven) == "2 institutions, 4 devices (1 + 3)" and nodes_of(even).endswith("5 devices")
 
 
-def test_one_seed_with_two_splits_is_refused(tmp_path: Path, make_run: MakeRun) -> None:
-    found = [make_run(tmp_path, {"seed": seed}) for seed in (1, 1, 2)]
-    for path, digest in zip(found, "aba", strict=True):
-        (path / "partition.json").write_text(json.dumps({"digest": digest, "devices": {}}))
+def test_one_seed_with_two_splits_is_refused(runs_of: MakeRuns) -> None:
+    found = runs_of({"seed": 1}, {"seed": 1}, {"seed": 2})
+    for run, digest in zip(found, "aba", strict=True):
+        (run.path / "partition.json").write_text(json.dumps({"digest": digest, "devices": {}}))
     with pytest.raises(InvalidExperiment, match="the same seed, but different splits"):
-        series_of([Run(path) for path in found])
-    assert len(series_of([Run(path) for path in found[1:]])) == 1
+        series_of([Run(run.path) for run in found])
+    assert len(series_of([Run(run.path) for run in found[1:]])) == 1
 
 
-def test_other_conditions_are_found_by_kind(tmp_path: Path, make_run: MakeRun) -> None:
-    one = Run(make_run(tmp_path, {}))
+def test_other_conditions_are_found_by_kind(runs_of: MakeRuns) -> None:
+    one, other, slower = runs_of({}, {}, {"links": {"wan": {"up_mbit": 5.0}}})
+    python, cpus = one.manifest["python"], one.manifest["cpus"]
     assert conditions(one, one) == {}
-    for kind, change, text in (
-        ("hardware", {"cpus": 999}, f"cpus: {one.manifest['cpus']} and 999"),
-        ("versions", {"python": "2.7"}, f"python: {one.manifest['python']} and 2.7"),
-    ):
-        other = make_run(tmp_path, {})
-        (other / "manifest.json").write_text(json.dumps({**one.manifest, **change}))
-        assert conditions(one, Run(other)) == {kind: text}
-    slower = Run(make_run(tmp_path, {"links": {"wan": {"up_mbit": 5.0}}}))
+    assert conditions(one, change(other, cpus=999)) == {"hardware": f"cpus: {cpus} and 999"}
+    assert conditions(one, change(other, cpus=cpus, python="2.7")) == {"versions": f"python: {python} and 2.7"}
     assert conditions(one, slower) == {"links": "links.of.institution-0.up_mbit: none and 5"}
 
 
-def test_runs_that_began_on_a_busy_machine_are_named(tmp_path: Path, make_run: MakeRun) -> None:
-    paths = [make_run(tmp_path, {"seed": seed}) for seed in range(3)]
-    for path, load in zip(paths, (0.9, 1.2, 3.0), strict=True):
-        manifest = json.loads((path / "manifest.json").read_text())
-        (path / "manifest.json").write_text(json.dumps({**manifest, "cpus": 2, "load": load}))
+def loaded(runs: list[Run], *loads: float) -> list[Run]:
+    """Return runs that began on machines of two cores with these loads."""
+    return [change(run, cpus=2, load=load) for run, load in zip(runs, loads, strict=True)]
+
+
+def test_runs_that_began_on_a_busy_machine_are_named(runs_of: MakeRuns) -> None:
+    runs = loaded(runs_of(*({"seed": seed} for seed in range(3))), 0.9, 1.2, 3.0)
     note = "experiment: 2 of 3 runs began on a busy machine: load up to 1.5 a core"
-    assert condition_notes(series_of([Run(path) for path in paths])) == [note]
+    assert condition_notes(series_of(runs)) == [note]
 
 
-def test_what_several_series_have_in_common_is_one_note(tmp_path: Path, make_run: MakeRun) -> None:
+def test_what_several_series_have_in_common_is_one_note(runs_of: MakeRuns) -> None:
     slow = {"links": {"wan": {"up_mbit": 5.0}}}
-    paths = [make_run(tmp_path, tree) for tree in ({}, slow, {**slow, **TEMPO})]
-    names = ["first", "slow", "slow tempo"]
-    (links,) = condition_notes(series_of([Run(path) for path in paths], names))
+    runs, names = runs_of({}, slow, {**slow, **TEMPO}), ["first", "slow", "slow tempo"]
+    (links,) = condition_notes(series_of(runs, names))
     assert links == "slow; slow tempo: other links than first: links.of.institution-0.up_mbit: none and 5"
-    for path, load in zip(paths, (4.0, 6.0, 5.0), strict=True):
-        manifest = json.loads((path / "manifest.json").read_text())
-        (path / "manifest.json").write_text(json.dumps({**manifest, "cpus": 2, "load": load}))
-    notes = condition_notes(series_of([Run(path) for path in paths], names), attrgetter("short"))
+    notes = condition_notes(series_of(loaded(runs, 4.0, 6.0, 5.0), names), attrgetter("short"))
     assert notes == [links, "3 of 3 runs began on a busy machine: load up to 3.0 a core"]
 
 
@@ -251,7 +247,7 @@ def test_paired_differences_are_those_of_the_common_seeds(first: dict[str, float
         assert found.deviation is None
 
 
-def test_values_by_seed_are_means_of_seeds_that_all_have_one(tmp_path: Path, make_run: MakeRun) -> None:
+def test_values_by_seed_are_means_of_seeds_that_all_have_one(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     seeds, accuracies = (1, 1, 2, 3), ((0.5,), (0.7,), (0.9,), (None,))
     found = [
         Run(make_run(tmp_path, {"seed": seed}, accuracies=each)) for seed, each in zip(seeds, accuracies, strict=True)
