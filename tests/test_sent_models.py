@@ -209,7 +209,7 @@ NULLS: Final[list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = [
 def test_null_settings_are_fedavg_with_lossy_codecs(
     rule: Mapping[str, Any], plain: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    tree = merged(without(LAB, "institution"), FLAT)
+    tree = merged(without(LAB, "institution"), FLAT, {"rounds": 2})
     objective = {"training": {"objective": {"name": "feddyn", "alpha": 0.0}}} if rule["name"] == "feddyn" else {}
     found = model_of(tmp_path, tree, objective, {"cloud": {"aggregation": rule}})
     wanted = model_of(tmp_path, tree, {"cloud": {"aggregation": plain}})
@@ -283,13 +283,13 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(
     objective = {"objective": {"name": "feddyn"}} if rule["name"] == "feddyn" else {}
     cloud = {"checkpoint_every": 2, "aggregation": {"name": "fedavgm"}}
     methods = {"training": objective, "institution": {"aggregation": rule}, "transfer": TIERS[codecs], "cloud": cloud}
-    tree = merged(LAB, methods, {"rounds": 5})
+    tree = merged(LAB, methods, {"rounds": 4})
     broken = run_direct(tmp_path, tree, until=3)
     assert tensors(resumed_run(broken)) == model_of(tmp_path, tree)
 
 
 KILLED: Final = KilledLab(
-    merged(LAB, dynamic(0.05), {"transfer": TIERS["other"] | {"inline_bytes": 0}}), model_bytes=40_000
+    merged(LAB, dynamic(0.05), {"rounds": 2, "transfer": TIERS["other"] | {"inline_bytes": 0}}), model_bytes=40_000
 )
 
 

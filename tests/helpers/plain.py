@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from common.experiment import schema
@@ -30,8 +31,19 @@ def plain_training(
 ) -> tuple[Row, int]:
     """Return the model and the steps of a plain PyTorch loop from a model; `joins`: see LocalDataset."""
     module = models.anew(lab, inputs=datasets.load(lab.data).inputs)
-    layout, training = models.layout_of(module), lab.training
+    layout = models.layout_of(module)
     models.read_row(module, layout, row)
+    steps = train_plainly(module, lab, node, epochs=epochs, local_round=local_round, joins=joins)
+    out = layout.empty()
+    models.write_row(module, layout, out)
+    return out, steps
+
+
+def train_plainly(
+    module: nn.Module, lab: schema.Experiment, node: str, *, epochs: int, local_round: int, joins: bool
+) -> int:
+    """Train a module in a plain PyTorch loop; return the steps."""
+    training = lab.training
     local = replace(batches.load_local_dataset(lab, node, accelerator=torch.device("cpu")), joins=joins)
     optimiser = torch.optim.SGD(
         module.parameters(), training.learning_rate, training.momentum, weight_decay=training.weight_decay
@@ -43,6 +55,4 @@ def plain_training(
             functional.cross_entropy(module.train()(inputs), labels).backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             steps += 1
-    out = layout.empty()
-    models.write_row(module, layout, out)
-    return out, steps
+    return steps
