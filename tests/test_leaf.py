@@ -156,9 +156,9 @@ def test_the_vocabulary_is_read_without_its_vectors(tmp_path: Path, place: str, 
 
 def test_a_vocabulary_longer_than_a_piece(tmp_path: Path) -> None:
     sent140(tmp_path)
-    words = [f"{i:07}" + "x" * 1000 for i in range(20_000)]
+    words = [f"{i:07}" + "x" * 100_000 for i in range(200)]
     (tmp_path / "sent140" / "embs.json").write_text(json.dumps({"vocab": words, "emba": []}))
-    assert load("sent140", tmp_path).tokens == 20_001
+    assert load("sent140", tmp_path).tokens == 201
 
 
 def test_a_word_that_stands_twice_counts_once(tmp_path: Path) -> None:
@@ -224,33 +224,26 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes
     assert str(caught.value).startswith("data.root = ") and str(path) in str(caught.value)
 
 
-def test_a_label_beyond_the_classes(tmp_path: Path) -> None:
-    femnist(tmp_path)
-    write(tmp_path, "femnist", "test", "2", {"f8": ([image(1)], [62])})
-    with pytest.raises(InvalidExperiment, match="labels that should be 0 to 61"):
-        load("femnist", tmp_path)
-
-
-def test_a_user_in_two_files_is_left_from_another_split(tmp_path: Path) -> None:
-    femnist(tmp_path)
-    write(tmp_path, "femnist", "train", "other", {"f2": ([image(5)], [5])})
-    with pytest.raises(InvalidExperiment, match="the user 'f2', which is also in another file"):
-        load("femnist", tmp_path)
-
-
-@pytest.mark.parametrize(("x", "y"), [(["too short"], ["a"]), ([SONNET[:80]], ["ab"]), ([5], ["a"]), ([None], ["a"])])
-def test_text_of_another_length(tmp_path: Path, x: list[Any], y: list[Any]) -> None:
-    shakespeare(tmp_path)
-    write(tmp_path, "shakespeare", "train", "1", {"ZOE": (x, y)})
-    with pytest.raises(InvalidExperiment, match="a sample of 'ZOE' that does not fit shakespeare"):
-        load("shakespeare", tmp_path)
-
-
-def test_a_tweet_without_text(tmp_path: Path) -> None:
-    sent140(tmp_path)
-    write(tmp_path, "sent140", "train", "1", {"bob": ([tweet("a")[:4]], [1])})
-    with pytest.raises(InvalidExperiment, match="a sample of 'bob'"):
-        load("sent140", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "part", "users", "problem"),
+    [
+        ("femnist", "test", {"f8": ([image(1)], [62])}, "labels that should be 0 to 61"),
+        # a user in two files is left from another split
+        ("femnist", "train", {"f2": ([image(5)], [5])}, "the user 'f2', which is also in another file"),
+        ("shakespeare", "train", {"ZOE": (["too short"], ["a"])}, "a sample of 'ZOE' that does not fit shakespeare"),
+        ("shakespeare", "train", {"ZOE": ([SONNET[:80]], ["ab"])}, "a sample of 'ZOE' that does not fit shakespeare"),
+        ("shakespeare", "train", {"ZOE": ([5], ["a"])}, "a sample of 'ZOE' that does not fit shakespeare"),
+        ("shakespeare", "train", {"ZOE": ([None], ["a"])}, "a sample of 'ZOE' that does not fit shakespeare"),
+        ("sent140", "train", {"bob": ([tweet("a")[:4]], [1])}, "a sample of 'bob'"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_others_is_refused(
+    tmp_path: Path, name: str, part: str, users: Users, problem: str
+) -> None:
+    {"femnist": femnist, "shakespeare": shakespeare, "sent140": sent140}[name](tmp_path)
+    write(tmp_path, name, part, "2", users)
+    with pytest.raises(InvalidExperiment, match=problem):
+        load(name, tmp_path)
 
 
 def test_owners_and_samples_agree(tmp_path: Path) -> None:
