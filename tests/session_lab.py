@@ -345,13 +345,7 @@ class ParentNode(Node):
             self.over = event
 
     def open(
-        self,
-        *,
-        global_round: int,
-        local_round: int,
-        models: Mapping[str, bytes],
-        epochs: int,
-        closing: Closing,
+        self, *, global_round: int, local_round: int, models: Mapping[str, bytes], epochs: int, closing: Closing
     ) -> Key:
         assignments = {}
         for model in set(models.values()):

@@ -13,22 +13,9 @@ from common.errors import RefusedModel
 from common.experiment.tiers import Closing
 from common.protocol.coordinator import Coordinator
 from common.protocol.limits import ChildLimits, check_report, plans_of
-from common.protocol.messages import (
-    Acknowledgement,
-    Failure,
-    Key,
-    NodeState,
-    Phase,
-    Presence,
-    Task,
-)
+from common.protocol.messages import Acknowledgement, Failure, Key, NodeState, Phase, Presence, Task
 from common.protocol.participant import Begin, Participant
-from common.protocol.round_state import (
-    Closed,
-    Restarted,
-    ResultAnnounced,
-    Stalled,
-)
+from common.protocol.round_state import Closed, Restarted, ResultAnnounced, Stalled
 from common.runtime.round import WorkResult
 from common.text import JSON_MOST
 from tests.helpers.coordinators import OLD, OneParent, assignments, manifest_of, progress_of, result_of, task_of

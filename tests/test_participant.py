@@ -12,21 +12,9 @@ from session_lab import ALL, Lab, names_of
 
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
-from common.protocol.messages import (
-    Acknowledgement,
-    Key,
-    Phase,
-    Progress,
-    Result,
-)
+from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result
 from common.protocol.participant import PHASE_S, Acknowledged, Begin, Participant, ParticipantState
-from common.protocol.round_state import (
-    Stalled,
-    Standing,
-    Timeline,
-    Verdict,
-    judge,
-)
+from common.protocol.round_state import Stalled, Standing, Timeline, Verdict, judge
 from tests.helpers.coordinators import COUNTED, OLD, OneChild, OneParent, children_of, progress_of, result_of, task_of
 
 # Closing

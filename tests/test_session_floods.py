@@ -13,18 +13,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import (
-    LAB,
-    LAYOUT,
-    PARENT,
-    RUN,
-    Lab,
-    attributes,
-    manifest_of,
-    model_of,
-    names_of,
-    sizes,
-)
+from session_lab import LAB, LAYOUT, PARENT, RUN, Lab, attributes, manifest_of, model_of, names_of, sizes
 
 from common.accounting.traffic import Traffic
 from common.errors import WireError
@@ -32,20 +21,8 @@ from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
 from common.protocol import serialization, topics
-from common.protocol.admission import (
-    ANSWER_S,
-    ANSWERS_MOST,
-    ASKS_KEPT,
-    SEEKERS_MOST,
-    Refusal,
-)
-from common.protocol.events import (
-    BrokerAway,
-    ParentGone,
-    PeerChanged,
-    ProbeReceived,
-    TargetsChanged,
-)
+from common.protocol.admission import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_MOST, Refusal
+from common.protocol.events import BrokerAway, ParentGone, PeerChanged, ProbeReceived, TargetsChanged
 from common.protocol.messages import (
     DIGEST_BYTES,
     Alive,

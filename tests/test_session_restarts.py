@@ -7,27 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from session_lab import (
-    CHUNK,
-    LAB,
-    LAYOUT,
-    PARENT,
-    RUN,
-    ChildNode,
-    Lab,
-    manifest_of,
-    model_of,
-    names_of,
-)
+from session_lab import CHUNK, LAB, LAYOUT, PARENT, RUN, ChildNode, Lab, manifest_of, model_of, names_of
 
 from common.accounting.child_report import ChildReport
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
 from common.protocol import serialization, topics
-from common.protocol.admission import (
-    Refusal,
-)
+from common.protocol.admission import Refusal
 from common.protocol.child_session import FAREWELL_S
 from common.protocol.events import (
     GoodbyeReceived,

@@ -9,47 +9,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import (
-    LAB,
-    PARENT,
-    RUN,
-    ChildNode,
-    Lab,
-    manifest_of,
-    model_of,
-    names_of,
-    snapshot,
-)
+from session_lab import LAB, PARENT, RUN, ChildNode, Lab, manifest_of, model_of, names_of, snapshot
 
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
 from common.protocol import serialization, topics
-from common.protocol.admission import (
-    MESSAGES_MOST,
-    MessageRefused,
-    Refusal,
-)
+from common.protocol.admission import MESSAGES_MOST, MessageRefused, Refusal
 from common.protocol.child_session import QUIET_S
-from common.protocol.events import (
-    ModelFailed,
-    ParentGone,
-    PeerChanged,
-    RunEnded,
-    TaskReceived,
-)
+from common.protocol.events import ModelFailed, ParentGone, PeerChanged, RunEnded, TaskReceived
 from common.protocol.limits import ChildLimits
 from common.protocol.manifest import ModelForm
-from common.protocol.messages import (
-    Ask,
-    Gone,
-    Key,
-    NodeState,
-    Phase,
-    Presence,
-    Progress,
-    Task,
-    WhoIsThere,
-)
+from common.protocol.messages import Ask, Gone, Key, NodeState, Phase, Presence, Progress, Task, WhoIsThere
 from common.protocol.participant import ParticipantState
 from common.protocol.presence import ASK_MOST_S, ASK_S, Proof
 from common.protocol.round_state import Closed, Stalled

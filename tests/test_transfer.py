@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from common.experiment.links import LinkDirection
 from common.protocol.manifest import describe
 from common.protocol.messages import Ask
-from common.protocol.receiver import (
-    ASKS_LEAST,
-    PATIENCE_MOST_S,
-    PATIENCE_S,
-    REPAIR_S,
-    Receiver,
-)
+from common.protocol.receiver import ASKS_LEAST, PATIENCE_MOST_S, PATIENCE_S, REPAIR_S, Receiver
 from common.protocol.sender import Publication, Sender
 from common.protocol.topics import ALL
 from tests.helpers.examples import examples

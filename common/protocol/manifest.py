@@ -21,14 +21,7 @@ FROZEN_CODEC: Final = "safetensors"  # of frozen arrays
 
 
 def describe(
-    data: memoryview,
-    *,
-    chunk_bytes: int,
-    codec: str,
-    layout: str,
-    reference: str = "",
-    salt: str = "",
-    extras: int = 0,
+    data: memoryview, *, chunk_bytes: int, codec: str, layout: str, reference: str = "", salt: str = "", extras: int = 0
 ) -> Manifest:
     """Return the manifest of a blob: xxh3-64 of each chunk, and their hash as the blob's id.
 

@@ -9,21 +9,9 @@ from session_lab import ALL, ChildNode, Lab, names_of
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
 from common.protocol.coordinator import Coordinator
-from common.protocol.messages import (
-    Acknowledgement,
-    Key,
-    Manifest,
-    NodeState,
-    Phase,
-    Presence,
-    Progress,
-    Result,
-    Task,
-)
+from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.participant import Begin, Participant
-from common.protocol.round_state import (
-    Assignment,
-)
+from common.protocol.round_state import Assignment
 
 OLD = Key(0, 0, 0)
 

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from session_lab import (
-    CHUNKED,
-    LAB,
-    LAYOUT,
-    RUN,
-    Lab,
-    Node,
-    manifest_of,
-)
+from session_lab import CHUNKED, LAB, LAYOUT, RUN, Lab, Node, manifest_of
 
 from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic

@@ -14,11 +14,7 @@ from common.experiment.links import LinkDirection
 from common.protocol.manifest import describe
 from common.protocol.messages import Ask, Gone, Manifest
 from common.protocol.outbox import Shaper
-from common.protocol.receiver import (
-    Fetched,
-    Receiver,
-    ReceiverEvent,
-)
+from common.protocol.receiver import Fetched, Receiver, ReceiverEvent
 from common.protocol.sender import Publication, Sender
 from common.protocol.topics import ALL
 
