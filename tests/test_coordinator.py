@@ -12,10 +12,11 @@ from common.accounting.traffic import TcpStats, Traffic
 from common.errors import RefusedModel
 from common.experiment.tiers import Closing
 from common.protocol.coordinator import Coordinator
+from common.protocol.events import TaskReceived, UploadAnnounced
 from common.protocol.limits import ChildLimits, check_report, plans_of
 from common.protocol.messages import Acknowledgement, Failure, Key, NodeState, Phase, Presence, Task
-from common.protocol.participant import Begin, Participant
-from common.protocol.round_state import Closed, Restarted, ResultAnnounced, Stalled
+from common.protocol.participant import Participant
+from common.protocol.round_state import Closed, Restarted, Stalled
 from common.runtime.round import WorkResult
 from common.text import JSON_MOST
 from tests.helpers.coordinators import OLD, OneParent, assignments, manifest_of, progress_of, result_of, task_of
@@ -71,7 +72,7 @@ def test_a_refused_result_leaves_the_round_to_the_others() -> None:
     one = OneParent(3)
     for name in one.names:
         one.receive(name, result_of(one.key), 1.0)
-    assert [event.child for event in one.events() if isinstance(event, ResultAnnounced)] == one.names
+    assert [event.child for event in one.events() if isinstance(event, UploadAnnounced)] == one.names
     one.coordinator.refuse("device-1", one.key, reason="holds NaN", now=2.0)
     assert ("device-1", Acknowledgement(one.key, "holds NaN")) in one.acknowledgements(2.0)
     one.receive("device-1", result_of(one.key), 3.0)  # its acknowledgement was lost
@@ -185,14 +186,14 @@ def test_a_session_of_the_parent_that_returns_keeps_the_order_of_its_tasks() -> 
     participant = Participant(idle_s=20.0)
     later, earlier = (Task(Key(0, number, 0), 1, manifest_of(number), None) for number in (1, 0))
     participant.receive(later, now=0.0)
-    assert isinstance(participant.next_event(), Begin)
+    assert isinstance(participant.next_event(), TaskReceived)
     participant.parent_restarted(1.0)  # a stranger's presence under the parent's name
     participant.parent_restarted(2.0, again=True)
     participant.receive(earlier, now=3.0)
     assert participant.next_event() is None
     participant.parent_restarted(4.0)
     participant.receive(earlier, now=5.0)
-    assert isinstance(participant.next_event(), Begin)
+    assert isinstance(participant.next_event(), TaskReceived)
 
 
 def test_a_new_parent_does_not_judge_what_it_never_asked_for() -> None:
@@ -424,7 +425,7 @@ def test_a_restarted_child_begins_again() -> None:
     one.coordinator.accept("device-0", one.key, now=2.1)  # the old process' upload
     assert one.events() == [] and one.coordinator.to_send(2.2) == []
     one.receive("device-0", result_of(one.key), 3.0)
-    assert [type(event) for event in one.events()] == [ResultAnnounced]
+    assert [type(event) for event in one.events()] == [UploadAnnounced]
     one.coordinator.accept("device-0", one.key, now=3.5)
     one.finish("device-1", 4.0)
     assert isinstance(one.events()[-1], Closed)
@@ -530,4 +531,4 @@ def test_no_round_no_deadline() -> None:
     one.finish("device-0", 1.0)
     assert one.coordinator.next_deadline() is None and not one.tasks(100.0)
     one.coordinator.tick(1000.0)
-    assert [type(event) for event in one.events()] == [ResultAnnounced, Closed]
+    assert [type(event) for event in one.events()] == [UploadAnnounced, Closed]

@@ -19,9 +19,10 @@ from common.experiment.reading import parse
 from common.experiment.tiers import Closing, Tier
 from common.methods.selection import ClientSelection, ResultFacts
 from common.protocol.coordinator import Coordinator
+from common.protocol.events import UploadAnnounced
 from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task
 from common.protocol.participant import Acknowledged, Participant, ParticipantState
-from common.protocol.round_state import TAKEN_BACK, Assignment, Closed, ResultAnnounced, Stalled
+from common.protocol.round_state import TAKEN_BACK, Assignment, Closed, Stalled
 from common.runtime.round import Dispatch
 from deploy.local.replay import replayed
 from deploy.results.run import Run
@@ -147,7 +148,7 @@ class Parent:
         return found
 
     def closed(self, name: str, key: Key, now: float) -> Closed:
-        assert any(isinstance(event, ResultAnnounced) for event in self.announce(name, key, now))
+        assert any(isinstance(event, UploadAnnounced) for event in self.announce(name, key, now))
         self.coordinator.accept(name, key, now=now)
         (event,) = self.events()
         assert isinstance(event, Closed)
@@ -171,7 +172,7 @@ def test_a_result_that_comes_between_two_rounds_counts_in_the_next() -> None:
     parent = Parent()
     first = parent.open(0, "ab", carried="")
     parent.closed("a", first, 0.5)
-    assert isinstance(parent.announce("b", first, 0.6)[0], ResultAnnounced)
+    assert isinstance(parent.announce("b", first, 0.6)[0], UploadAnnounced)
     parent.coordinator.accept("b", first, now=0.7)
     assert parent.events() == []
     parent.open(1, "a", carried="b")
@@ -359,8 +360,8 @@ def test_a_lab_that_loses_accepted_results_violates_an_invariant(monkeypatch: py
     """As any run of this lab did, before results were taken back."""
 
     def end(self: Coordinator, *, but: Collection[str] = ()) -> None:
-        self._open = False
-        for name, child in self._children.items():
+        self.is_open = False
+        for name, child in self.children.items():
             child.carried = child.carried and name in but
 
     drawn = read_lab(LABS / "buffers-take-back.toml")

@@ -204,7 +204,7 @@ def test_a_devices_samples_change_with_its_session_alone() -> None:
 def test_two_processes_that_use_one_session_are_noticed(what: str) -> None:
     """Without an access control list anybody can announce a result under a session that it has seen."""
     lab = lab_in_a_round(slow="device-1")
-    lab.until(lambda: lab.parent.session.coordinator._children["device-0"].state is ChildState.ACCEPTED)
+    lab.until(lambda: lab.parent.session.coordinator.children["device-0"].state is ChildState.ACCEPTED)
     message = result() if what == "result" else Progress(Key(0, 0, 0), Phase.TRAINING, 3, 6, Traffic(), ())
     lab.publish(PARENT, "device-0", session_of(lab, "device-0"), message)
     lab.rest(0.1)
@@ -235,7 +235,7 @@ def test_a_replayed_report_takes_no_bytes_back() -> None:
 
 def test_progress_with_impossible_counts_is_progress() -> None:
     lab = lab_in_a_round()
-    child = lab.parent.session.coordinator._children["device-0"]
+    child = lab.parent.session.coordinator.children["device-0"]
     much = Progress(Key(0, 0, 0), Phase.TRAINING, 99, 99, Traffic(2 * BYTES_MOST), ())
     body = serialization.encode(much, session_of(lab, "device-0"))
     lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
@@ -276,7 +276,7 @@ def test_a_late_proof_of_life_does_not_replace_a_session() -> None:
     lab.publish(PARENT, "device-0", "an-earlier-one", Alive(mine, READY))
     lab.rest(0.2)
     assert lab.parent.session.link.proofs.session("device-0") == session
-    assert lab.parent.session.coordinator._children["device-0"].session == session
+    assert lab.parent.session.coordinator.children["device-0"].session == session
     assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 

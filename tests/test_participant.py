@@ -12,8 +12,9 @@ from session_lab import ALL, Lab, names_of
 
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
+from common.protocol.events import TaskReceived
 from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result
-from common.protocol.participant import PHASE_S, Acknowledged, Begin, Participant, ParticipantState
+from common.protocol.participant import PHASE_S, Acknowledged, Participant, ParticipantState
 from common.protocol.round_state import Stalled, Standing, Timeline, Verdict, judge
 from tests.helpers.coordinators import COUNTED, OLD, OneChild, OneParent, children_of, progress_of, result_of, task_of
 
@@ -190,7 +191,7 @@ def offer_of(key: Key) -> Result:
 
 def test_a_task_is_begun_once() -> None:
     one = OneChild()
-    assert one.receive(task_of(OLD)) == [Begin(task_of(OLD))]
+    assert one.receive(task_of(OLD)) == [TaskReceived(task_of(OLD))]
     assert one.receive(replace(task_of(OLD), inline=b"x")) == []
     one.participant.begin_work(Phase.WAITING, now=1.0)
     assert one.receive(task_of(OLD), 2.0) == [] and one.participant.state is ParticipantState.WORKING
@@ -236,7 +237,7 @@ def test_another_model_or_number_of_epochs_is_another_task(change: dict[str, int
     one = OneChild()
     one.work(OLD)
     task = task_of(Key(1, 0, 0), **change)
-    assert one.receive(task) == [Begin(task)] and one.participant.state is ParticipantState.FETCHING
+    assert one.receive(task) == [TaskReceived(task)] and one.participant.state is ParticipantState.FETCHING
 
 
 def test_a_task_of_an_earlier_round_is_ignored() -> None:
@@ -246,7 +247,7 @@ def test_a_task_of_an_earlier_round_is_ignored() -> None:
     for key in (Key(0, 5, 0), Key(0, 4, 9)):
         assert one.receive(task_of(key)) == []
     later = task_of(Key(1, 4, 0))
-    assert one.receive(later) == [Begin(later)]
+    assert one.receive(later) == [TaskReceived(later)]
 
 
 def test_a_parent_that_restarted_may_go_back() -> None:
@@ -256,7 +257,7 @@ def test_a_parent_that_restarted_may_go_back() -> None:
         if first is not None:
             one.receive(first, session="new")
         task = task_of(Key(0, 4, 0), model=4)
-        assert one.receive(task, session="new") == [Begin(task)]
+        assert one.receive(task, session="new") == [TaskReceived(task)]
         assert one.receive(task_of(Key(0, 3, 0)), session="new") == []  # once
         assert one.receive(Acknowledgement(Key(0, 5, 0), ""), session="new") == []
 
@@ -290,7 +291,7 @@ def test_a_task_that_was_abandoned_can_be_begun_again() -> None:
     assert one.to_send(10.0) == [] and one.participant.next_deadline() is None
     one.participant.finish(result_of(OLD), now=10.0)
     assert one.participant.state is ParticipantState.IDLE
-    assert one.receive(task_of(OLD), 11.0) == [Begin(task_of(OLD))]
+    assert one.receive(task_of(OLD), 11.0) == [TaskReceived(task_of(OLD))]
 
 
 def test_progress_is_sent_in_measure() -> None:

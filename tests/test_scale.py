@@ -23,13 +23,14 @@ from common.experiment.tiers import Closing
 from common.model.layout import shared_row
 from common.protocol.attendance import REPORT_S, Attendance, Targets
 from common.protocol.coordinator import Coordinator, Lacking
+from common.protocol.events import TaskReceived, UploadAnnounced
 from common.protocol.manifest import describe
 from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.outbox import Outbox, Publish
 from common.protocol.parent_session import ParentSession
-from common.protocol.participant import Begin, Participant
+from common.protocol.participant import Participant
 from common.protocol.presence import Identity
-from common.protocol.round_state import HEARTBEAT_S, Assignment, ResultAnnounced, waiting_most_s
+from common.protocol.round_state import HEARTBEAT_S, Assignment, waiting_most_s
 from common.protocol.sender import Sender
 from common.protocol.serialization import decode
 from deploy.planning.calibration import MachineSpeeds
@@ -253,11 +254,11 @@ def test_the_state_of_a_round_has_no_models() -> None:
     ((_, task),) = parent.to_send(0.0)
     assert isinstance(task, Task) and task.inline is model
     child.receive(task, now=0.0)
-    assert child.next_event() == Begin(task)
+    assert child.next_event() == TaskReceived(task)
     result = Result(key, manifest, model, 1, 0.5, 1, 1, 1, 0.1, 0.0, 0.0, (), "")
     parent.receive("a", result, now=1.0)
-    assert parent.next_event() == ResultAnnounced("a", result)
-    assert all(model not in gc.get_referents(each) for each in (child._task, parent._children["a"].result))
+    assert parent.next_event() == UploadAnnounced("a", result)
+    assert all(model not in gc.get_referents(each) for each in (child._task, parent.children["a"].result))
 
 
 @virtual
@@ -278,7 +279,7 @@ def test_nodes_of_a_process_share_the_model_inside_their_tasks_as_it_is_read() -
         child, task = Participant(idle_s=120.0), Task(Key(0, 0, 0), 1, manifest, bytes(bytearray(model)))
         child.receive(task, now=0.0)
         event = child.next_event()
-        assert event == Begin(task) and isinstance(event, Begin) and event.row is not None
+        assert event == TaskReceived(task) and isinstance(event, TaskReceived) and event.row is not None
         begun.append((event.row, event.task.inline))
     (row, inline), (other, others) = begun
     assert row is other and inline is others and row.tobytes() == model

@@ -60,7 +60,7 @@ from common.protocol.messages import (
     Task,
 )
 from common.protocol.outbox import Output
-from common.protocol.participant import PHASE_S, Acknowledged, Participant
+from common.protocol.participant import PHASE_S, Participant
 from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received, Unproven
 from common.protocol.presence import Identity, Proof, TimeZero
 from common.protocol.receiver import Fetched, FetchFailed, Landing, ReceiverEvent
@@ -410,13 +410,12 @@ class ChildSession:
         for fetch in self.link.transferred():
             self._transferred(fetch)
         while (event := self.participant.next_event()) is not None:
-            if isinstance(event, Acknowledged):
-                if event.reason:
-                    self.link.events.append(ResultRefused(event.reason))
-                elif self.accepted is None or event.key > self.accepted:
-                    self.accepted = event.key
-            else:
-                self.link.events.append(TaskReceived(event.task, event.row))
+            if isinstance(event, TaskReceived):
+                self.link.events.append(event)
+            elif event.reason:
+                self.link.events.append(ResultRefused(event.reason))
+            elif self.accepted is None or event.key > self.accepted:
+                self.accepted = event.key
 
     def _transferred(self, event: ReceiverEvent) -> None:
         if self._fetching is None or event.blob != self._fetching.model.blob:

@@ -16,6 +16,7 @@ from typing import Final, Generic, TypeVar
 
 from common.experiment.devices import Online, OnlineTimes
 from common.experiment.tiers import Closing
+from common.protocol.events import UploadAnnounced
 from common.protocol.messages import (
     LIVING,
     Acknowledgement,
@@ -40,7 +41,6 @@ from common.protocol.round_state import (
     ChildState,
     CoordinatorEvent,
     Restarted,
-    ResultAnnounced,
     Stalled,
     Timeline,
     Verdict,
@@ -58,16 +58,19 @@ _C = TypeVar("_C")
 
 
 class Coordinator:
-    """One parent's rounds with its children, one round at a time; `online`: when each is there by its trace."""
+    """One parent's rounds with its children, one round at a time; `online`: when each is there by its trace.
+
+    `children`: the state of each in the last round, `key`, which may be open.
+    """
 
     def __init__(self, children: Iterable[str], *, idle_s: float, online: Online | None = None) -> None:
-        self._children = {name: ChildInRound(online=(online or {}).get(name)) for name in children}
+        self.children = {name: ChildInRound(online=(online or {}).get(name)) for name in children}
         self._begun: float | None = None
         self._idle_s = idle_s
         self._waiting_most_s = waiting_most_s(idle_s)
-        self._key: Key | None = None
+        self.key: Key | None = None
         self._closing = Closing()
-        self._open = self._buffered = False
+        self.is_open = self._buffered = False
         self._judged = self._collected = -inf
         self._quiet_until = -inf  # no deadline before; most calls find nothing to do
         self._received_at = -inf  # time of the last message of a child
@@ -79,7 +82,7 @@ class Coordinator:
 
     def add(self, name: str, *, online: OnlineTimes | None = None) -> None:
         """Add a child that came later; it takes part from the next round on."""
-        self._children[name] = ChildInRound(online=online)
+        self.children[name] = ChildInRound(online=online)
 
     def begin(self, begun: float) -> None:
         """Note when the run, and so the children's traces, began."""
@@ -102,18 +105,18 @@ class Coordinator:
         """
         self.end(but=carried or ())
         attempt = 0
-        if self._key is not None:
-            back = (global_round, local_round) <= (self._key.global_round, self._key.local_round)
-            attempt = self._key.attempt + back
-        self._key = Key(attempt, global_round, local_round)
+        if self.key is not None:
+            back = (global_round, local_round) <= (self.key.global_round, self.key.local_round)
+            attempt = self.key.attempt + back
+        self.key = Key(attempt, global_round, local_round)
         self._closing = closing
-        self._open, self._buffered = True, carried is not None
+        self.is_open, self._buffered = True, carried is not None
         self._judged = self._collected = self._quiet_until = -inf
         self.timeline = Timeline(now)
-        for name, child in self._children.items():
+        for name, child in self.children.items():
             if child.carried and name in (carried or ()):
                 continue
-            child.key, child.carried, child.assigned = self._key, False, now
+            child.key, child.carried, child.assigned = self.key, False, now
             child.assignment = assignments.get(name)
             child.result, child.refusal, child.declined, child.mark, child.has_model = None, "", "", None, False
             child.absent = child.presence is not NodeState.READY
@@ -122,7 +125,7 @@ class Coordinator:
             self._send_task(child, now)
         self._at_work = Lacking()
         self._without_model, self._without_result = Lacking(self._taking_part()), Lacking(self._taking_part())
-        return self._key
+        return self.key
 
     def receive(self, name: str, message: Progress | Result, *, now: float) -> str:
         """Handle a message of a child's present session; one for another round is acknowledged or ignored.
@@ -130,11 +133,11 @@ class Coordinator:
         Return why it is refused, empty if it is not.
         """
         self._received_at = now
-        child = self._children[name]
+        child = self.children[name]
         if not self._serves(child, message.key):
             if isinstance(message, Result):
                 self._acknowledge_old(name, child, message, now)
-            return "of a round that was never open" if self._key is not None and message.key > self._key else ""
+            return "of a round that was never open" if self.key is not None and message.key > self.key else ""
         if reason := child.contradiction(message):
             return reason
         waits = isinstance(message, Progress) and message.phase is Phase.WAITING
@@ -154,7 +157,7 @@ class Coordinator:
             self.timeline.first_result = now if first is None else first
             if not self._without_result.any(lambda c: c.result is None):
                 self.timeline.last_result = now
-            self._events.append(ResultAnnounced(name, message))
+            self._events.append(UploadAnnounced(name, message))
         elif child.state is ChildState.ACCEPTED:
             self._acknowledge_again(name, Acknowledgement(message.key, ""), now)
         elif child.state is ChildState.REFUSED:
@@ -167,27 +170,27 @@ class Coordinator:
         Later messages for them are late. A result that was accepted, and is in no closed round, is taken back.
         """
         for name in self.unsettled():
-            child = self._children[name]
+            child = self.children[name]
             if name not in but and child.acknowledged is not None and child.go(ChildCause.TAKE_BACK):
                 self.taken_back += 1
                 child.acknowledged = child.acknowledged[0], TAKEN_BACK
                 self._acknowledgements.append((name, Acknowledgement(*child.acknowledged)))
-        self._open = False
-        for name, child in self._children.items():
+        self.is_open = False
+        for name, child in self.children.items():
             child.carried = child.carried and name in but
 
     def unsettled(self) -> list[str]:
         """Return the children whose results are accepted, and not yet in a closed round."""
-        pending = ((name, self._open or child.carried, child.state) for name, child in self._children.items())
+        pending = ((name, self.is_open or child.carried, child.state) for name, child in self.children.items())
         return [name for name, goes_on, state in pending if goes_on and state is ChildState.ACCEPTED]
 
     def in_flight(self) -> list[str]:
         """Return the children whose tasks go on after their round has closed."""
-        return [name for name, child in self._children.items() if child.carried]
+        return [name for name, child in self.children.items() if child.carried]
 
     def declined(self, name: str, key: Key, reason: str) -> None:
         """Note why a child declined its task; the task is repeated, and the reason reported if the child stalls."""
-        if self._serves(child := self._children[name], key) and child.state is ChildState.ASSIGNED:
+        if self._serves(child := self.children[name], key) and child.state is ChildState.ASSIGNED:
             child.declined = reason
 
     def preparing(self, name: str, done: int, *, waits: bool, now: float) -> bool:
@@ -196,15 +199,15 @@ class Coordinator:
         Before a round is open, a child that waits for its own children is not idle: a person may be starting them.
         """
         self._received_at = now
-        child = self._children[name]
+        child = self.children[name]
         progress = done != child.prepared
-        if (waits and not self._open) or progress:
+        if (waits and not self.is_open) or progress:
             child.prepared, child.moved = done, now
         return progress
 
     def hanging(self, now: float) -> list[str]:
         """Return the children that have prepared for `idle_s` without progress."""
-        preparing = ((n, c) for n, c in self._children.items() if c.presence is NodeState.INIT)
+        preparing = ((n, c) for n, c in self.children.items() if c.presence is NodeState.INIT)
         return [name for name, child in preparing if now >= child.moved + self._idle_s]
 
     def presence(self, name: str, session: str, presence: Presence | None, *, now: float) -> bool:
@@ -213,7 +216,7 @@ class Coordinator:
         Return False for the last message of a replaced process: a will may arrive a minute late.
         """
         self._received_at = now
-        child = self._children[name]
+        child = self.children[name]
         if presence is None:
             child.presence = None
             return True
@@ -237,7 +240,7 @@ class Coordinator:
 
     def moved(self, name: str, *, now: float) -> None:
         """Note that chunks of a model were transferred between this node and a child: that is progress."""
-        child = self._children[name]
+        child = self.children[name]
         child.moved = now
         if child.state is ChildState.ANNOUNCED:
             self._collected = now
@@ -249,7 +252,7 @@ class Coordinator:
         A child that has made none since the connection before is excused for the time since the last message alone: a
         link that swallows chunks breaks one connection after the other for ever.
         """
-        for child in self._children.values():
+        for child in self.children.values():
             if child.presence is not NodeState.FAILED:
                 idle = child.moved == child.excused
                 child.excused = child.moved = min(now, child.moved + now - self._received_at) if idle else now
@@ -257,35 +260,35 @@ class Coordinator:
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
         """Accept the result that a child announced under `key`, whose model has arrived and is valid."""
-        if self.is_announced(name, key) and self._children[name].go(ChildCause.ACCEPT):
-            self._children[name].moved = now
+        if self.is_announced(name, key) and self.children[name].go(ChildCause.ACCEPT):
+            self.children[name].moved = now
             self.accepted += 1
             self._acknowledge(name, key, "", now)
 
     def refuse(self, name: str, key: Key, *, reason: str, now: float) -> None:
         """Refuse that result permanently; the round continues with the other children."""
-        if self.is_announced(name, key) and self._children[name].go(ChildCause.REFUSE):
-            self._children[name].refusal = reason
+        if self.is_announced(name, key) and self.children[name].go(ChildCause.REFUSE):
+            self.children[name].refusal = reason
             self.refused += 1
             self._acknowledge(name, key, reason, now)
 
     def retry(self, name: str, key: Key, *, now: float) -> None:
         """Wait for that result again: the child no longer holds the model that it announced."""
-        if self.is_announced(name, key) and self._children[name].go(ChildCause.RETRY):
-            self._send_task_again(self._children[name], now)
+        if self.is_announced(name, key) and self.children[name].go(ChildCause.RETRY):
+            self._send_task_again(self.children[name], now)
 
     def tick(self, now: float) -> None:
         """Evaluate the round at this time."""
-        if self._open and now >= self._quiet_until:
+        if self.is_open and now >= self._quiet_until:
             self._judge(now)
 
     def to_send(self, now: float) -> list[tuple[str, Task | Acknowledgement]]:
         """Return the messages that are due, each with its child."""
         due: list[tuple[str, Task | Acknowledgement]] = list(self._acknowledgements)
         self._acknowledgements.clear()
-        if not self._open or now < self._quiet_until:
+        if not self.is_open or now < self._quiet_until:
             return due
-        for name, child in self._children.items():
+        for name, child in self.children.items():
             given = child.assignment
             if given is None or child.key is None or not child.needs_task or now < child.repeat_at:
                 continue
@@ -300,7 +303,7 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """Return when `to_send` or `tick` has to be called next."""
-        if not self._open:
+        if not self.is_open:
             return None
         at = self._quiet_until if self._quiet_until > -inf else self._earliest()
         return at if at < inf else None
@@ -311,38 +314,23 @@ class Coordinator:
 
     def states(self) -> dict[str, str]:
         """Return each child's presence, for the metrics; `absent` where none was seen."""
-        return {name: str(child.presence or "absent") for name, child in self._children.items()}
+        return {name: str(child.presence or "absent") for name, child in self.children.items()}
 
     def idle(self, now: float) -> dict[str, float]:
         """Return the seconds without progress of each child; 0 for children that the round does not wait for."""
-        waiting = {name: self._open and child.state in UNFINISHED for name, child in self._children.items()}
-        since = {name: self._idle_at(child) - self._idle_s for name, child in self._children.items()}
+        waiting = {name: self.is_open and child.state in UNFINISHED for name, child in self.children.items()}
+        since = {name: self._idle_at(child) - self._idle_s for name, child in self.children.items()}
         return {name: max(0.0, now - since[name]) if waiting[name] else 0.0 for name in since}
 
     def away(self, now: float) -> tuple[dict[str, float], bool]:
         """Return the seconds until each child returns for which the round, or the first one, waits; are all away?"""
-        begun = self._begun if self._open or self._key is None else None
+        begun = self._begun if self.is_open or self.key is None else None
         idle = {name for name, seconds in self.idle(now).items() if seconds >= self._idle_s}
-        return ({}, False) if begun is None else returning(self._children, now - begun, in_round=self._open, idle=idle)
+        return ({}, False) if begun is None else returning(self.children, now - begun, in_round=self.is_open, idle=idle)
 
     def is_announced(self, name: str, key: Key) -> bool:
         """Return whether a child's result under this key is to be accepted or refused."""
-        return self._serves(child := self._children[name], key) and child.state is ChildState.ANNOUNCED
-
-    @property
-    def children(self) -> Mapping[str, ChildInRound]:
-        """The state of each child in the last round."""
-        return self._children
-
-    @property
-    def key(self) -> Key | None:
-        """The last round, None before the first."""
-        return self._key
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a round is open."""
-        return self._open
+        return self._serves(child := self.children[name], key) and child.state is ChildState.ANNOUNCED
 
     def _earliest(self) -> float:
         """Return when a message or a decision becomes due in the present state; later events only delay it."""
@@ -364,10 +352,10 @@ class Coordinator:
 
     def _serves(self, child: ChildInRound, key: Key) -> bool:
         """Return whether a child has a task under this key that its round, or a later one, waits for."""
-        return child.assignment is not None and key == child.key and (self._open or child.carried)
+        return child.assignment is not None and key == child.key and (self.is_open or child.carried)
 
     def _taking_part(self) -> list[ChildInRound]:
-        return [child for child in self._children.values() if child.assignment is not None]
+        return [child for child in self.children.values() if child.assignment is not None]
 
     def _send_task(self, child: ChildInRound, now: float) -> None:
         child.repeat_at, child.repeat_s, child.sent = now, child.first_repeat_s / 2, False
@@ -389,28 +377,28 @@ class Coordinator:
         if child.session:
             self._events.append(Restarted(name))
         child.session, child.moved, child.mark, child.prepared = session, now, None, -1
-        if (self._open or child.carried) and child.go(ChildCause.RESTART):
+        if (self.is_open or child.carried) and child.go(ChildCause.RESTART):
             self._send_task_again(child, now)
 
     def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
-        self._children[name].acknowledged = key, reason
+        self.children[name].acknowledged = key, reason
         self._acknowledgements.append((name, Acknowledgement(key, reason)))
         # Before its deadline a round stays open after one more accepted result if another child is at work.
         at_work = self._at_work.any(lambda c: self._is_at_work(c, now)) and now < self._deadline_at()
-        if self._open and (reason or not at_work):
+        if self.is_open and (reason or not at_work):
             self._judge(now)
 
     def _is_at_work(self, child: ChildInRound, now: float) -> bool:
         return child.state in UNFINISHED and not child.absent and now < self._idle_at(child)
 
     def _acknowledge_again(self, name: str, acknowledgement: Acknowledgement, now: float) -> None:
-        child = self._children[name]
+        child = self.children[name]
         if now >= child.acknowledge_at:  # limits the replies to a flood of results; a lost reply is requested again
             child.acknowledge_at = now + ACKNOWLEDGE_S
             self._acknowledgements.append((name, acknowledgement))
 
     def _acknowledge_old(self, name: str, child: ChildInRound, result: Result, now: float) -> None:
-        if self._key is None or (self._open and result.key >= self._key):
+        if self.key is None or (self.is_open and result.key >= self.key):
             return
         last = child.acknowledged
         if last is None or last[0] < result.key:
@@ -427,27 +415,27 @@ class Coordinator:
 
     def _judge(self, now: float) -> None:
         self._judged = now
-        part = [(n, c) for n, c in self._children.items() if c.assignment is not None]
+        part = [(n, c) for n, c in self.children.items() if c.assignment is not None]
         idle = [n for n, c in part if c.state in UNFINISHED and now >= self._idle_at(c)]
         verdict = judge(self._closing, standing_of(part, idle), overdue=now >= self._deadline_at())
         self._at_work = Lacking(c for _, c in part if self._is_at_work(c, now))
-        if verdict is Verdict.CLOSE and self._key is not None:
-            self._close(self._key, now)
+        if verdict is Verdict.CLOSE and self.key is not None:
+            self._close(self.key, now)
         elif verdict is Verdict.IMPOSSIBLE:
-            silent = any(self._children[name].presence is not NodeState.FAILED for name in idle)
-            failures = frozenset(self._children[name].failure for name in idle)
-            self._events.append(Stalled(blame(self._children, idle, idle_s=self._idle_s), silent, failures))
+            silent = any(self.children[name].presence is not NodeState.FAILED for name in idle)
+            failures = frozenset(self.children[name].failure for name in idle)
+            self._events.append(Stalled(blame(self.children, idle, idle_s=self._idle_s), silent, failures))
             self.end()
 
     def _close(self, key: Key, now: float) -> None:
-        self._open = False
+        self.is_open = False
         self.timeline.closed = now
-        closed = closed_of(key, self._children)
+        closed = closed_of(key, self.children)
         self.used += len(closed.results)
-        self.timeline.seconds = {name: self._children[name].seconds for name in closed.results}
+        self.timeline.seconds = {name: self.children[name].seconds for name in closed.results}
         if self._buffered:
             carried, closed = set(closed.missing), replace(closed, missing=())
-            for name, child in self._children.items():
+            for name, child in self.children.items():
                 child.carried = name in carried
                 if not child.carried:
                     child.assignment, child.refusal, child.state = None, "", ChildState.IDLE

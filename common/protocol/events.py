@@ -73,7 +73,7 @@ class FrozenAsked:
 
 @dataclass(frozen=True, slots=True)
 class UploadAnnounced:
-    """A child announces a result with a valid description: call `fetch`, or `refuse` it."""
+    """A child announces a result; the session has checked its description. Call `fetch`, or `refuse` it."""
 
     child: str
     result: Result

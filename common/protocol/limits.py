@@ -28,30 +28,8 @@ from common.experiment.training import SCORES_MOST
 from common.host.energy import EnergySource
 from common.model.layout import ROW_BYTES_MOST
 from common.model.scores import CLASSES_MOST, COUNT_BYTES, R2, bytes_most, sums_fit
-from common.protocol import topics
-from common.protocol.messages import (
-    DIGEST_BYTES,
-    MAX_CHUNK_BYTES,
-    MIN_CHUNK_BYTES,
-    Alive,
-    Announcement,
-    Ask,
-    Farewell,
-    FrozenOffered,
-    Here,
-    Message,
-    Presence,
-    Probe,
-    Probed,
-    Progress,
-    Reports,
-    Result,
-    RollCall,
-    Status,
-    StatusRequest,
-    Task,
-    WhoIsThere,
-)
+from common.protocol import messages, topics
+from common.protocol.messages import DIGEST_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Message, Result, Task
 from common.text import JSON_MOST
 
 SMALL_BYTES: Final = 8192  # of a message without lists, digests, models and JSON: a few short texts, counts
@@ -106,20 +84,20 @@ class SenderBounds:
         tiers = SMALL_BYTES + min(nodes, TIERS_MOST) * TRAFFIC_BYTES
         reports = nodes * (REPORT_BYTES + score_bytes)
         found: dict[type[Message], int] = {
-            Presence: presence,
-            Announcement: announcement,
+            messages.Presence: presence,
+            messages.Announcement: announcement,
             Task: model,
-            Progress: tiers,
+            messages.Progress: tiers,
             Result: model + score_bytes + tiers + reports + plans * JSON_MOST,
-            Ask: SMALL_BYTES + chunks // 8,
-            Reports: SMALL_BYTES + reports,
-            Farewell: tiers,
-            FrozenOffered: SMALL_BYTES + -(-frozen_bytes // MIN_CHUNK_BYTES) * DIGEST_BYTES,
-            Probe: noise,
-            Probed: noise,
-            Alive: presence + announces * announcement,
-            Here: SMALL_BYTES + FINDINGS_BYTES,
-            Status: STATUS_BYTES,
+            messages.Ask: SMALL_BYTES + chunks // 8,
+            messages.Reports: SMALL_BYTES + reports,
+            messages.Farewell: tiers,
+            messages.FrozenOffered: SMALL_BYTES + -(-frozen_bytes // MIN_CHUNK_BYTES) * DIGEST_BYTES,
+            messages.Probe: noise,
+            messages.Probed: noise,
+            messages.Alive: presence + announces * announcement,
+            messages.Here: SMALL_BYTES + FINDINGS_BYTES,
+            messages.Status: STATUS_BYTES,
         }
         self._bytes = {kind: min(most, MESSAGE_MOST) for kind, most in found.items()}
         self.most_of_all = max(self._bytes.values())
@@ -146,11 +124,11 @@ SKIPPED: Final = Skipped()
 
 
 _ASIDE: Final[Mapping[type[topics.Topic], type[Message]]] = {
-    topics.SeekTopic: WhoIsThere,
-    topics.RollTopic: RollCall,
-    topics.HereTopic: Here,
-    topics.WatchTopic: StatusRequest,
-    topics.StatusTopic: Status,
+    topics.SeekTopic: messages.WhoIsThere,
+    topics.RollTopic: messages.RollCall,
+    topics.HereTopic: messages.Here,
+    topics.WatchTopic: messages.StatusRequest,
+    topics.StatusTopic: messages.Status,
 }
 
 
@@ -161,9 +139,9 @@ def bytes_on(topic: topics.Topic, sender: SenderBounds = ANYBODY) -> int:
     if isinstance(topic, topics.InboxTopic):
         return sender.most_of_all
     if isinstance(topic, topics.StateTopic):
-        return sender.most(Presence)
+        return sender.most(messages.Presence)
     if isinstance(topic, topics.SpecTopic):
-        return sender.most(Announcement)
+        return sender.most(messages.Announcement)
     return sender.most(_ASIDE[type(topic)])
 
 

@@ -493,8 +493,9 @@ class Status:
     run: RunStatus | None = None
 
 
+# In the order of their codes on the wire.
 Message: TypeAlias = (
-    Presence | Announcement | Probe | Probed | Task | Progress | Result | Acknowledgement | Ask | Gone | Reports
-    | Farewell | WhoIsThere | Alive | Preparing | Declined | Goodbye | RollCall | Here | StatusRequest | Status
+    Presence | Announcement | Task | Progress | Result | Acknowledgement | Ask | Gone | Reports | Farewell | Probe
+    | Probed | WhoIsThere | Alive | Preparing | Declined | Goodbye | RollCall | Here | StatusRequest | Status
     | FrozenWanted | FrozenOffered
 )  # fmt: skip

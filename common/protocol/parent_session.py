@@ -61,7 +61,7 @@ from common.protocol.outbox import Output
 from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received, Sought
 from common.protocol.presence import Identity
 from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
-from common.protocol.round_state import Assignment, Restarted, ResultAnnounced, Timeline
+from common.protocol.round_state import Assignment, Restarted, Timeline
 from common.protocol.status import RunProgress, status_of
 from common.text import short
 
@@ -461,7 +461,7 @@ class ParentSession:
         for fetch in self.link.transferred():
             self._transferred(fetch, now)
         while (event := self.coordinator.next_event()) is not None:
-            if isinstance(event, ResultAnnounced):
+            if isinstance(event, UploadAnnounced):
                 self._announced(event, now)
             elif isinstance(event, Restarted):
                 self.link.receiver.drop(event.child, now=now)
@@ -495,7 +495,7 @@ class ParentSession:
             unknown = next(report.name for report in reports if limits.most_samples(report) is None)
             raise Misfit(f"a report on {unknown[:64]!r}, which is not below it")
 
-    def _announced(self, announced: ResultAnnounced, now: float) -> None:
+    def _announced(self, announced: UploadAnnounced, now: float) -> None:
         child, result = announced.child, announced.result
         try:
             if self._form is None:
@@ -510,7 +510,7 @@ class ParentSession:
             if not assignment.epochs:  # the model was scored alone, and none comes back
                 self.coordinator.accept(child, result.key, now=now)
                 return
-            self.link.events.append(UploadAnnounced(child, result))
+            self.link.events.append(announced)
 
     def _count(self, child: str, session: str, traffic: Traffic, below: tuple[Traffic, ...]) -> None:
         self.ledger.enter(child, session, link=traffic, below=below)

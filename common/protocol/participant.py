@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from common.accounting.traffic import Traffic
-from common.model.layout import Row, shared_row
+from common.model.layout import shared_row
+from common.protocol.events import TaskReceived
 from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result, Task
 from common.protocol.round_state import HEARTBEAT_S, first_repeat_s, waiting_most_s
 
@@ -61,14 +62,6 @@ TRANSITIONS: Final[Mapping[ParticipantCause, Mapping[ParticipantState, Participa
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """Fetch the task's model, then train it; any earlier task is void. `row`: the model inside the task, shared."""
-
-    task: Task
-    row: Row | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Acknowledged:
     """The parent has replied to the result; `reason` is empty if it was accepted. It may take that back later."""
 
@@ -76,7 +69,7 @@ class Acknowledged:
     reason: str
 
 
-ParticipantEvent: TypeAlias = Begin | Acknowledged
+ParticipantEvent: TypeAlias = TaskReceived | Acknowledged
 
 
 class Participant:
@@ -223,19 +216,19 @@ class Participant:
             self._heartbeat_s = HEARTBEAT_S
             self._send_at = now + FIRST_PROGRESS_S
             self._begun = task.key
-            self._events.append(Begin(*_with_shared(task)))
+            self._events.append(_with_shared(task))
 
     def _announce(self, now: float) -> None:
         self._send_at, self._announce_s = now, self._first_announce_s
 
 
-def _with_shared(task: Task) -> tuple[Task, Row | None]:
-    """Return the task with the model that the nodes of this process share, and that as a row.
+def _with_shared(task: Task) -> TaskReceived:
+    """Return the event of a task, with the model that the nodes of this process share, and that as a row.
 
     At once, before the next message is read: all tasks of a round arrive together, each with a copy of the model.
     """
     if task.inline is None:
-        return task, None
+        return TaskReceived(task)
     row = shared_row(task.model.blob, task.inline)
     shared: Any = row.base
-    return replace(task, inline=shared), row
+    return TaskReceived(replace(task, inline=shared), row)

@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 
 from common.experiment.devices import OnlineTimes
 from common.experiment.tiers import Closing
+from common.protocol.events import UploadAnnounced
 from common.protocol.messages import LIVING, Failure, Key, Manifest, NodeState, Phase, Progress, Result
 from common.text import by_cause
 
@@ -94,14 +95,6 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultAnnounced:
-    """A child announces its result: fetch and check it, then `accept` or `refuse`."""
-
-    child: str
-    result: Result
-
-
-@dataclass(frozen=True, slots=True)
 class Restarted:
     """A child returned as a new process: everything under way with the old one is void."""
 
@@ -130,7 +123,7 @@ class Stalled:
     failures: frozenset[Failure] = frozenset()
 
 
-CoordinatorEvent: TypeAlias = ResultAnnounced | Restarted | Closed | Stalled
+CoordinatorEvent: TypeAlias = UploadAnnounced | Restarted | Closed | Stalled
 
 
 @dataclass(slots=True)

@@ -22,33 +22,7 @@ from xxhash import xxh3_64_digest
 
 from common.errors import OtherRelease, TooLarge, WireError
 from common.protocol.limits import ANYBODY, SenderBounds
-from common.protocol.messages import (
-    DIGEST_BYTES,
-    Acknowledgement,
-    Alive,
-    Announcement,
-    Ask,
-    Declined,
-    Farewell,
-    FrozenOffered,
-    FrozenWanted,
-    Gone,
-    Goodbye,
-    Here,
-    Message,
-    Preparing,
-    Presence,
-    Probe,
-    Probed,
-    Progress,
-    Reports,
-    Result,
-    RollCall,
-    Status,
-    StatusRequest,
-    Task,
-    WhoIsThere,
-)
+from common.protocol.messages import DIGEST_BYTES, Here, Message, RollCall
 from common.text import TextLimit, escaped, escaped_within
 
 VERSION: Final = 12
@@ -58,11 +32,7 @@ HEAD: Final = 3  # items before the fields: the version, the session, the kind
 HEAD_BYTES: Final = 160  # which contain them: a session has at most 32 characters
 FIXARRAY, ARRAY16, FIXSTR = 0x90, b"\xdc", 0xA0  # of msgpack
 
-KINDS: Final[tuple[type[Message], ...]] = (
-    Presence, Announcement, Task, Progress, Result, Acknowledgement, Ask, Gone, Reports, Farewell, Probe, Probed,
-    WhoIsThere, Alive, Preparing, Declined, Goodbye, RollCall, Here, StatusRequest, Status,
-    FrozenWanted, FrozenOffered,
-)  # fmt: skip
+KINDS: Final[tuple[type[Message], ...]] = get_args(Message)
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 # Of the messages that all versions can read: how many of their fields never change, and values of the others.
 SHARED: Final[Mapping[type[Message], tuple[int, tuple[Any, ...]]]] = {

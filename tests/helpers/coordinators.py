@@ -9,8 +9,9 @@ from session_lab import ALL, ChildNode, Lab, names_of
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
 from common.protocol.coordinator import Coordinator
+from common.protocol.events import TaskReceived
 from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
-from common.protocol.participant import Begin, Participant
+from common.protocol.participant import Participant
 from common.protocol.round_state import Assignment
 
 OLD = Key(0, 0, 0)
@@ -114,6 +115,6 @@ class OneChild:
 
     def work(self, key: Key, now: float = 0.0, **what: int) -> None:
         task = task_of(key, **what)
-        assert self.receive(task, now) == [Begin(task)]
+        assert self.receive(task, now) == [TaskReceived(task)]
         self.participant.begin_work(Phase.TRAINING, now=now)
         self.participant.finish(result_of(key), now=now)

@@ -73,8 +73,8 @@ def _same_attempt(original: Method) -> Method:
     """Open an earlier round again in the same attempt, so that keys do not only grow."""
 
     def open_(self: Any, *, global_round: int, local_round: int, **settings: Any) -> Key:
-        if self._key is not None and (global_round, local_round) <= self._key[1:]:
-            self._key = Key(self._key.attempt, -1, -1)
+        if self.key is not None and (global_round, local_round) <= self.key[1:]:
+            self.key = Key(self.key.attempt, -1, -1)
         key: Key = original(self, global_round=global_round, local_round=local_round, **settings)
         return key
 
@@ -117,7 +117,7 @@ def _late_will_of_child(original: Method) -> Method:
 
     def presence(self: Any, name: str, session: str, presence: Presence | None, *, now: float) -> Any:
         last = presence is not None and presence.state not in LIVING
-        return original(self, name, self._children[name].session if last else session, presence, now=now)
+        return original(self, name, self.children[name].session if last else session, presence, now=now)
 
     return presence
 
