@@ -4,14 +4,13 @@ paho copies the unsent rest of a packet at every partial write, and each receive
 paho's client with replaced socket operations: a chunk is sent by scatter-gather from its own memory, and received
 directly in its destination. Everything else (connecting, acknowledgements, keep-alives) remains paho's.
 
-It uses private names of paho, so it is only enabled for known versions and after a self-test (`usable`). Otherwise the
-stock client is used, which is slower, and which reads messages of any size into memory before they can be refused.
+It uses private names of paho, so it is only enabled for known versions (`usable`). Otherwise the stock client is used,
+which is slower, and which reads messages of any size into memory before they can be refused.
 FEDSTRATA_MQTT=stock selects the stock client.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -25,9 +24,10 @@ from typing import Any, Final, Protocol, TypeAlias
 import paho.mqtt.client as mqtt
 from paho.mqtt import MQTTException
 from paho.mqtt import __version__ as PAHO_VERSION
-from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
+from paho.mqtt.enums import MQTTErrorCode
 
 from common.net.tls import is_final, reason_of
+from common.protocol.limits import SKIPPED
 
 HEAD_BYTES: Final = 4096
 _SCRATCH: Final = memoryview(bytearray(65_536))  # for bytes that nobody reads, of all connections of this process
@@ -222,79 +222,13 @@ class BulkClient(mqtt.Client):
 
 @functools.cache
 def usable() -> bool:
-    """Return whether the faster path can be used: not disabled, known release of paho, self-test passed."""
+    """Return whether the faster path can be used: it is not disabled, and this release of paho is known."""
     if os.environ.get("FEDSTRATA_MQTT") == "stock":
         return False
     if PAHO_VERSION not in _STAMPS:
         log.warning("paho-mqtt %s is unknown (known: %s): large models are slower", PAHO_VERSION, ", ".join(_STAMPS))
         return False
-    try:
-        _try_out()
-    except Exception as error:  # noqa: BLE001  # an unknown release may raise anything
-        log.warning("the self-test of the fast path with paho-mqtt failed (%r): large models are slower", error)
-        return False
     return True
-
-
-def _try_out() -> None:
-    """Compare the bytes sent and received over a socket pair with the stock client's. Raises if they differ."""
-    payload = bytes(range(256)) * 512
-    landed: list[tuple[str, bytes]] = []
-    messages: list[bytes] = []
-    sent_all: list[bool] = []
-    clients = [mqtt.Client(CallbackAPIVersion.VERSION2) for _ in range(2)]
-    ours, theirs = zip(*(socket.socketpair() for _ in clients), strict=True)
-    try:
-        for client, end in zip(clients, ours, strict=True):
-            client._sock = end
-        stock, bulk = (
-            clients[0],
-            BulkClient.adopt(
-                clients[1],
-                find_place=lambda topic, size: Body(memoryview(bytearray(size))) if topic == "large" else None,
-                landed=lambda topic, place: landed.append((topic, bytes(place.view or b""))),
-                received=lambda topic, payload, retained: messages.append(payload),
-            ),
-        )
-        bulk.on_message = lambda client, userdata, message: messages.append(bytes(message.payload))
-        stock.publish("large", payload)
-        bulk.publish_body("large", Body(memoryview(payload)), done=lambda: sent_all.append(True))
-        wanted, sent = (_drain(end) for end in theirs)
-        stock.publish("small", b"state", retain=True)
-        stock.publish("small", b"control", qos=1)
-        theirs[1].sendall(wanted + _drain(theirs[0]) + wanted[:1000])
-        ours[1].setblocking(False)
-        bulk.loop_read()
-        theirs[1].sendall(wanted[1000:])
-        bulk.loop_read()
-        if (sent, landed, messages, sent_all) != (wanted, [("large", payload)] * 2, [b"state", b"control"], [True]):
-            raise RuntimeError("the bytes differ from the stock client's")
-        if _drain(theirs[1])[:1] != b"\x40":
-            raise RuntimeError("no acknowledgement")
-    finally:
-        for client in clients:
-            client._sock = None
-        for end in (*ours, *theirs):
-            end.close()
-
-
-def _drain(end: socket.socket) -> bytes:
-    """Return the received bytes; on one machine these are all sent bytes."""
-    received = b""
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            received += end.recv(1 << 20, socket.MSG_DONTWAIT)
-    return received
-
-
-@dataclass(frozen=True, slots=True)
-class _Nowhere:
-    """The place of a payload that nobody can want."""
-
-    view: None = None
-
-
-_NOWHERE: Final = _Nowhere()
 
 
 @dataclass(slots=True)
@@ -401,7 +335,7 @@ class PacketReader:
                     place = None
                 begin = begin if place is None else payload
             elif payload > stop and length > OTHER_MOST:
-                place = _NOWHERE  # whoever may publish below one of our filters may also use such a topic
+                place = SKIPPED  # whoever may publish below one of our filters may also use such a topic
         if place is None and not topic and length > OTHER_MOST:
             raise NotMqtt(f"a packet of {length} bytes without a topic")
         here = head[begin : min(end, stop)]

@@ -159,8 +159,6 @@ class Receiver:
         self._repair_s = REPAIR_S
         self._carried: tuple[int, int, float] | None = None  # at the last message, at the last check, and its time
         self.chunks_refused = 0
-        self.chunks_duplicate = 0
-        self.chunks_asked_again = 0
         self.chunks_arrived = 0
         self.chunks_lost = 0  # by gaps in the numbers of what arrived
 
@@ -294,7 +292,6 @@ class Receiver:
         if fetch.lacking[index] or not self._queued:  # repeats must not block a slot that others wait for
             fetch.moved, fetch.starved = now, 0
         if not fetch.lacking[index]:
-            self.chunks_duplicate += 1
             return False
         if landing is None or data is not landing.view:
             fetch.buffer[span] = data
@@ -346,7 +343,6 @@ class Receiver:
                     self._park(key)
                     continue
             if silent or starved:
-                self.chunks_asked_again += 1
                 fetch.due = fetch.restart = True
                 if starved or not self._queued:  # silence must not block the slot either
                     fetch.waits_since = now
