@@ -257,6 +257,10 @@ class Node:
             self._awake = True
             self.lab.loop.after(0.0, self._pass)
 
+    def receive(self, topic: str, body: bytes, *, retained: bool = False) -> None:
+        """Let the session handle a message at once, whoever wrote it."""
+        self.session.link.receive(topic, body, retained=retained, now=self.lab.loop.now)
+
     def set_state(self, state: NodeState, **more: Any) -> None:
         self.session.set_state(state, **more)
         self.wake()
@@ -298,10 +302,10 @@ class Node:
         session, now = self.session, self.lab.loop.now
         landing = session.link.place(topic, len(body)) if self.lab.random.random() < 0.5 else None
         if landing is None:
-            session.receive(topic, body, retained=retained, now=now)
+            self.receive(topic, body, retained=retained)
         elif isinstance(landing, Landing) and landing.view is not None:
             landing.view[:] = body
-            session.landed(topic, landing, now)
+            session.link.landed(topic, landing, now)
         self.wake()
 
     def _perform(self, output: Output) -> None:
@@ -699,6 +703,13 @@ class Lab:
             node.alive = False
             if node.connection is not None:
                 self.broker.end(node.connection, will_after_s=will_after_s)
+
+
+def settled(count: int, **how: Any) -> Lab:
+    """Return a lab of so many devices after its first second: all are ready, in no round."""
+    lab = Lab(names_of(count), **how)
+    lab.rest(1.0)
+    return lab
 
 
 # What a session is made of

@@ -191,12 +191,12 @@ def test_a_devices_samples_change_with_its_session_alone() -> None:
     lab.rest(0.1)
     assert lab.parent.session.samples["device-0"] == 10
     body = serialization.encode(replace(READY, samples=1), "its-next-one")
-    lab.parent.session.receive(topics.state(LAB, RUN, "device-0"), body, retained=False, now=lab.now)
+    lab.parent.receive(topics.state(LAB, RUN, "device-0"), body)
     assert lab.parent.session.samples["device-0"] == 10, "a stranger's may be believed for a moment: it is asked first"
     lab.parent.session.to_send(lab.now + ASK_FIRST_S)
     answer = Alive(lab.parent.session.link.identity.session, replace(READY, samples=1), None)
     body = serialization.encode(answer, "its-next-one")
-    lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
+    lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body)
     assert lab.parent.session.samples["device-0"] == 1
 
 
@@ -238,7 +238,7 @@ def test_progress_with_impossible_counts_is_progress() -> None:
     child = lab.parent.session.coordinator.children["device-0"]
     much = Progress(Key(0, 0, 0), Phase.TRAINING, 99, 99, Traffic(2 * BYTES_MOST), ())
     body = serialization.encode(much, session_of(lab, "device-0"))
-    lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
+    lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body)
     assert child.mark == (Phase.TRAINING, 99) and lab.parent.session.link.refusals.of(Refusal.MALFORMED) == 1
 
 
@@ -246,7 +246,7 @@ def test_a_list_of_more_nodes_than_there_are_is_not_read() -> None:
     lab = lab_in_a_round()
     body = serialization.encode(Reports(tuple(ChildReport(f"n{i}") for i in range(1000))), session_of(lab, "device-0"))
     topic = topics.inbox(LAB, RUN, PARENT, "device-0")
-    lab.parent.session.receive(topic, body, retained=False, now=lab.now)
+    lab.parent.receive(topic, body)
     assert lab.parent.session.link.refusals.of(Refusal.LARGE) == 1
 
 
@@ -261,7 +261,7 @@ def test_a_list_of_more_nodes_than_there_are_is_not_read() -> None:
 def test_a_message_about_what_is_not_there_is_counted(message: Message) -> None:
     lab = lab_in_a_round()
     body = serialization.encode(message, session_of(lab, "device-0"))
-    lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
+    lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body)
     assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
@@ -333,7 +333,7 @@ def test_answers_to_nodes_that_are_not_in_the_run_are_counted_together() -> None
     for number in range(100):
         body = serialization.encode(WhoIsThere("n"), "n")
         topic = topics.seek(LAB, PARENT, f"anybody-{number}")
-        lab.parent.session.receive(topic, body, retained=False, now=lab.now)
+        lab.parent.receive(topic, body)
     lab.parent.wake()
     lab.rest(1.0)
     assert {peer for peer, *_ in lab.parent.session.link.counters.cells} <= {*lab.names, "all", "others"}
@@ -620,7 +620,7 @@ def test_what_arrived_and_is_too_large_is_not_looked_at(topic: str, traced: Call
     traced()
     for body in digests:
         for retained in (False, True):
-            lab.parent.session.receive(topic, body, retained=retained, now=lab.now)
+            lab.parent.receive(topic, body, retained=retained)
     assert traced() < 50_000 and lab.parent.session.link.refusals.total == 4
     assert len(lab.play().results) == 2  # type: ignore[union-attr]
 
@@ -673,7 +673,7 @@ def test_the_limits_are_those_of_the_experiment() -> None:
     ]:
         body, large = serialization.encode(message, "s1"), parent.link.refusals.of(Refusal.LARGE)
         state, inbox = topics.state(LAB, RUN, "institution-0"), topics.inbox(LAB, RUN, "cloud", "institution-0")
-        parent.receive(state if isinstance(message, Presence) else inbox, body, retained=False, now=0.0)
+        parent.link.receive(state if isinstance(message, Presence) else inbox, body, retained=False, now=0.0)
         assert (parent.link.refusals.of(Refusal.LARGE) == large) is fits, type(message)
 
 

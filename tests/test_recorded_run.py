@@ -176,7 +176,7 @@ class Replay:
                 )
             )
             if mine:
-                self.session.receive(one.text, one.body, retained=False, now=one.at)
+                self.session.link.receive(one.text, one.body, retained=False, now=one.at)
             self.session.tick(one.at)
 
     def collect(self, outputs: list[Output]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import LAB, LAYOUT, PARENT, RUN, Lab, attributes, manifest_of, model_of, names_of, sizes
+from session_lab import LAB, LAYOUT, PARENT, RUN, Lab, attributes, manifest_of, model_of, names_of, settled, sizes
 
 from common.accounting.traffic import Traffic
 from common.errors import WireError
@@ -104,8 +104,7 @@ def test_ten_thousand_messages_at_once_cost_few_answers(kind: str) -> None:
 @pytest.mark.parametrize("lies", [True, False])
 def test_a_flood_of_asks_for_a_model_costs_few_chunks_of_it(lies: bool) -> None:
     """By restarts, or by asks that pretend to have seen whatever was published, and to lack it."""
-    lab = Lab(names_of(3))
-    lab.rest(1.0)
+    lab = settled(3)
     blob, draw = manifest_of(model_of(0)), random.Random(0)
 
     def ask() -> Ask:
@@ -127,11 +126,7 @@ def test_an_answer_to_a_seeker_waits_until_the_last_has_left() -> None:
     body = serialization.encode(WhoIsThere("n"), "n")
     for number in range(30):
         lab.loop.after(
-            number,
-            lambda: (
-                lab.parent.session.receive(topics.seek(LAB, PARENT, "device-0"), body, retained=False, now=lab.now),
-                lab.parent.wake(),
-            ),
+            number, lambda: (lab.parent.receive(topics.seek(LAB, PARENT, "device-0"), body), lab.parent.wake())
         )
     lab.rest(35.0)
     assert lab.kinds["Alive"] == 1 and len(lab.parent.session.link.outbox._waiting) <= 1
@@ -145,7 +140,7 @@ def test_a_seeker_that_asks_twice_at_once_is_answered_a_second_time_soon() -> No
     before = lab.kinds["Alive"]
     body = serialization.encode(WhoIsThere("n"), "n")
     for _ in range(2):
-        lab.parent.session.receive(topics.seek(LAB, PARENT, "device-0"), body, retained=False, now=lab.now)
+        lab.parent.receive(topics.seek(LAB, PARENT, "device-0"), body)
         lab.parent.wake()
         lab.rest(0.01)
     assert lab.kinds["Alive"] == before + 1
@@ -155,8 +150,7 @@ def test_a_seeker_that_asks_twice_at_once_is_answered_a_second_time_soon() -> No
 
 
 def test_a_child_that_clears_its_presence_has_left() -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     assert lab.parent.session.present() == names_of(2)
     child = lab.children["device-0"]
     child.session.set_state(NodeState.FINISHED)
@@ -178,7 +172,7 @@ def test_seekers_of_any_name_are_answered_in_bounds() -> None:
     before = lab.kinds["Alive"]
     for number in range(10_000):
         topic = topics.seek(LAB, PARENT, f"anybody-{number}")
-        lab.parent.session.receive(topic, body, retained=False, now=lab.now)
+        lab.parent.receive(topic, body)
     assert len(lab.parent.session.link._questions._questions) <= SEEKERS_MOST + 2
     assert lab.parent.session.link.refusals.of(Refusal.FLOOD) >= 10_000 - SEEKERS_MOST
     lab.parent.wake()
@@ -204,8 +198,7 @@ def test_children_that_offer_and_never_serve_stop_nobody(slots: int) -> None:
 
 @pytest.mark.parametrize("owner", [PARENT, "device-0"])
 def test_chunks_that_never_arrive_end_the_round_in_time(owner: str) -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     silence_chunks(lab, owner)
     begun = lab.now
     lab.open()
@@ -217,8 +210,7 @@ def test_chunks_that_never_arrive_end_the_round_in_time(owner: str) -> None:
 
 def test_chunks_that_are_only_repeated_end_the_round_in_time() -> None:
     """A child that publishes one chunk of its model again and again brings nothing."""
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     lab.broker.drop = lambda topic: "/device-0/blob/" in topic and topic.split("/")[7] != "3"
     begun = lab.now
     lab.open()
@@ -228,8 +220,7 @@ def test_chunks_that_are_only_repeated_end_the_round_in_time() -> None:
 
 def test_nobody_is_given_up_while_chunks_arrive() -> None:
     """A model of 6 chunks at one in 40 s or more, with 120 s of patience."""
-    lab = Lab(names_of(1), transfer=TransferSettings(inline_bytes=0, idle_s=120.0))
-    lab.rest(1.0)
+    lab = settled(1, transfer=TransferSettings(inline_bytes=0, idle_s=120.0))
     begun = last = lab.now
 
     def drop(topic: str) -> bool:
@@ -293,8 +284,7 @@ def test_preparing_is_reported_in_measure_and_ends_with_it() -> None:
 
 
 def test_a_child_that_gave_up_is_named_with_its_reason() -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     lab.children["device-0"].set_state(NodeState.FAILED, reason="no data")
     lab.rest(1.0)
     readiness = lab.parent.session.readiness(lab.now)
@@ -306,8 +296,7 @@ def test_a_child_that_gave_up_is_named_with_its_reason() -> None:
 
 @pytest.mark.parametrize("away_s", [30.0, 100.0])
 def test_a_broker_that_is_away_is_no_childs_fault(away_s: float) -> None:
-    lab = Lab(names_of(2), train_s=10.0)
-    lab.rest(1.0)
+    lab = settled(2, train_s=10.0)
     lab.open()
     lab.rest(2.0)
     lab.restart_broker(down_s=away_s)
@@ -321,8 +310,7 @@ def test_a_broker_that_is_away_is_no_childs_fault(away_s: float) -> None:
 
 def test_a_broker_that_came_back_is_not_away_because_nobody_sends() -> None:
     """The parent ended while the broker was away, and the message that said so is lost."""
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     lab.stop_parent(will_after_s=None)
     lab.restart_broker(down_s=2.0, retained={})
     lab.broker.drop = lambda topic: topic.endswith("/state")
@@ -399,7 +387,7 @@ def test_any_bytes_on_any_topic_raise_nothing(seed: int, moment: float) -> None:
         for node in lab.nodes():
             session, refused = node.session, node.session.link.refusals.total
             session.link.place(topic, len(body))
-            session.receive(topic, body, retained=draw.random() < 0.3, now=lab.now)
+            node.receive(topic, body, retained=draw.random() < 0.3)
             if is_malformed(topic, body):
                 assert session.link.refusals.total == refused + 1, (topic, body)
             session.next_deadline(lab.now)
@@ -443,7 +431,7 @@ def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
             parsed = topic.split("/")
             if session == "unknown" and "state" not in parsed and "blob" not in parsed:
                 for node in lab.nodes():
-                    node.session.receive(topic, body, retained=False, now=lab.now)
+                    node.receive(topic, body)
                     node.wake()
         lab.loop.after(0.1, storm)
 
@@ -455,13 +443,11 @@ def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
 
 def test_nothing_grows_without_bound() -> None:
     """One child does all the harm that it can, with its own session and on its own topics, over a slow link."""
-    lab = Lab(names_of(3), link=LinkSettings(up_mbit=10.0, down_mbit=0.1))
-    lab.rest(1.0)
+    lab = settled(3, link=LinkSettings(up_mbit=10.0, down_mbit=0.1))
     draw, child = random.Random(1), lab.children["device-0"]
     mine = child.session.link.identity.session
 
     def attack() -> None:
-        session = lab.parent.session
         blob = f"{draw.getrandbits(64):016x}"
         key = Key(draw.randrange(3), draw.randrange(9), draw.randrange(9))
         for message in messages_of(key, blob):
@@ -471,14 +457,14 @@ def test_nothing_grows_without_bound() -> None:
         inject(lab.parent, "device-0", f"{blob}", Gone(blob))
         for node, number in itertools.product(("device-0", "device-1", f"x{blob}"), range(2)):
             topic = topics.chunk(LAB, RUN, node, "all", blob, number, draw.getrandbits(30))
-            session.receive(topic, draw.randbytes(30), retained=False, now=lab.now)
+            lab.parent.receive(topic, draw.randbytes(30))
         seek = serialization.encode(WhoIsThere(blob), blob)
-        session.receive(topics.seek(LAB, PARENT, f"x{blob}"), seek, retained=False, now=lab.now)
-        session.receive(topics.state(LAB, RUN, f"x{blob}"), seek, retained=False, now=lab.now)
+        lab.parent.receive(topics.seek(LAB, PARENT, f"x{blob}"), seek)
+        lab.parent.receive(topics.state(LAB, RUN, f"x{blob}"), seek)
         target = replace(READY, reason=blob, targets=())
         body = serialization.encode(target, mine)
-        session.receive(topics.state(LAB, RUN, "device-0"), body, retained=bool(draw.randrange(2)), now=lab.now)
-        session.receive(topics.state(LAB, f"run-{blob}", PARENT), body, retained=False, now=lab.now)
+        lab.parent.receive(topics.state(LAB, RUN, "device-0"), body, retained=bool(draw.randrange(2)))
+        lab.parent.receive(topics.state(LAB, f"run-{blob}", PARENT), body)
 
     def storm(seconds: float) -> dict[str, int]:
         most: dict[str, int] = {}
@@ -498,8 +484,7 @@ def test_nothing_grows_without_bound() -> None:
 
 
 def test_what_a_parent_does_to_a_child_is_bounded_too() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     child = lab.children["device-0"]
     mine = lab.parent.session.link.identity.session
     for number in range(600):
@@ -508,7 +493,7 @@ def test_what_a_parent_does_to_a_child_is_bounded_too() -> None:
                 inject(child, PARENT, mine, message)
         presence = Presence(NodeState.READY, "cloud", ledger=f"{number}")
         body = serialization.encode(presence, mine)
-        child.session.receive(topics.state(LAB, RUN, PARENT), body, retained=False, now=lab.now)
+        child.receive(topics.state(LAB, RUN, PARENT), body)
         if number % 10 == 0:
             lab.rest(0.01)
         child.events.clear()
@@ -517,8 +502,7 @@ def test_what_a_parent_does_to_a_child_is_bounded_too() -> None:
 
 
 def test_events_of_kinds_that_shells_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     inject(lab.parent, "device-0", lab.children["device-0"].session.link.identity.session, Probed("0" * 16, 1.0, BLOB))
     presence = replace(READY, metrics="h:1")
     lab.children["device-0"].session.link.own.presence = presence
@@ -536,6 +520,6 @@ def test_a_node_that_lost_its_name_answers_no_question() -> None:
     before = lab.kinds["Alive"]
     lab.parent.session.link.identity.claim.lost = True  # on its other broker
     body = serialization.encode(WhoIsThere("n"), "n")
-    lab.parent.session.receive(topics.seek(LAB, PARENT, "device-0"), body, retained=False, now=lab.now)
+    lab.parent.receive(topics.seek(LAB, PARENT, "device-0"), body)
     lab.rest(1.0)
     assert lab.kinds["Alive"] == before

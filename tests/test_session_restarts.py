@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from session_lab import CHUNK, LAB, LAYOUT, PARENT, RUN, ChildNode, Lab, manifest_of, model_of, names_of
+from session_lab import CHUNK, LAB, LAYOUT, PARENT, RUN, ChildNode, Lab, manifest_of, model_of, names_of, settled
 
 from common.accounting.child_report import ChildReport
 from common.experiment.links import LinkSettings
@@ -51,8 +51,7 @@ from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, 
 
 @pytest.mark.parametrize("state", ParticipantState)
 def test_a_parent_that_restarts_costs_no_training(state: ParticipantState) -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     child = lab.children["device-0"]
     if state is not ParticipantState.IDLE:
         lab.open()
@@ -70,8 +69,7 @@ def test_a_parent_that_restarts_costs_no_training(state: ParticipantState) -> No
 @pytest.mark.parametrize("will_after_s", [None, 0.0, 5.0])
 @pytest.mark.parametrize("state", ParticipantState)
 def test_a_child_that_restarts_begins_again(state: ParticipantState, will_after_s: float | None) -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     child = lab.children["device-0"]
     if state is not ParticipantState.IDLE:
         lab.open()
@@ -90,8 +88,7 @@ def test_a_child_that_restarts_begins_again(state: ParticipantState, will_after_
 
 @pytest.mark.parametrize("who", ["parent", "child"])
 def test_a_process_that_dies_again_and_again_is_followed(who: str) -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     lab.open()
     for number in range(20):
         at = 0.37 * number
@@ -105,8 +102,7 @@ def test_a_process_that_dies_again_and_again_is_followed(who: str) -> None:
 
 
 def test_a_result_that_its_child_no_longer_holds_is_asked_for_again() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     lab.open()
     child = lab.children["device-0"]
     lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
@@ -127,8 +123,7 @@ def test_a_result_that_is_refused_is_reported_to_its_child_and_the_round_goes_on
 
 
 def test_a_second_process_of_a_living_name_ends() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     first = lab.children["device-0"]
     second = lab.start("device-0")
     lab.rest(1.0)
@@ -142,8 +137,7 @@ def test_a_second_process_of_a_living_name_ends() -> None:
 
 
 def gone_parent() -> tuple[Lab, ChildNode]:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     lab.stop_parent(will_after_s=0.0)
     lab.rest(1.0)
     return lab, lab.children["device-0"]
@@ -175,8 +169,7 @@ def test_only_an_answer_to_its_own_question_moves_a_child() -> None:
 
 
 def test_a_child_whose_parent_is_there_goes_nowhere() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     child = lab.children["device-0"]
     inject(child, PARENT, "elsewhere", alive(child), run="run-2")
     lab.rest(1.0)
@@ -205,8 +198,7 @@ def test_a_parent_that_was_away_for_less_is_not_gone() -> None:
 
 
 def test_a_farewell_is_repeated_until_it_is_answered() -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     lab.round()
     child = lab.children["device-0"]
     assert child.session.goodbye_answered
@@ -243,8 +235,7 @@ def test_a_reply_to_the_last_report_is_not_counted() -> None:
 
 
 def test_a_farewell_outlives_a_broker_that_restarts() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     child = lab.children["device-0"]
     child.disconnect(will_after_s=0.0, back_after_s=3.0)
     child.session.send_goodbye((), lab.now)
@@ -274,8 +265,7 @@ def test_who_leaves_clears_what_it_kept_on_the_broker(keep_state: bool, announce
 
 
 def test_the_end_of_a_run_is_reported_once() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     for _ in range(3):
         lab.parent.set_state(NodeState.FAILED, reason="disk full")
         lab.rest(0.1)
@@ -286,8 +276,7 @@ def test_the_end_of_a_run_is_reported_once() -> None:
 
 
 def test_nothing_is_sent_while_the_broker_is_away_and_nothing_is_kept() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     lab.open()
     lab.rest(1.0)
     child = lab.children["device-0"]
@@ -306,8 +295,7 @@ def test_nothing_is_sent_while_the_broker_is_away_and_nothing_is_kept() -> None:
 
 
 def test_streams_are_subscribed_before_they_are_asked_for() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     child = lab.children["device-0"]
     passes: list[list[object]] = []
     inner = child.session.to_send
@@ -355,8 +343,7 @@ def test_a_model_that_does_not_fit_in_a_packet_with_its_reports_is_fetched() -> 
 
 
 def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     lab.open()
     child = lab.children["device-0"]
     silence_chunks(lab, PARENT)
@@ -368,7 +355,7 @@ def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere()
     assert landing is not None and landing.view is not None
     child.session.stop_fetching(child.task, lab.now)
     assert landing.view is None
-    child.session.landed(topic, landing, lab.now)
+    child.session.link.landed(topic, landing, lab.now)
     assert child.session.link.place(topic, CHUNK) is None
     assert child.session.link.place(topics.state(LAB, RUN, PARENT), CHUNK) is None
     assert child.session.link.place("no topic", CHUNK) is None
@@ -379,8 +366,7 @@ def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere()
 
 def fetching_child(**how: Any) -> tuple[Lab, ChildNode, str]:
     """Return a lab whose child has its task and gets no chunk of its model, and that model's blob."""
-    lab = Lab(names_of(1), **how)
-    lab.rest(1.0)
+    lab = settled(1, **how)
     silence_chunks(lab, PARENT)
     lab.open()
     child = lab.children["device-0"]
@@ -392,8 +378,7 @@ def fetching_child(**how: Any) -> tuple[Lab, ChildNode, str]:
 
 def offered_upload() -> tuple[Lab, ChildNode]:
     """Return a lab whose child offers a result of which no chunk arrives."""
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     silence_chunks(lab, "device-0")
     lab.open()
     lab.until(lambda: bool(lab.parent.session.link.receiver.wanted()))
@@ -415,8 +400,7 @@ def test_what_was_in_flight_is_asked_for_again_on_a_new_connection() -> None:
 
 
 def test_what_waits_dies_with_its_connection() -> None:
-    lab = Lab(names_of(1), link=LinkSettings(down_mbit=0.001))
-    lab.rest(1.0)
+    lab = settled(1, link=LinkSettings(down_mbit=0.001))
     lab.open()
     lab.rest(0.5)
     session = lab.parent.session
@@ -437,8 +421,7 @@ def test_what_waits_dies_with_its_connection() -> None:
 
 
 def test_an_ask_is_answered_and_one_of_a_lost_connection_is_not() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     mine, session = lab.children["device-0"].session.link.identity.session, lab.parent.session
     for lost in (False, True):
         inject(lab.parent, "device-0", mine, Ask("0" * 16, b"x", 0, 0, 8, True))
@@ -450,12 +433,12 @@ def test_an_ask_is_answered_and_one_of_a_lost_connection_is_not() -> None:
 
 
 def test_a_chunk_of_another_run_is_none_of_ours() -> None:
-    lab, child, blob = fetching_child()
+    _, child, blob = fetching_child()
     data = model_of(0)[:CHUNK]
     for run, wanted in (("run-2", False), (RUN, True)):
         topic = topics.chunk(LAB, run, PARENT, "all", blob, 0, 1)
         assert (child.session.link.place(topic, CHUNK) is not None) is wanted
-        child.session.receive(topic, data, retained=False, now=lab.now)
+        child.receive(topic, data)
         assert (child.session.link.receiver.lacks(PARENT, blob) == 5) is wanted
     assert child.session.link.refusals.of(Refusal.STRANGER) == 1
 
@@ -466,8 +449,7 @@ def test_a_child_that_died_is_served_no_more_and_frees_its_slot() -> None:
     lab.kill("device-0", will_after_s=0.0)
     lab.rest(0.1)
     assert not lab.parent.session.link.sender.serving("device-0")
-    lab = Lab(names_of(2), transfer=TransferSettings(inline_bytes=0, idle_s=60.0, upload_slots=1))
-    lab.rest(1.0)
+    lab = settled(2, transfer=TransferSettings(inline_bytes=0, idle_s=60.0, upload_slots=1))
     silence_chunks(lab, "device-0")
     lab.children["device-1"].train_s = 4.0
     lab.open()
@@ -487,8 +469,7 @@ def test_a_child_that_reconnects_is_asked_for_the_rest_at_once() -> None:
 
 
 def test_a_buffer_that_was_found_too_late_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     lab.children["device-1"].train_s = 100.0
     lab.open(closing=Closing(rule="quorum", quorum=1, deadline_s=4.0))
     monkeypatch.setattr(lab.parent, "_fetch", lambda event: None)  # the buffer is looked for
@@ -503,8 +484,7 @@ def test_a_buffer_that_was_found_too_late_is_not_written(monkeypatch: pytest.Mon
 
 def test_an_upload_that_is_announced_twice_at_once_is_fetched_into_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two changes of the session come in one pass, each with an announcement; both fetches follow."""
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     lab.open()
     monkeypatch.setattr(lab.parent, "_fetch", lambda event: None)  # as a shell that is busy
     lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
@@ -535,7 +515,7 @@ def test_an_upload_that_is_void_is_not_written_any_more(why: str) -> None:
         topic = topics.chunk(LAB, RUN, "device-0", "all", result.model.blob, index, index + 1)
         data = child._answer[result.model.span(index)]
         assert session.link.place(topic, len(data)) is None
-        session.receive(topic, data, retained=False, now=lab.now)
+        lab.parent.receive(topic, data)
     assert buffer == bytes(len(buffer)) and not session.link.receiver.wanted() and not session._pending
 
 
@@ -550,8 +530,7 @@ def test_a_parent_that_comes_back_learns_at_once_what_is_offered() -> None:
 
 
 def test_a_farewell_is_sent_at_once_on_a_new_connection() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     child = lab.children["device-0"]
     lab.broker.drop = lambda topic: "inbox" in topic
     child.session.send_goodbye((), lab.now)
@@ -563,8 +542,7 @@ def test_a_farewell_is_sent_at_once_on_a_new_connection() -> None:
 
 
 def test_an_old_end_that_was_disproved_is_forgotten() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     child = lab.children["device-0"]
     leave_remains(lab, PARENT, NodeState.FINISHED)
     child.disconnect(will_after_s=None, back_after_s=0.0)
@@ -577,8 +555,7 @@ def test_an_old_end_that_was_disproved_is_forgotten() -> None:
 
 
 def test_a_parent_that_dies_while_a_child_is_cut_off_is_missed() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     child = lab.children["device-0"]
     lab.stop_parent(will_after_s=None)
     lab.broker.retained.clear()
@@ -592,8 +569,7 @@ def test_a_parent_that_dies_while_a_child_is_cut_off_is_missed() -> None:
 
 
 def test_a_child_counts_its_bytes_for_each_ledger_of_its_parent() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     child, size = lab.children["device-0"].session, manifest_of(model_of(0)).size
     counted: dict[str, list[int]] = {}
     for books in ("a", "b", "a"):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import LAB, PARENT, RUN, ChildNode, Lab, manifest_of, model_of, names_of, snapshot
+from session_lab import LAB, PARENT, RUN, ChildNode, Lab, manifest_of, model_of, names_of, settled, snapshot
 
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
@@ -49,8 +49,7 @@ def is_offering(child: ChildNode) -> bool:
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32), moment=st.floats(0.0, 6.0), loss=st.sampled_from([0.0, 0.2]))
 def test_a_message_of_an_unknown_session_changes_nothing(seed: int, moment: float, loss: float) -> None:
-    lab = Lab(names_of(2), seed=seed, loss=loss, jitter_s=0.1, train_s=2.0)
-    lab.rest(1.0)
+    lab = settled(2, seed=seed, loss=loss, jitter_s=0.1, train_s=2.0)
     key = lab.open()
     lab.rest(moment)
     for node, sender in ((lab.parent, "device-0"), (lab.children["device-0"], PARENT)):
@@ -75,8 +74,7 @@ def test_a_message_of_an_unknown_session_changes_nothing(seed: int, moment: floa
 
 @pytest.mark.parametrize(("count", "seconds"), [(10_000, 0.0), (2000, 10.0)])
 def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: float) -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     lab.open()
     lab.rest(0.5)
     before = lab.kinds["WhoIsThere"]
@@ -95,8 +93,7 @@ def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: fl
 
 
 def test_a_lost_presence_leaves_nobody_deaf() -> None:
-    lab = Lab(names_of(3))
-    lab.rest(1.0)
+    lab = settled(3)
     lab.broker.drop = lambda topic: topic.endswith("/state")
     lab.kill("device-0", will_after_s=None)
     lab.start("device-0")
@@ -122,15 +119,14 @@ def test_a_child_whose_first_messages_are_all_lost_is_found_by_its_questions() -
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_child_that_came_back_while_its_presence_was_lost_is_asked_for_it(idle: bool) -> None:
     """The broker restarted: it sent the child's will, and lost the presence with which the child came back."""
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     if not idle:
         lab.open()
         lab.rest(0.1)
     identity = lab.children["device-0"].session.link.identity
     will = serialization.encode(Presence(NodeState.LOST, "device", reason="connection lost"), identity.session)
     lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
-    lab.parent.session.receive(topics.state(LAB, RUN, "device-0"), will, retained=False, now=lab.now)
+    lab.parent.receive(topics.state(LAB, RUN, "device-0"), will)
     assert not lab.parent.session.present()
     within_s = QUIET_S + ASK_MOST_S + 1.0 if idle else 3.0
     lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=within_s)
@@ -140,11 +136,10 @@ def test_a_child_that_came_back_while_its_presence_was_lost_is_asked_for_it(idle
 @pytest.mark.parametrize("what", ["presence", "answer"])
 def test_a_child_whose_presence_a_stranger_cleared_is_asked_for_it(what: str) -> None:
     """The child publishes it again, but that is lost, and the child has nothing else to send."""
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     dropped = "/device-0/state" if what == "presence" else "/device-0"  # with the answers to questions, too
     lab.broker.drop = lambda topic: topic.endswith(dropped)
-    lab.parent.session.receive(topics.state(LAB, RUN, "device-0"), b"", retained=False, now=lab.now)
+    lab.parent.receive(topics.state(LAB, RUN, "device-0"), b"")
     assert not lab.parent.session.present()
     if what == "presence":
         lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=3.0)
@@ -163,18 +158,17 @@ def test_a_child_whose_only_presence_was_refused_is_asked_for_another_one() -> N
     lab.start("device-0")
     wrong = Presence(NodeState.READY, "device", samples=21)
     body = serialization.encode(wrong, lab.children["device-0"].session.link.identity.session)
-    session.receive(topics.state(LAB, RUN, "device-0"), body, retained=False, now=lab.now)
+    lab.parent.receive(topics.state(LAB, RUN, "device-0"), body)
     assert "device-0" not in session.samples
     lab.until(lambda: bool(session.readiness(lab.now).ready), within_s=QUIET_S + ASK_MOST_S + 1.0)
 
 
 def test_a_strangers_presence_changes_no_count_of_samples() -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     session = lab.parent.session
     assert session.samples == {"device-0": 10, "device-1": 10}
     presence = serialization.encode(Presence(NodeState.READY, "device", samples=7), "stranger")
-    session.receive(topics.state(LAB, RUN, "device-0"), presence, retained=False, now=lab.now)
+    lab.parent.receive(topics.state(LAB, RUN, "device-0"), presence)
     assert session.samples["device-0"] == 10
     lab.rest(1.0)
     assert session.samples["device-0"] == 10
@@ -186,7 +180,7 @@ def test_the_first_count_of_samples_is_not_a_strangers() -> None:
     lab.rest(1.0)
     session = lab.parent.session
     presence = serialization.encode(Presence(NodeState.READY, "device", samples=7), "stranger")
-    session.receive(topics.state(LAB, RUN, "device-0"), presence, retained=False, now=lab.now)
+    lab.parent.receive(topics.state(LAB, RUN, "device-0"), presence)
     lab.rest(1.0)
     assert session.samples == {}
     lab.start("device-0")
@@ -230,8 +224,7 @@ def test_a_retained_ready_of_a_dead_child_captures_no_parent() -> None:
 
 @pytest.mark.parametrize("state", [NodeState.FAILED, NodeState.LOST, NodeState.DISCONNECTED, NodeState.FINISHED])
 def test_a_retained_end_of_a_dead_child_reports_nothing_of_its_successor(state: NodeState) -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     leave_remains(lab, "device-0", state)
     lab.restart_broker(down_s=1.0)
     assert set(lab.round().results) == {"device-0"}
@@ -248,8 +241,7 @@ def test_a_run_that_ended_while_a_child_was_away_ends_it() -> None:
 
 
 def test_a_run_that_ended_under_a_new_parent_while_a_child_was_away_ends_it() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     child = lab.children["device-0"]
     child.disconnect(will_after_s=0.0)
     lab.restart_parent()
@@ -265,8 +257,7 @@ def test_a_run_that_ended_under_a_new_parent_while_a_child_was_away_ends_it() ->
 @pytest.mark.parametrize("store", ["before the restart", "of a run that was resumed"])
 def test_an_old_store_ends_nobody_whose_parent_lives(store: str) -> None:
     """A broker that comes back old may hold the end of an earlier process of this run."""
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     lab.round()
     if store == "of a run that was resumed":
         lab.parent.set_state(NodeState.FINISHED)
@@ -294,8 +285,7 @@ def test_an_old_store_ends_nobody_whose_parent_lives(store: str) -> None:
 @pytest.mark.parametrize("store", ["empty", "kept"])
 @pytest.mark.parametrize("state", [s for s in ParticipantState if s is not ParticipantState.IDLE])
 def test_a_broker_that_restarts_costs_no_training(state: ParticipantState, store: str) -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     lab.open()
     child = lab.children["device-0"]
     lab.children["device-1"].train_s = 20.0  # the round is open when one is DONE
@@ -308,8 +298,7 @@ def test_a_broker_that_restarts_costs_no_training(state: ParticipantState, store
 
 
 def test_who_died_while_the_broker_was_away_is_found_out() -> None:
-    lab = Lab(names_of(3))
-    lab.rest(1.0)
+    lab = settled(3)
     lab.restart_broker(down_s=1.0)  # it crashed: no will is sent, and the store has everybody READY
     lab.kill("device-0", will_after_s=None)
     lab.rest(50.0)
@@ -325,8 +314,7 @@ def test_who_died_while_the_broker_was_away_is_found_out() -> None:
 
 
 def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
-    lab = Lab(names_of(1))
-    lab.rest(1.0)
+    lab = settled(1)
     lab.round()
     child = lab.children["device-0"]
     lab.rest(1.0)
@@ -337,7 +325,7 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
         task = Task(Key(0, 1, number), 1, lie, None)
         topic = topics.inbox(LAB, RUN, "device-0", PARENT)
         body = serialization.encode(task, lab.parent.session.link.identity.session)
-        child.session.receive(topic, body, retained=False, now=lab.now)
+        child.receive(topic, body)
         places = set(changed(before, snapshot(child.session)))
         assert places <= {
             ".link.refusals._counts", ".link.events", "._declined", ".link.counters.cells", ".link.counters.sums",
@@ -353,8 +341,7 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
 
 
 def test_a_round_whose_task_fits_nobody_stalls_with_the_reason() -> None:
-    lab = Lab(names_of(2))
-    lab.rest(1.0)
+    lab = settled(2)
     for child in lab.children.values():
         child.session.set_form(ModelForm("their own layout", "fp32", 5000, exact=True, delta=False))
     begun = lab.now

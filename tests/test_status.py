@@ -177,7 +177,7 @@ def records(session: ParentSession, now: float) -> list[Status]:
 
 def ask(session: ParentSession, now: float, *, run: str = RUN, retained: bool = False) -> None:
     body = serialization.encode(StatusRequest(run), "watcher")
-    session.receive(topics.watch(LAB, "operator"), body, retained=retained, now=now)
+    session.link.receive(topics.watch(LAB, "operator"), body, retained=retained, now=now)
 
 
 def test_nothing_is_published_when_nobody_asks() -> None:
@@ -236,5 +236,5 @@ def test_requests_and_records_count_as_control_of_no_peer() -> None:
 def test_a_request_that_is_none_is_refused() -> None:
     session = parent_of("device-0")
     for body in (b"", b"\xff" * 20, serialization.encode(RollCall("nonce"), "s")):
-        session.receive(topics.watch(LAB, "operator"), body, retained=False, now=1.0)
+        session.link.receive(topics.watch(LAB, "operator"), body, retained=False, now=1.0)
     assert session.link.refusals.of(Refusal.MALFORMED) == 3 and not records(session, 1.0)

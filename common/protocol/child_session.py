@@ -63,7 +63,7 @@ from common.protocol.outbox import Output
 from common.protocol.participant import PHASE_S, Participant
 from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received, Unproven
 from common.protocol.presence import Identity, Proof, TimeZero
-from common.protocol.receiver import Fetched, FetchFailed, Landing, ReceiverEvent
+from common.protocol.receiver import Fetched, FetchFailed, ReceiverEvent
 from common.protocol.round_state import HEARTBEAT_S
 from common.text import short
 
@@ -261,14 +261,6 @@ class ChildSession:
         if self._gone_since is None:
             self._gone_since = now
         self._farewell_at = now if self._farewell is not None else inf
-
-    def receive(self, topic: str, body: bytes, *, retained: bool, now: float) -> None:
-        """Handle a message with any content."""
-        self.link.receive(topic, body, retained=retained, now=now)
-
-    def landed(self, topic: str, landing: Landing, now: float) -> bool:
-        """Handle a chunk that was written to its destination; return whether something follows from it at once."""
-        return self.link.landed(topic, landing, now)
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, in order; nothing while the broker is away."""

@@ -60,11 +60,12 @@ Output: TypeAlias = Publish | PublishChunk | Subscribe | Unsubscribe
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Departure:
+    """An output that waits for its link; `parts`: its payload's bytes by kind."""
+
     output: Publish | PublishChunk
     peer: str
     size: int
-    model: int
-    extras: int
+    parts: Mapping[str, int]
 
 
 class Outbox:
@@ -112,22 +113,26 @@ class Outbox:
         size = packet_bytes(topic, len(body), qos=0)
         due = self._shaper.reserve((peer,), size, now)
         counted = peer if peer in self._peers else OTHERS
-        self._put(due, Publish(topic, body), counted, size, *_inline_bytes(message))
+        self._put(due, _Departure(Publish(topic, body), counted, size, _parts_of(message, body)))
         return due
 
     def publish(self, topic: str, message: Message, now: float) -> int:
         """Publish a message for those that read a topic of this node; return its bytes. It waits for no peer's link."""
         body = self._encoded(message)
         size = packet_bytes(topic, len(body), qos=0)
-        self._put(now, Publish(topic, body), OTHERS, size, 0, 0)
+        self._put(now, _Departure(Publish(topic, body), OTHERS, size, _parts_of(message, body)))
         return size
 
     def count_received(self, sender: str, topic: str, body: bytes, message: Message) -> None:
         """Count a peer's message, but no Goodbye: it answers the last count of this end, which cannot include it."""
         if not isinstance(message, Goodbye):
-            size, (model, extras) = packet_bytes(topic, len(body), qos=0), _inline_bytes(message)
-            control = len(body) - model - extras
-            self._counters.add(sender, "received", message=size, control=control, model=model, extras=extras)
+            size = packet_bytes(topic, len(body), qos=0)
+            self._counters.add(sender, "received", message=size, **_parts_of(message, body))
+
+    def count_chunk(self, owner: str, blob: str, topic: str, size: int, *, extras: int) -> None:
+        """Count a chunk of `size` bytes that a peer has sent."""
+        packet = packet_bytes(topic, size, qos=0)
+        self._counters.add(owner, "received", message=packet, **self._chunk_parts(owner, blob, size, extras))
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, including chunks that receivers lack and links have room for."""
@@ -186,32 +191,26 @@ class Outbox:
         size = packet_bytes(topic, len(chunk.data), qos=0)
         peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL
         due = self._shaper.reserve(chunk.receivers, size, now)
-        self._put(due, PublishChunk(topic, chunk), peer, size, len(chunk.data) - chunk.extras, chunk.extras)
+        parts = self._chunk_parts(identity.name, chunk.blob, len(chunk.data), chunk.extras)
+        self._put(due, _Departure(PublishChunk(topic, chunk), peer, size, parts))
 
-    def _put(self, due: float, output: Publish | PublishChunk, peer: str, size: int, model: int, extras: int) -> None:
+    def _put(self, due: float, departure: _Departure) -> None:
         self._number += 1
-        heapq.heappush(self._waiting, (due, self._number, _Departure(output, peer, size, model, extras)))
+        heapq.heappush(self._waiting, (due, self._number, departure))
 
     def _release(self, now: float, out: list[Output]) -> None:
         while self._waiting and self._waiting[0][0] <= now + EARLY_S:
             departure = heapq.heappop(self._waiting)[2]
-            self._count(departure)
+            self._counters.add(departure.peer, "sent", message=departure.size, **departure.parts)
             if isinstance(departure.output, PublishChunk):
                 self._in_client += 1  # counted late, so that chunks for a slow link do not block other links
             out.append(departure.output)
 
-    def _count(self, departure: _Departure) -> None:
-        output, peer, size = departure.output, departure.peer, departure.size
-        model, extras = departure.model, departure.extras
-        if isinstance(output, Publish):
-            control = len(output.body) - model - extras
-            self._counters.add(peer, "sent", message=size, control=control, model=model, extras=extras)
-        elif (self._identity.name, output.chunk.blob) in self.noise:
-            self._counters.add(peer, "sent", message=size, probe=model)
-        elif (self._identity.name, output.chunk.blob) in self.frozen:
-            self._counters.add(peer, "sent", message=size, frozen=model)
-        else:
-            self._counters.add(peer, "sent", message=size, model=model, extras=extras)
+    def _chunk_parts(self, owner: str, blob: str, size: int, extras: int) -> dict[str, int]:
+        """Return the bytes of a chunk by kind; of its last bytes `extras` are no model."""
+        if (owner, blob) in self.noise:
+            return {"probe": size}
+        return {"frozen": size} if (owner, blob) in self.frozen else {"model": size - extras, "extras": extras}
 
 
 class Shaper:
@@ -274,9 +273,9 @@ class Shaper:
         return due
 
 
-def _inline_bytes(message: Message) -> tuple[int, int]:
-    """Return the bytes of a model, and of its extras, inside a message."""
+def _parts_of(message: Message, body: bytes) -> dict[str, int]:
+    """Return the bytes of a control message by kind: a model and its extras may be inside."""
     if not isinstance(message, (Task, Result)) or message.inline is None:
-        return 0, 0
-    extras = min(message.model.extras, len(message.inline))
-    return len(message.inline) - extras, extras
+        return {"control": len(body)}
+    size, extras = len(message.inline), min(message.model.extras, len(message.inline))
+    return {"control": len(body) - size, "model": size - extras, "extras": extras}

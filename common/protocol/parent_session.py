@@ -60,7 +60,7 @@ from common.protocol.messages import (
 from common.protocol.outbox import Output
 from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received, Sought
 from common.protocol.presence import Identity
-from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
+from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.round_state import Assignment, Restarted, Timeline
 from common.protocol.status import RunProgress, status_of
 from common.text import short
@@ -321,14 +321,6 @@ class ParentSession:
         inboxes.append(topics.watch(lab, "+"))
         self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.coordinator.reconnected(now)
-
-    def receive(self, topic: str, body: bytes, *, retained: bool, now: float) -> None:
-        """Handle a message with any content."""
-        self.link.receive(topic, body, retained=retained, now=now)
-
-    def landed(self, topic: str, landing: Landing, now: float) -> bool:
-        """Handle a chunk that was written to its destination; return whether something follows from it at once."""
-        return self.link.landed(topic, landing, now)
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, in order; nothing while the broker is away."""

@@ -21,7 +21,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common.accounting.counters import Account, packet_bytes
+from common.accounting.counters import Account
 from common.accounting.traffic import TcpStats
 from common.errors import Flooded, Misfit, OtherRelease, WireError
 from common.experiment.links import LinkSet
@@ -436,14 +436,8 @@ class PeerLink:
         if topic.node not in self._known or topic.run != self.identity.run:
             self._refuse(Refusal.STRANGER, topic.node, f"a chunk on {text[:80]}")
             return
-        size = packet_bytes(text, len(body), qos=0)
-        if (topic.node, topic.blob) in self.outbox.noise:
-            self.counters.add(topic.node, "received", message=size, probe=len(body))
-        elif (topic.node, topic.blob) in self.outbox.frozen:
-            self.counters.add(topic.node, "received", message=size, frozen=len(body))
-        else:
-            extras = min(len(body), self.receiver.extras_in(topic.node, topic.blob, topic.index))
-            self.counters.add(topic.node, "received", message=size, model=len(body) - extras, extras=extras)
+        extras = min(len(body), self.receiver.extras_in(topic.node, topic.blob, topic.index))
+        self.outbox.count_chunk(topic.node, topic.blob, text, len(body), extras=extras)
         fresh = self.receiver.receive_chunk(
             topic.node, topic.blob, stream=topic.stream, index=topic.index, number=topic.number, data=body, now=now
         )

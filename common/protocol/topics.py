@@ -17,6 +17,7 @@ writes only below its own name and, with its own name as the last level, into ot
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -153,32 +154,28 @@ def _checked(name: str, kind: str) -> str:
     return name
 
 
+_FORMS: Final[Mapping[str, tuple[Callable[..., Topic], Sequence[str]]]] = {  # by the last group of a match
+    "child": (SeekTopic, ("lab", "parent", "child")),
+    "caller": (RollTopic, ("lab", "caller")),
+    "watcher": (WatchTopic, ("lab", "watcher")),
+    "answerer": (HereTopic, ("lab", "asker", "answerer")),
+    "state": (StateTopic, ("lab", "run", "node")),
+    "spec": (SpecTopic, ("lab", "run", "node")),
+    "status": (StatusTopic, ("lab", "run", "node")),
+    "sender": (InboxTopic, ("lab", "run", "node", "sender")),
+}
+
+
 def parse(topic: str) -> Topic:
     """Return the typed topic. Raises WireError on any other."""
     match = _TOPIC.fullmatch(topic)
     if match is None:
         raise WireError(f"unknown topic: {topic[:80]!r}")
-    lab, run, node = match["lab"], match["run"], match["node"]
-    if run is None:
-        return _outside_runs(match)
-    if match["state"]:
-        return StateTopic(lab, run, node)
-    if match["spec"]:
-        return SpecTopic(lab, run, node)
-    if match["status"]:
-        return StatusTopic(lab, run, node)
-    if match["sender"]:
-        return InboxTopic(lab, run, node, match["sender"])
-    return ChunkTopic(lab, run, node, match["stream"], match["blob"], int(match["index"]), int(match["number"]))
-
-
-def _outside_runs(match: re.Match[str]) -> OutsideRuns:
-    lab = match["lab"]
-    if match["parent"]:
-        return SeekTopic(lab, match["parent"], match["child"])
-    if match["watcher"]:
-        return WatchTopic(lab, match["watcher"])
-    return RollTopic(lab, match["caller"]) if match["caller"] else HereTopic(lab, match["asker"], match["answerer"])
+    if match["number"]:
+        lab, run, node, stream, blob = match.group("lab", "run", "node", "stream", "blob")
+        return ChunkTopic(lab, run, node, stream, blob, int(match["index"]), int(match["number"]))
+    kind, names = _FORMS[match.lastgroup or ""]
+    return kind(*match.group(*names))
 
 
 def state(lab: str, run: str, node: str) -> str:

@@ -175,7 +175,7 @@ class Endpoint(ABC):
         return self.link.place(topic, size)
 
     def _landed(self, topic: str, place: Place) -> None:
-        if isinstance(place, Landing) and self.session.landed(topic, place, self.now()):
+        if isinstance(place, Landing) and self.link.landed(topic, place, self.now()):
             self.wake()
         elif self._later is None:
             self._later = self._loop.call_later(LATER_S, self._wake_later)
@@ -187,7 +187,7 @@ class Endpoint(ABC):
     def _received(self, topic: str, body: bytes, retained: bool) -> None:
         if self._statistics is not None and self._statistics.take(topic, body):
             return
-        self.session.receive(topic, body, retained=retained, now=self.now())
+        self.link.receive(topic, body, retained=retained, now=self.now())
         self.wake()
 
     async def _connected(self) -> None:

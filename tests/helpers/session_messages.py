@@ -49,7 +49,7 @@ BLOB = manifest_of(b"x" * 3000)
 def inject(node: Node, sender: str, session: str, message: Message, *, run: str = RUN) -> None:
     """Hand a node a message from an inbox, whoever wrote it."""
     topic = topics.inbox(LAB, run, node.name, sender)
-    node.session.receive(topic, serialization.encode(message, session), retained=False, now=node.lab.now)
+    node.receive(topic, serialization.encode(message, session))
     node.wake()
 
 
