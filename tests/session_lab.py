@@ -227,6 +227,11 @@ class Node:
     def name(self) -> str:
         return self.session.link.identity.name
 
+    @property
+    def process(self) -> str:
+        """The session's id, which each process has anew."""
+        return self.session.link.identity.session
+
     def connect(self) -> None:
         """Connect to the broker, or do so as soon as it is there."""
         if not self.alive or (self.connection is not None and self.connection.open):
@@ -521,6 +526,11 @@ class Lab:
     def now(self) -> float:
         return self.loop.now
 
+    @property
+    def child(self) -> ChildNode:
+        """The present process of the first child."""
+        return self.children[self.names[0]]
+
     def work_s(self, most: float) -> float:
         """Return how long some work takes this time."""
         return self.random.random() * most
@@ -635,6 +645,18 @@ class Lab:
         event = self.play(until_s=until_s)
         assert isinstance(event, Closed), event
         return event
+
+    def finish(self, *, until_s: float = 400.0) -> Closed:
+        """Play the open round, which must close with a result of each child."""
+        closed = self.play(until_s=until_s)
+        assert isinstance(closed, Closed) and set(closed.results) == set(self.names), closed
+        return closed
+
+    def stall(self) -> Stalled:
+        """Play the open round, which must stall."""
+        stalled = self.play()
+        assert isinstance(stalled, Stalled), stalled
+        return stalled
 
     def rest(self, seconds: float) -> None:
         """Let everything go its way for so long."""

@@ -102,7 +102,7 @@ def lab_in_a_round(*, slow: str = "") -> Lab:
 
 
 def session_of(lab: Lab, name: str) -> str:
-    return lab.children[name].session.link.identity.session
+    return lab.children[name].process
 
 
 def publish_presence(lab: Lab, name: str, session: str, presence: Presence) -> None:
@@ -194,7 +194,7 @@ def test_a_devices_samples_change_with_its_session_alone() -> None:
     lab.parent.receive(topics.state(LAB, RUN, "device-0"), body)
     assert lab.parent.session.samples["device-0"] == 10, "a stranger's may be believed for a moment: it is asked first"
     lab.parent.session.to_send(lab.now + ASK_FIRST_S)
-    answer = Alive(lab.parent.session.link.identity.session, replace(READY, samples=1), None)
+    answer = Alive(lab.parent.process, replace(READY, samples=1), None)
     body = serialization.encode(answer, "its-next-one")
     lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body)
     assert lab.parent.session.samples["device-0"] == 1
@@ -209,7 +209,7 @@ def test_two_processes_that_use_one_session_are_noticed(what: str) -> None:
     lab.publish(PARENT, "device-0", session_of(lab, "device-0"), message)
     lab.rest(0.1)
     assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
-    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+    lab.finish()
 
 
 def test_a_child_that_counts_too_many_bytes_does_not_silence_its_institution() -> None:
@@ -263,7 +263,7 @@ def test_a_message_about_what_is_not_there_is_counted(message: Message) -> None:
     body = serialization.encode(message, session_of(lab, "device-0"))
     lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body)
     assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
-    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+    lab.finish()
 
 
 # Sessions
@@ -272,13 +272,13 @@ def test_a_message_about_what_is_not_there_is_counted(message: Message) -> None:
 def test_a_late_proof_of_life_does_not_replace_a_session() -> None:
     lab = lab_in_a_round()
     session = session_of(lab, "device-0")
-    mine = lab.parent.session.link.identity.session
+    mine = lab.parent.process
     lab.publish(PARENT, "device-0", "an-earlier-one", Alive(mine, READY))
     lab.rest(0.2)
     assert lab.parent.session.link.proofs.session("device-0") == session
     assert lab.parent.session.coordinator.children["device-0"].session == session
     assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
-    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+    lab.finish()
 
 
 def test_a_flood_of_presences_costs_few_tasks_and_few_events() -> None:
@@ -297,7 +297,7 @@ def test_a_flood_of_presences_costs_few_tasks_and_few_events() -> None:
     lab.rest(10.0)
     # The living process is asked who it is, and takes part again.
     assert lab.parent.session.link.proofs.session("device-0") == session_of(lab, "device-0")
-    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+    lab.finish()
 
 
 def test_results_without_a_model_cost_few_tasks() -> None:
@@ -324,7 +324,7 @@ def test_a_flood_of_messages_is_refused_before_it_is_read_and_hides_nobody() -> 
     assert lab.parent.session.link.refusals.of(Refusal.FLOOD) > MESSAGES_MOST
     assert len(lab.parent.session.attendance.waits_for["device-0"]) == 1000
     lab.rest(20.0)
-    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+    lab.finish()
 
 
 def test_answers_to_nodes_that_are_not_in_the_run_are_counted_together() -> None:
@@ -357,7 +357,7 @@ def test_noise_of_one_child_is_no_noise_of_another() -> None:
         model = lab.parent.expected[name]
         for other in others:
             lab.parent.session.link.outbox.add_noise(other, manifest_of(model).blob)
-    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+    lab.finish()
 
 
 # Tasks
@@ -386,12 +386,12 @@ def test_a_flood_of_tasks_that_do_not_fit_has_few_answers() -> None:
     sent = Counter(lab.kinds)
     task = Task(Key(0, 9, 0), 1, manifest_of(b"1" * 9000), None)
     for number in range(1000):
-        again = partial(lab.publish, "device-0", PARENT, lab.parent.session.link.identity.session, task)
+        again = partial(lab.publish, "device-0", PARENT, lab.parent.process, task)
         lab.loop.after(number / 1000, again)
     lab.rest(1.5)
     assert (lab.kinds - sent)["Declined"] <= 2 * ANSWERS_MOST
-    assert lab.children["device-0"].session.link.refusals.of(Refusal.MISFIT) == 1000
-    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+    assert lab.child.session.link.refusals.of(Refusal.MISFIT) == 1000
+    lab.finish()
 
 
 @pytest.mark.parametrize(("variant", "most"), [("paper", 8), ("plato", 8)])
@@ -622,7 +622,7 @@ def test_what_arrived_and_is_too_large_is_not_looked_at(topic: str, traced: Call
         for retained in (False, True):
             lab.parent.receive(topic, body, retained=retained)
     assert traced() < 50_000 and lab.parent.session.link.refusals.total == 4
-    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+    lab.finish()
 
 
 KEY = Key(0, 0, 0)
@@ -650,7 +650,7 @@ def test_each_kind_of_message_has_its_own_limit(message: Message) -> None:
     lab.publish(PARENT, "device-0", session_of(lab, "device-0"), message)
     lab.rest(0.1)
     assert lab.parent.session.link.refusals.of(Refusal.LARGE) == 1
-    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+    lab.finish()
 
 
 def test_the_limits_are_those_of_the_experiment() -> None:

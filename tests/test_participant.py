@@ -15,7 +15,7 @@ from common.experiment.tiers import Closing
 from common.protocol.events import TaskReceived
 from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result
 from common.protocol.participant import PHASE_S, Acknowledged, Participant, ParticipantState
-from common.protocol.round_state import Stalled, Standing, Timeline, Verdict, judge
+from common.protocol.round_state import Standing, Timeline, Verdict, judge
 from tests.helpers.coordinators import COUNTED, OLD, OneChild, OneParent, children_of, progress_of, result_of, task_of
 
 # Closing
@@ -97,8 +97,8 @@ def test_a_quorum_that_can_never_be_filled_stalls() -> None:
     for name in names_of(2):
         lab.loop.after(1.0, lambda name=name: lab.kill(name))  # type: ignore[misc]
     lab.open(closing=quorum_of(2, 500.0))
-    stalled = lab.play()
-    assert isinstance(stalled, Stalled) and "device-0 and device-1 made no" in stalled.reason
+    stalled = lab.stall()
+    assert "device-0 and device-1 made no" in stalled.reason
 
 
 @pytest.mark.parametrize("seen", [True, False])

@@ -52,7 +52,7 @@ from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, 
 @pytest.mark.parametrize("state", ParticipantState)
 def test_a_parent_that_restarts_costs_no_training(state: ParticipantState) -> None:
     lab = settled(2)
-    child = lab.children["device-0"]
+    child = lab.child
     if state is not ParticipantState.IDLE:
         lab.open()
         lab.children["device-1"].train_s = 20.0
@@ -60,8 +60,7 @@ def test_a_parent_that_restarts_costs_no_training(state: ParticipantState) -> No
     lab.restart_parent()
     if state is ParticipantState.IDLE:
         lab.open()
-    closed = lab.play()
-    assert isinstance(closed, Closed) and set(closed.results) == set(lab.names)
+    lab.finish()
     assert [len(each.trained) for each in lab.children.values()] == [1, 1]
     lab.check()
 
@@ -70,7 +69,7 @@ def test_a_parent_that_restarts_costs_no_training(state: ParticipantState) -> No
 @pytest.mark.parametrize("state", ParticipantState)
 def test_a_child_that_restarts_begins_again(state: ParticipantState, will_after_s: float | None) -> None:
     lab = settled(2)
-    child = lab.children["device-0"]
+    child = lab.child
     if state is not ParticipantState.IDLE:
         lab.open()
         lab.children["device-1"].train_s = 20.0
@@ -79,9 +78,8 @@ def test_a_child_that_restarts_begins_again(state: ParticipantState, will_after_
     lab.start("device-0")
     if state is ParticipantState.IDLE:
         lab.open()
-    closed = lab.play()
-    assert isinstance(closed, Closed) and set(closed.results) == set(lab.names)
-    assert len(lab.children["device-0"].trained) == (state is not ParticipantState.DONE)
+    lab.finish()
+    assert len(lab.child.trained) == (state is not ParticipantState.DONE)
     assert len(lab.children["device-1"].trained) == 1
     lab.check()
 
@@ -96,15 +94,14 @@ def test_a_process_that_dies_again_and_again_is_followed(who: str) -> None:
             lab.loop.after(at, lambda: lab.restart_parent(will_after_s=3.0))
         else:
             lab.loop.after(at, lambda: (lab.kill("device-0", will_after_s=3.0), lab.start("device-0")))
-    closed = lab.play()
-    assert isinstance(closed, Closed) and set(closed.results) == set(lab.names)
+    lab.finish()
     lab.check()
 
 
 def test_a_result_that_its_child_no_longer_holds_is_asked_for_again() -> None:
     lab = settled(1)
     lab.open()
-    child = lab.children["device-0"]
+    child = lab.child
     lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
     child.session.link.retire(child._answer_blob)
     child.session.participant._result = None  # as after a row that was written again
@@ -119,12 +116,12 @@ def test_a_result_that_is_refused_is_reported_to_its_child_and_the_round_goes_on
     assert closed.refused == {"device-0": "holds NaN"} and set(closed.results) == {"device-1"}
     assert lab.parent.of(UploadRefused) == [UploadRefused("device-0", "holds NaN")]
     lab.rest(0.1)
-    assert lab.children["device-0"].of(ResultRefused) == [ResultRefused("holds NaN")]
+    assert lab.child.of(ResultRefused) == [ResultRefused("holds NaN")]
 
 
 def test_a_second_process_of_a_living_name_ends() -> None:
     lab = settled(1)
-    first = lab.children["device-0"]
+    first = lab.child
     second = lab.start("device-0")
     lab.rest(1.0)
     assert second.of(NameTaken) and not first.of(NameTaken)
@@ -140,12 +137,12 @@ def gone_parent() -> tuple[Lab, ChildNode]:
     lab = settled(1)
     lab.stop_parent(will_after_s=0.0)
     lab.rest(1.0)
-    return lab, lab.children["device-0"]
+    return lab, lab.child
 
 
 def alive(child: ChildNode, *, nonce: str = "", announced: bool = True) -> Alive:
     announcement = Announcement("{}", LAYOUT) if announced else None
-    return Alive(nonce or child.session.link.identity.session, Presence(NodeState.READY, "cloud"), announcement)
+    return Alive(nonce or child.process, Presence(NodeState.READY, "cloud"), announcement)
 
 
 def test_a_parent_that_went_on_to_another_run_is_followed_once() -> None:
@@ -170,7 +167,7 @@ def test_only_an_answer_to_its_own_question_moves_a_child() -> None:
 
 def test_a_child_whose_parent_is_there_goes_nowhere() -> None:
     lab = settled(1)
-    child = lab.children["device-0"]
+    child = lab.child
     inject(child, PARENT, "elsewhere", alive(child), run="run-2")
     lab.rest(1.0)
     assert not child.of(ParentMoved) and set(lab.round().results) == {"device-0"}
@@ -200,7 +197,7 @@ def test_a_parent_that_was_away_for_less_is_not_gone() -> None:
 def test_a_farewell_is_repeated_until_it_is_answered() -> None:
     lab = settled(2)
     lab.round()
-    child = lab.children["device-0"]
+    child = lab.child
     assert child.session.goodbye_answered
     child.session.send_goodbye((ChildReport("below"),), lab.now)
     child.wake()
@@ -222,7 +219,7 @@ def test_a_reply_to_the_last_report_is_not_counted() -> None:
     """The report cannot include it, and links.csv is made of reports."""
     lab = Lab(names_of(1))
     lab.round()
-    child, session = lab.children["device-0"], lab.parent.session.link.identity.session
+    child, session = lab.child, lab.parent.process
 
     def counted() -> int:
         return child.session.link.counters.traffic(PARENT).received_control_message
@@ -236,7 +233,7 @@ def test_a_reply_to_the_last_report_is_not_counted() -> None:
 
 def test_a_farewell_outlives_a_broker_that_restarts() -> None:
     lab = settled(1)
-    child = lab.children["device-0"]
+    child = lab.child
     child.disconnect(will_after_s=0.0, back_after_s=3.0)
     child.session.send_goodbye((), lab.now)
     child.wake()
@@ -261,7 +258,7 @@ def test_who_leaves_clears_what_it_kept_on_the_broker(keep_state: bool, announce
         lab.parent._perform(output)
     lab.rest(1.0)
     assert (state in lab.broker.retained) is keep_state and spec not in lab.broker.retained
-    assert lab.children["device-0"].of(RunEnded) == [RunEnded(NodeState.FINISHED, "")]
+    assert lab.child.of(RunEnded) == [RunEnded(NodeState.FINISHED, "")]
 
 
 def test_the_end_of_a_run_is_reported_once() -> None:
@@ -269,7 +266,7 @@ def test_the_end_of_a_run_is_reported_once() -> None:
     for _ in range(3):
         lab.parent.set_state(NodeState.FAILED, reason="disk full")
         lab.rest(0.1)
-    assert lab.children["device-0"].of(RunEnded) == [RunEnded(NodeState.FAILED, "disk full")]
+    assert lab.child.of(RunEnded) == [RunEnded(NodeState.FAILED, "disk full")]
 
 
 # The broker
@@ -279,7 +276,7 @@ def test_nothing_is_sent_while_the_broker_is_away_and_nothing_is_kept() -> None:
     lab = settled(1)
     lab.open()
     lab.rest(1.0)
-    child = lab.children["device-0"]
+    child = lab.child
     for node in (lab.parent, child):
         node.disconnect(will_after_s=None)
         for state in (NodeState.INIT, NodeState.READY, NodeState.READY):
@@ -296,7 +293,7 @@ def test_nothing_is_sent_while_the_broker_is_away_and_nothing_is_kept() -> None:
 
 def test_streams_are_subscribed_before_they_are_asked_for() -> None:
     lab = settled(1)
-    child = lab.children["device-0"]
+    child = lab.child
     passes: list[list[object]] = []
     inner = child.session.to_send
 
@@ -345,7 +342,7 @@ def test_a_model_that_does_not_fit_in_a_packet_with_its_reports_is_fetched() -> 
 def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere() -> None:
     lab = settled(1)
     lab.open()
-    child = lab.children["device-0"]
+    child = lab.child
     silence_chunks(lab, PARENT)
     lab.until(lambda: child.session.link.receiver.wanted() != set())
     assert child.task is not None
@@ -369,7 +366,7 @@ def fetching_child(**how: Any) -> tuple[Lab, ChildNode, str]:
     lab = settled(1, **how)
     silence_chunks(lab, PARENT)
     lab.open()
-    child = lab.children["device-0"]
+    child = lab.child
     lab.until(lambda: bool(child.session.link.receiver.wanted()))
     lab.rest(0.1)
     ((_, blob),) = child.session.link.receiver.wanted()
@@ -383,7 +380,7 @@ def offered_upload() -> tuple[Lab, ChildNode]:
     lab.open()
     lab.until(lambda: bool(lab.parent.session.link.receiver.wanted()))
     lab.rest(0.1)
-    return lab, lab.children["device-0"]
+    return lab, lab.child
 
 
 def asks_in(outputs: Iterable[object]) -> list[Ask]:
@@ -408,7 +405,7 @@ def test_what_waits_dies_with_its_connection() -> None:
     inject(
         lab.parent,
         "device-0",
-        lab.children["device-0"].session.link.identity.session,
+        lab.child.process,
         Ask("0" * 16, b"x", 0, 0, 8, True),
     )
     session.link.disconnected(lab.now)
@@ -422,7 +419,7 @@ def test_what_waits_dies_with_its_connection() -> None:
 
 def test_an_ask_is_answered_and_one_of_a_lost_connection_is_not() -> None:
     lab = settled(1)
-    mine, session = lab.children["device-0"].session.link.identity.session, lab.parent.session
+    mine, session = lab.child.process, lab.parent.session
     for lost in (False, True):
         inject(lab.parent, "device-0", mine, Ask("0" * 16, b"x", 0, 0, 8, True))
         if lost:
@@ -531,7 +528,7 @@ def test_a_parent_that_comes_back_learns_at_once_what_is_offered() -> None:
 
 def test_a_farewell_is_sent_at_once_on_a_new_connection() -> None:
     lab = settled(1)
-    child = lab.children["device-0"]
+    child = lab.child
     lab.broker.drop = lambda topic: "inbox" in topic
     child.session.send_goodbye((), lab.now)
     child.wake()
@@ -543,7 +540,7 @@ def test_a_farewell_is_sent_at_once_on_a_new_connection() -> None:
 
 def test_an_old_end_that_was_disproved_is_forgotten() -> None:
     lab = settled(1)
-    child = lab.children["device-0"]
+    child = lab.child
     leave_remains(lab, PARENT, NodeState.FINISHED)
     child.disconnect(will_after_s=None, back_after_s=0.0)
     lab.rest(10.0)
@@ -556,7 +553,7 @@ def test_an_old_end_that_was_disproved_is_forgotten() -> None:
 
 def test_a_parent_that_dies_while_a_child_is_cut_off_is_missed() -> None:
     lab = settled(1)
-    child = lab.children["device-0"]
+    child = lab.child
     lab.stop_parent(will_after_s=None)
     lab.broker.retained.clear()
     child.session.link.disconnected(lab.now)
@@ -570,7 +567,7 @@ def test_a_parent_that_dies_while_a_child_is_cut_off_is_missed() -> None:
 
 def test_a_child_counts_its_bytes_for_each_ledger_of_its_parent() -> None:
     lab = settled(1)
-    child, size = lab.children["device-0"].session, manifest_of(model_of(0)).size
+    child, size = lab.child.session, manifest_of(model_of(0)).size
     counted: dict[str, list[int]] = {}
     for books in ("a", "b", "a"):
         lab.parent.session.link.own.presence = replace(lab.parent.session.link.own.presence, ledger=books)
