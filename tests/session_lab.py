@@ -32,6 +32,7 @@ from common.protocol.manifest import ModelForm, describe
 from common.protocol.messages import DIGEST_BYTES, Key, Message, NodeState, Phase, Presence, Result, Task
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
 from common.protocol.parent_session import ParentSession
+from common.protocol.participant import ParticipantState
 from common.protocol.presence import Identity
 from common.protocol.receiver import Landing
 from common.protocol.round_state import Assignment, Closed, Stalled
@@ -731,6 +732,16 @@ def settled(count: int, **how: Any) -> Lab:
     """Return a lab of so many devices after its first second: all are ready, in no round."""
     lab = Lab(names_of(count), **how)
     lab.rest(1.0)
+    return lab
+
+
+def lab_at(state: ParticipantState) -> Lab:
+    """Return a lab of two devices whose first one is in this state; the other one keeps the round open."""
+    lab = settled(2)
+    if state is not ParticipantState.IDLE:
+        lab.open()
+        lab.children["device-1"].train_s = 20.0
+    lab.until(lambda: lab.child.session.participant.state is state)
     return lab
 
 

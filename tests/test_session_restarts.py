@@ -7,7 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from session_lab import CHUNK, LAB, LAYOUT, PARENT, RUN, ChildNode, Lab, manifest_of, model_of, names_of, settled
+from session_lab import (
+    CHUNK,
+    LAB,
+    LAYOUT,
+    PARENT,
+    RUN,
+    ChildNode,
+    Lab,
+    lab_at,
+    manifest_of,
+    model_of,
+    names_of,
+    settled,
+)
 
 from common.accounting.child_report import ChildReport
 from common.experiment.links import LinkSettings
@@ -43,7 +56,6 @@ from common.protocol.messages import (
 from common.protocol.outbox import Publish, Subscribe
 from common.protocol.participant import ParticipantState
 from common.protocol.presence import Proof
-from common.protocol.round_state import Closed
 from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, silence_chunks
 
 # Restarts
@@ -51,12 +63,7 @@ from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, 
 
 @pytest.mark.parametrize("state", ParticipantState)
 def test_a_parent_that_restarts_costs_no_training(state: ParticipantState) -> None:
-    lab = settled(2)
-    child = lab.child
-    if state is not ParticipantState.IDLE:
-        lab.open()
-        lab.children["device-1"].train_s = 20.0
-    lab.until(lambda: child.session.participant.state is state)
+    lab = lab_at(state)
     lab.restart_parent()
     if state is ParticipantState.IDLE:
         lab.open()
@@ -68,12 +75,7 @@ def test_a_parent_that_restarts_costs_no_training(state: ParticipantState) -> No
 @pytest.mark.parametrize("will_after_s", [None, 0.0, 5.0])
 @pytest.mark.parametrize("state", ParticipantState)
 def test_a_child_that_restarts_begins_again(state: ParticipantState, will_after_s: float | None) -> None:
-    lab = settled(2)
-    child = lab.child
-    if state is not ParticipantState.IDLE:
-        lab.open()
-        lab.children["device-1"].train_s = 20.0
-    lab.until(lambda: child.session.participant.state is state)
+    lab = lab_at(state)
     lab.kill("device-0", will_after_s=will_after_s)
     lab.start("device-0")
     if state is ParticipantState.IDLE:
@@ -105,8 +107,8 @@ def test_a_result_that_its_child_no_longer_holds_is_asked_for_again() -> None:
     lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
     child.session.link.retire(child._answer_blob)
     child.session.participant._result = None  # as after a row that was written again
-    closed = lab.play()
-    assert isinstance(closed, Closed) and lab.kinds["Gone"] and len(lab.parent.of(UploadAnnounced)) == 2
+    lab.finish()
+    assert lab.kinds["Gone"] and len(lab.parent.of(UploadAnnounced)) == 2
 
 
 def test_a_result_that_is_refused_is_reported_to_its_child_and_the_round_goes_on() -> None:
@@ -291,27 +293,26 @@ def test_nothing_is_sent_while_the_broker_is_away_and_nothing_is_kept() -> None:
         assert len(states) == 1 and states[0].retain
 
 
+def messages_in(outputs: Iterable[object]) -> list[object]:
+    return [serialization.decode(o.body)[1] for o in outputs if isinstance(o, Publish) and o.body]
+
+
 def test_streams_are_subscribed_before_they_are_asked_for() -> None:
     lab = settled(1)
-    child = lab.child
     passes: list[list[object]] = []
-    inner = child.session.to_send
+    inner = lab.child.session.to_send
 
     def watched(now: float) -> list[Any]:
         passes.append(out := inner(now))
         return out
 
-    child.session.to_send = watched  # type: ignore[method-assign]
+    lab.child.session.to_send = watched  # type: ignore[method-assign]
     lab.round()
     for out in passes:
-        asks = [place for place, o in enumerate(out) if isinstance(o, Publish) and is_ask(o)]
+        asks = [place for place, o in enumerate(out) if any(isinstance(each, Ask) for each in messages_in([o]))]
         streams = [place for place, o in enumerate(out) if isinstance(o, Subscribe)]
         assert not asks or not streams or max(streams) < min(asks)
     assert sum(isinstance(o, Subscribe) for out in passes for o in out) == 1
-
-
-def is_ask(output: Publish) -> bool:
-    return bool(output.body) and isinstance(serialization.decode(output.body)[1], Ask)
 
 
 def test_a_packet_limit_of_the_broker_is_kept() -> None:
@@ -383,16 +384,11 @@ def offered_upload() -> tuple[Lab, ChildNode]:
     return lab, lab.child
 
 
-def asks_in(outputs: Iterable[object]) -> list[Ask]:
-    messages = [serialization.decode(o.body)[1] for o in outputs if isinstance(o, Publish) and o.body]
-    return [message for message in messages if isinstance(message, Ask)]
-
-
 def test_what_was_in_flight_is_asked_for_again_on_a_new_connection() -> None:
     lab, child, blob = fetching_child()
     child.session.link.disconnected(lab.now)
     child.session.connected(lab.now)
-    (ask,) = asks_in(child.session.to_send(lab.now))
+    (ask,) = (each for each in messages_in(child.session.to_send(lab.now)) if isinstance(each, Ask))
     assert ask.blob == blob and ask.restart
 
 
@@ -400,21 +396,10 @@ def test_what_waits_dies_with_its_connection() -> None:
     lab = settled(1, link=LinkSettings(down_mbit=0.001))
     lab.open()
     lab.rest(0.5)
-    session = lab.parent.session
-    assert not session.link.outbox.empty
-    inject(
-        lab.parent,
-        "device-0",
-        lab.child.process,
-        Ask("0" * 16, b"x", 0, 0, 8, True),
-    )
-    session.link.disconnected(lab.now)
-    assert session.link.outbox.empty
-    session.connected(lab.now)
-    session.to_send(lab.now)
-    assert not any(message for _, message in session.link._asks.take())
-    bodies = [entry[2].output.body for entry in session.link.outbox._waiting if isinstance(entry[2].output, Publish)]
-    assert not any(isinstance(serialization.decode(body)[1], Gone) for body in bodies)
+    link = lab.parent.session.link
+    assert not link.outbox.empty
+    link.disconnected(lab.now)
+    assert link.outbox.empty
 
 
 def test_an_ask_is_answered_and_one_of_a_lost_connection_is_not() -> None:
@@ -425,8 +410,7 @@ def test_an_ask_is_answered_and_one_of_a_lost_connection_is_not() -> None:
         if lost:
             session.link.disconnected(lab.now)
             session.connected(lab.now)
-        sent = [serialization.decode(o.body)[1] for o in session.to_send(lab.now) if isinstance(o, Publish) and o.body]
-        assert any(isinstance(message, Gone) for message in sent) is not lost
+        assert (Gone("0" * 16) in messages_in(session.to_send(lab.now))) is not lost
 
 
 def test_a_chunk_of_another_run_is_none_of_ours() -> None:
@@ -491,8 +475,8 @@ def test_an_upload_that_is_announced_twice_at_once_is_fetched_into_one_buffer(mo
     assert lab.parent.session.fetch(upload, memoryview(first), lab.now)
     assert not lab.parent.session.fetch(upload, memoryview(second), lab.now)
     lab.parent.wake()
-    closed = lab.play()
-    assert isinstance(closed, Closed) and first == lab.parent.expected["device-0"] and not any(second)
+    lab.finish()
+    assert first == lab.parent.expected["device-0"] and not any(second)
 
 
 @pytest.mark.parametrize("why", ["the round closed", "its child restarted"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import LAB, PARENT, RUN, ChildNode, Lab, manifest_of, model_of, names_of, settled, snapshot
+from session_lab import LAB, PARENT, RUN, ChildNode, Lab, lab_at, manifest_of, model_of, names_of, settled, snapshot
 
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
@@ -265,11 +265,7 @@ def test_an_old_store_ends_nobody_whose_parent_lives(store: str) -> None:
 @pytest.mark.parametrize("store", ["empty", "kept"])
 @pytest.mark.parametrize("state", [s for s in ParticipantState if s is not ParticipantState.IDLE])
 def test_a_broker_that_restarts_costs_no_training(state: ParticipantState, store: str) -> None:
-    lab = settled(2)
-    lab.open()
-    child = lab.child
-    lab.children["device-1"].train_s = 20.0  # the round is open when one is DONE
-    lab.until(lambda: child.session.participant.state is state)
+    lab = lab_at(state)
     lab.restart_broker(down_s=1.0, retained={} if store == "empty" else None)
     lab.finish()
     assert all(len(each.trained) == 1 for each in lab.children.values())
