@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import tracemalloc
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ from common.runtime.roll import ASKERS_MOST, RollEntry
 from common.runtime.world import Host
 from common.text import JSON_MOST
 from tests.bench import hostile
-from tests.session_lab import FORM, LAB, MODEL_BYTES, PARENT, RUN, Lab, NoMeter, manifest_of, names_of
+from tests.session_lab import FORM, LAB, MODEL_BYTES, PARENT, RUN, Lab, NoMeter, manifest_of, names_of, settled
 
 READY = Presence(NodeState.READY, "device", samples=10)
 MANY = Traffic(*[BYTES_MOST] * 16, TcpStats(*[BYTES_MOST] * 11))
@@ -92,17 +93,25 @@ def result(**fields: Any) -> Result:
 
 
 def lab_in_a_round(*, slow: str = "") -> Lab:
-    lab = Lab(names_of(2))
+    lab = settled(2)
     if slow:
         lab.children[slow].train_s = 20.0
-    lab.rest(1.0)
     lab.open()
     lab.rest(1.0)
     return lab
 
 
-def session_of(lab: Lab, name: str) -> str:
-    return lab.children[name].process
+def give(lab: Lab, message: Message, *, process: str = "") -> None:
+    """Give the parent a message of the first child's process, or of another one with its name."""
+    lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), encoded(lab, message, process))
+
+
+def encoded(lab: Lab, message: Message, process: str = "") -> bytes:
+    return serialization.encode(message, process or lab.child.process)
+
+
+def refused(lab: Lab, refusal: Refusal) -> int:
+    return lab.parent.session.link.refusals.of(refusal)
 
 
 def publish_presence(lab: Lab, name: str, session: str, presence: Presence) -> None:
@@ -142,14 +151,11 @@ def test_what_passes_at_an_institution_passes_at_the_cloud() -> None:
     """Else a device that exaggerates as far as it may costs its institution, and so all devices there, the round."""
     experiment = parse(THREE_TIERS)
     above, below = limits_below(experiment, "cloud"), limits_below(experiment, "institution-1")
-    worst = {
-        name: result(
-            samples=limit.samples, epochs=4, steps=limit.steps(4), path_steps=limit.steps(4), loss=1e39, train_s=1e9,
-        )
-        for name, limit in below.items()
-    }  # fmt: skip
-    for name, each in worst.items():
-        check_report(each, limits=below[name], epochs=4)
+    worst = {}
+    for name, limit in below.items():
+        most = {"samples": limit.samples, "epochs": 4, "steps": limit.steps(4), "path_steps": limit.steps(4)}
+        worst[name] = result(**most, loss=1e39, train_s=1e9)
+        check_report(worst[name], limits=limit, epochs=4)
     twice = tuple(replace(r.work_of(n), rounds=2, epochs=8, steps=2 * r.steps) for n, r in worst.items())
     sums = {"samples": sum(r.samples for r in worst.values()), "steps": sum(each.steps for each in twice)}
     most = max(each.steps for each in twice)
@@ -181,23 +187,21 @@ def test_no_device_can_have_more_samples_than_the_limit(data: dict[str, Any]) ->
 def test_a_child_that_reports_more_samples_than_its_data_has_is_not_ready() -> None:
     lab = Lab(names_of(1), limits={"device-0": ChildLimits(samples=9)})
     lab.rest(2.0)  # it has 10
-    assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
+    assert refused(lab, Refusal.MISFIT) == 1
     assert lab.parent.session.samples == {} and not lab.parent.session.readiness(lab.now).ready
 
 
 def test_a_devices_samples_change_with_its_session_alone() -> None:
     lab = lab_in_a_round()
-    publish_presence(lab, "device-0", session_of(lab, "device-0"), replace(READY, samples=1))
+    one, samples = replace(READY, samples=1), lab.parent.session.samples
+    publish_presence(lab, "device-0", lab.child.process, one)
     lab.rest(0.1)
-    assert lab.parent.session.samples["device-0"] == 10
-    body = serialization.encode(replace(READY, samples=1), "its-next-one")
-    lab.parent.receive(topics.state(LAB, RUN, "device-0"), body)
-    assert lab.parent.session.samples["device-0"] == 10, "a stranger's may be believed for a moment: it is asked first"
+    assert samples["device-0"] == 10
+    lab.parent.receive(topics.state(LAB, RUN, "device-0"), serialization.encode(one, "its-next-one"))
+    assert samples["device-0"] == 10, "a stranger's may be believed for a moment: it is asked first"
     lab.parent.session.to_send(lab.now + ASK_FIRST_S)
-    answer = Alive(lab.parent.process, replace(READY, samples=1), None)
-    body = serialization.encode(answer, "its-next-one")
-    lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body)
-    assert lab.parent.session.samples["device-0"] == 1
+    give(lab, Alive(lab.parent.process, one), process="its-next-one")
+    assert samples["device-0"] == 1
 
 
 @pytest.mark.parametrize("what", ["result", "progress"])
@@ -206,9 +210,9 @@ def test_two_processes_that_use_one_session_are_noticed(what: str) -> None:
     lab = lab_in_a_round(slow="device-1")
     lab.until(lambda: lab.parent.session.coordinator.children["device-0"].state is ChildState.ACCEPTED)
     message = result() if what == "result" else Progress(Key(0, 0, 0), Phase.TRAINING, 3, 6, Traffic(), ())
-    lab.publish(PARENT, "device-0", session_of(lab, "device-0"), message)
+    lab.publish(PARENT, "device-0", lab.child.process, message)
     lab.rest(0.1)
-    assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
+    assert refused(lab, Refusal.MISFIT) == 1
     lab.finish()
 
 
@@ -235,34 +239,26 @@ def test_a_replayed_report_takes_no_bytes_back() -> None:
 
 def test_progress_with_impossible_counts_is_progress() -> None:
     lab = lab_in_a_round()
-    child = lab.parent.session.coordinator.children["device-0"]
-    much = Progress(Key(0, 0, 0), Phase.TRAINING, 99, 99, Traffic(2 * BYTES_MOST), ())
-    body = serialization.encode(much, session_of(lab, "device-0"))
-    lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body)
-    assert child.mark == (Phase.TRAINING, 99) and lab.parent.session.link.refusals.of(Refusal.MALFORMED) == 1
-
-
-def test_a_list_of_more_nodes_than_there_are_is_not_read() -> None:
-    lab = lab_in_a_round()
-    body = serialization.encode(Reports(tuple(ChildReport(f"n{i}") for i in range(1000))), session_of(lab, "device-0"))
-    topic = topics.inbox(LAB, RUN, PARENT, "device-0")
-    lab.parent.receive(topic, body)
-    assert lab.parent.session.link.refusals.of(Refusal.LARGE) == 1
+    give(lab, Progress(Key(0, 0, 0), Phase.TRAINING, 99, 99, Traffic(2 * BYTES_MOST), ()))
+    assert lab.parent.session.coordinator.children["device-0"].mark == (Phase.TRAINING, 99)
+    assert refused(lab, Refusal.MALFORMED) == 1
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "refusal"),
     [
-        Reports((ChildReport("nobody"),)),
-        result(key=Key(0, 99, 0)),
-        Progress(Key(7, 0, 0), Phase.TRAINING, 1, 1, Traffic(), ()),
+        (Reports(tuple(ChildReport(f"n{i}") for i in range(1000))), Refusal.LARGE),
+        (Reports((ChildReport("nobody"),)), Refusal.MISFIT),
+        (result(key=Key(0, 99, 0)), Refusal.MISFIT),
+        (Progress(Key(7, 0, 0), Phase.TRAINING, 1, 1, Traffic(), ()), Refusal.MISFIT),
+        (Alive("n", READY), Refusal.MISFIT),
+        (Probe(manifest_of(b"1" * 5000)), Refusal.MALFORMED),
     ],
 )
-def test_a_message_about_what_is_not_there_is_counted(message: Message) -> None:
+def test_a_message_about_what_is_not_there_is_counted(message: Message, refusal: Refusal) -> None:
     lab = lab_in_a_round()
-    body = serialization.encode(message, session_of(lab, "device-0"))
-    lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body)
-    assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
+    give(lab, message)
+    assert refused(lab, refusal) == 1 and not lab.parent.of(ProbeReceived)
     lab.finish()
 
 
@@ -271,38 +267,38 @@ def test_a_message_about_what_is_not_there_is_counted(message: Message) -> None:
 
 def test_a_late_proof_of_life_does_not_replace_a_session() -> None:
     lab = lab_in_a_round()
-    session = session_of(lab, "device-0")
+    session = lab.child.process
     mine = lab.parent.process
     lab.publish(PARENT, "device-0", "an-earlier-one", Alive(mine, READY))
     lab.rest(0.2)
     assert lab.parent.session.link.proofs.session("device-0") == session
     assert lab.parent.session.coordinator.children["device-0"].session == session
-    assert lab.parent.session.link.refusals.of(Refusal.MISFIT) == 1
+    assert refused(lab, Refusal.MISFIT) == 1
     lab.finish()
 
 
 def test_a_flood_of_presences_costs_few_tasks_and_few_events() -> None:
     lab = lab_in_a_round()
-    sent, seen = Counter(lab.kinds), len(lab.parent.events)
-    for number in range(2000):
+    before, seen = Counter(lab.kinds), len(lab.parent.events)
+    for number in range(1000):
         state = NodeState.READY if number % 2 else NodeState.INIT
         presence = Presence(state, "device", samples=1, reason=f"{number}" * 1000)
-        lab.loop.after(number / 2000, lambda n=number, p=presence: publish_presence(lab, "device-0", f"s{n}", p))  # type: ignore[misc]
+        lab.loop.after(number / 1000, lambda n=number, p=presence: publish_presence(lab, "device-0", f"s{n}", p))  # type: ignore[misc]
     lab.rest(3.0)
-    sent = lab.kinds - sent
+    sent = lab.kinds - before
     assert sent["Task"] <= 6 and sent["Presence"] <= 2 * PRESENCES_MOST and sent["WhoIsThere"] <= 10, sent
     assert len(lab.parent.events) - seen <= 2 * PRESENCES_MOST + 60
     assert all(len(event.reason) <= 1000 for event in lab.parent.of(PeerChanged))
-    assert lab.parent.session.link.refusals.of(Refusal.FLOOD) > 1500
+    assert refused(lab, Refusal.FLOOD) > 750
     lab.rest(10.0)
     # The living process is asked who it is, and takes part again.
-    assert lab.parent.session.link.proofs.session("device-0") == session_of(lab, "device-0")
+    assert lab.parent.session.link.proofs.session("device-0") == lab.child.process
     lab.finish()
 
 
 def test_results_without_a_model_cost_few_tasks() -> None:
     lab = lab_in_a_round()
-    session, sent = session_of(lab, "device-0"), Counter(lab.kinds)
+    session, sent = lab.child.process, Counter(lab.kinds)
 
     def lie(number: int) -> None:
         model = manifest_of(random.Random(number).randbytes(MODEL_BYTES))
@@ -317,11 +313,11 @@ def test_results_without_a_model_cost_few_tasks() -> None:
 
 def test_a_flood_of_messages_is_refused_before_it_is_read_and_hides_nobody() -> None:
     lab = lab_in_a_round()
-    session = session_of(lab, "device-0")
-    for number in range(3 * MESSAGES_MOST):
+    session = lab.child.process
+    for number in range(2 * MESSAGES_MOST + 500):
         lab.publish(PARENT, "device-0", session, Preparing(number, "x" * 5000))
     lab.rest(0.5)
-    assert lab.parent.session.link.refusals.of(Refusal.FLOOD) > MESSAGES_MOST
+    assert refused(lab, Refusal.FLOOD) > MESSAGES_MOST
     assert len(lab.parent.session.attendance.waits_for["device-0"]) == 1000
     lab.rest(20.0)
     lab.finish()
@@ -331,9 +327,8 @@ def test_answers_to_nodes_that_are_not_in_the_run_are_counted_together() -> None
     lab = lab_in_a_round()
     lab.parent.session.link.announce(Announcement("{}", "[]"))
     for number in range(100):
-        body = serialization.encode(WhoIsThere("n"), "n")
         topic = topics.seek(LAB, PARENT, f"anybody-{number}")
-        lab.parent.receive(topic, body)
+        lab.parent.receive(topic, serialization.encode(WhoIsThere("n"), "n"))
     lab.parent.wake()
     lab.rest(1.0)
     assert {peer for peer, *_ in lab.parent.session.link.counters.cells} <= {*lab.names, "all", "others"}
@@ -342,22 +337,13 @@ def test_answers_to_nodes_that_are_not_in_the_run_are_counted_together() -> None
 # Link calibrations
 
 
-def test_a_child_does_not_probe_its_parent() -> None:
-    lab = lab_in_a_round()
-    lab.publish(PARENT, "device-0", session_of(lab, "device-0"), Probe(manifest_of(b"1" * 5000)))
-    lab.rest(0.1)
-    assert not lab.parent.of(ProbeReceived) and lab.parent.session.link.refusals.of(Refusal.MALFORMED) == 1
-
-
 def test_noise_of_one_child_is_no_noise_of_another() -> None:
     """A blob's id is its content's: a child may know that of another one's model before it is announced."""
     lab = lab_in_a_round()
-    for name in lab.names:
-        others = [other for other in lab.names if other != name]
-        model = lab.parent.expected[name]
-        for other in others:
-            lab.parent.session.link.outbox.add_noise(other, manifest_of(model).blob)
+    for name, other in itertools.permutations(lab.names):
+        lab.parent.session.link.outbox.add_noise(other, manifest_of(lab.parent.expected[name]).blob)
     lab.finish()
+    assert all(lab.parent.session.ledger.links()[name].sent_model_payload == MODEL_BYTES for name in lab.names)
 
 
 # Tasks
@@ -385,12 +371,12 @@ def test_a_flood_of_tasks_that_do_not_fit_has_few_answers() -> None:
     lab = lab_in_a_round()
     sent = Counter(lab.kinds)
     task = Task(Key(0, 9, 0), 1, manifest_of(b"1" * 9000), None)
-    for number in range(1000):
+    for number in range(500):
         again = partial(lab.publish, "device-0", PARENT, lab.parent.process, task)
-        lab.loop.after(number / 1000, again)
+        lab.loop.after(number / 500, again)
     lab.rest(1.5)
     assert (lab.kinds - sent)["Declined"] <= 2 * ANSWERS_MOST
-    assert lab.child.session.link.refusals.of(Refusal.MISFIT) == 1000
+    assert lab.child.session.link.refusals.of(Refusal.MISFIT) == 500
     lab.finish()
 
 
@@ -411,11 +397,13 @@ def test_tempo_gives_at_most_the_epochs_of_the_limit(variant: str, most: int) ->
         [["w", [10**30], "parameter"]],
         [["\ud800", [1], "parameter"]],
         [["w" * 10_000, [1], "parameter"]],
+        [["w", [1], "x" * 100_000]],
     ],
 )
-def test_a_layout_beyond_its_bounds_is_refused(entries: list[object]) -> None:
-    with pytest.raises(WireError):
+def test_a_layout_beyond_its_bounds_is_refused_briefly(entries: list[object]) -> None:
+    with pytest.raises(WireError) as caught:
         ModelLayout.from_json(json.dumps(entries))
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -452,12 +440,6 @@ def test_no_text_of_an_announced_experiment_is_long(tree: dict[str, Any]) -> Non
     """It would be repeated in errors, and so in logs and messages."""
     with pytest.raises(InvalidExperiment, match=r"a text of 10000\d characters") as caught:
         announced(json.dumps(tree))
-    assert len(str(caught.value)) < 300
-
-
-def test_an_error_of_an_announced_layout_is_short() -> None:
-    with pytest.raises(WireError) as caught:
-        ModelLayout.from_json(json.dumps([["w", [1], LONG]]))
     assert len(str(caught.value)) < 300
 
 
@@ -608,14 +590,15 @@ def test_what_is_too_large_for_its_topic_is_refused_before_it_arrives(topic: str
     known = session.link.refusals.of(Refusal.LARGE) == 2 or (
         topic.endswith("x") and session.link.refusals.of(Refusal.MALFORMED)
     )
-    assert known and len(lab.play().results) == 2  # type: ignore[union-attr]
+    assert known
+    lab.finish()
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic[:40])
 def test_what_arrived_and_is_too_large_is_not_looked_at(topic: str, traced: Callable[[], int]) -> None:
     """Of a client that cannot refuse it earlier: neither its digest nor its text is formed."""
     lab = lab_in_a_round()
-    packed = serialization.encode(Preparing(1, "\x1b" * 20_000_000), session_of(lab, "device-0"))
+    packed = serialization.encode(Preparing(1, "\x1b" * 5_000_000), lab.child.process)
     digests = [packed, b"01234567" + packed[8:]]
     traced()
     for body in digests:
@@ -647,9 +630,9 @@ CHILDS: list[Message] = [
 def test_each_kind_of_message_has_its_own_limit(message: Message) -> None:
     """Of a device, whose model has six chunks, which has nobody below it and aggregates nothing."""
     lab = lab_in_a_round()
-    lab.publish(PARENT, "device-0", session_of(lab, "device-0"), message)
+    lab.publish(PARENT, "device-0", lab.child.process, message)
     lab.rest(0.1)
-    assert lab.parent.session.link.refusals.of(Refusal.LARGE) == 1
+    assert refused(lab, Refusal.LARGE) == 1
     lab.finish()
 
 
@@ -703,11 +686,12 @@ def test_large_messages_of_one_peer_are_counted_by_their_bytes() -> None:
     assert 45e6 < read_at(3.0) < 52e6
 
 
-def test_reports_are_counted_once_they_are_read() -> None:
+def test_reports_are_counted_once_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand of them take as long as a hundred messages: an institution may send five a second."""
     admission = Admission()
     admission.bounds = {"a": SenderBounds()}
     reports = serialization.encode(Reports(tuple(ChildReport(f"d{i}") for i in range(1000))), "s" * 16)
+    monkeypatch.setattr(serialization, "decode", cache(serialization.decode))
     now = read = 0
     for now in range(12):
         for _ in range(15):
