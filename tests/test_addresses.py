@@ -48,8 +48,14 @@ from tests.helpers.sites import BROKER, RealSite, SimulatedSite, real, until, vi
         ("[::1],[fe80::1%eth0]:65535", (("::1", 1883), ("fe80::1%eth0", 65_535))),
     ],
 )
-def test_a_list_of_addresses_is_read(text: str, found: tuple[tuple[str, int], ...]) -> None:
+def test_a_list_of_addresses_is_read_and_printed(text: str, found: tuple[tuple[str, int], ...]) -> None:
     assert parse_hosts(text) == found
+    address = BrokerAddress(*found[0], "user", "secret", found[1:])
+    assert parse_hosts(str(address)) == address.hosts == found
+    assert [(one.hosts, one.username, one.password) for one in address.each] == [
+        ((one,), "user", "secret") for one in found
+    ]
+    assert str(BrokerAddress("::1", 1, others=(("a", 2),))) == "[::1]:1,a:2"
 
 
 @pytest.mark.parametrize(
@@ -71,15 +77,6 @@ def test_a_command_ends_with_4_if_its_broker_is_no_address() -> None:
     done = invoke("lab", "status", "--broker", "nats-0,::1")
     (line,) = done.stderr.splitlines()
     assert done.exit_code == 4 and "--broker = 'nats-0,::1': '::1' is not an address. Write " in line
-
-
-def test_a_printed_address_is_read_back() -> None:
-    hosts = (("nats-0", 1883), ("10.0.0.1", 1884), ("::1", 1), ("fe80::1%eth0", 65_535))
-    address = BrokerAddress(*hosts[0], "user", "secret", hosts[1:])
-    assert str(address) == "nats-0:1883,10.0.0.1:1884,[::1]:1,[fe80::1%eth0]:65535"
-    assert parse_hosts(str(address)) == address.hosts == hosts
-    assert [one.hosts for one in address.each] == [(one,) for one in hosts]
-    assert {(one.username, one.password) for one in address.each} == {("user", "secret")}
 
 
 # In which order they are tried

@@ -54,18 +54,11 @@ def test_values_that_are_no_numbers_are_dropped() -> None:
     assert not statistics.take("fs1/r1/i0/state", b"70000")
 
 
-def test_a_connection_that_is_lost_later_is_no_refusal() -> None:
-    statistics = BrokerStatistics("later:1")
+@pytest.mark.parametrize(("lost_at", "asked"), [(3.0, False), (3.1, True)])
+def test_a_broker_that_closes_soon_after_the_subscription_is_asked_once(lost_at: float, asked: bool) -> None:
+    statistics = BrokerStatistics("here:1")
     statistics.disconnected(0.0)
     assert statistics.to_subscribe(1.0)
-    statistics.disconnected(3.1)
+    statistics.disconnected(lost_at)
     statistics.disconnected(3.2)
-    assert BrokerStatistics("later:1").to_subscribe(4.0)
-
-
-def test_a_broker_that_closes_is_asked_once_by_an_endpoint() -> None:
-    statistics = BrokerStatistics("closing:1")
-    assert statistics.to_subscribe(1.0)
-    statistics.disconnected(3.0)
-    assert not statistics.to_subscribe(4.0)
-    assert BrokerStatistics("closing:1").to_subscribe(4.0)
+    assert bool(statistics.to_subscribe(4.0)) is asked

@@ -8,9 +8,10 @@ import itertools
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from common.errors import ConnectionFailed
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.host.processes import free_port
-from common.net import connection
 from common.net.address import BrokerAddress
 from common.net.attempts import KINDS_MOST, FailureLog, pause_s
 from common.net.bulk import Body
@@ -40,19 +40,24 @@ from tests.helpers.sites import until
 PATIENCE_S = 30.0
 
 
-def scenario(play: Coroutine[Any, Any, None]) -> list[dict[str, Any]]:
-    """Run a test's coroutine, at most `PATIENCE_S`; return what asyncio's exception handler was called with."""
-    called: list[dict[str, Any]] = []
+def scenario(play: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test's coroutine, at most `PATIENCE_S`; asyncio's exception handler must not be called."""
 
-    async def bounded() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: called.append(context))
-        async with asyncio.timeout(PATIENCE_S):
-            await play
-        gc.collect()  # a future whose exception nobody retrieved complains as it is freed
-        await asyncio.sleep(0)
+    @wraps(play)
+    def run(*arguments: Any, **named: Any) -> None:
+        called: list[dict[str, Any]] = []
 
-    asyncio.run(bounded())
-    return called
+        async def bounded() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: called.append(context))
+            async with asyncio.timeout(PATIENCE_S):
+                await play(*arguments, **named)
+            gc.collect()  # a future whose exception nobody retrieved complains as it is freed
+            await asyncio.sleep(0)
+
+        asyncio.run(bounded())
+        assert called == []
+
+    return run
 
 
 def connection_to(
@@ -61,71 +66,80 @@ def connection_to(
     received: Callable[[str, bytes, bool], None] = lambda *_: None,
     connected: Callable[[], Coroutine[Any, Any, None]] = nothing,
     lost: Callable[[], None] = lambda: None,
+    topics: Sequence[list[str]] = (),
 ) -> BrokerConnection:
-    return BrokerConnection(address, Handlers(received, connected, lost), client_id="c", keepalive_s=30)
+    """Return a connection that makes a subscription to each of these lists of topics, or calls `connected`."""
+
+    async def subscribe() -> None:
+        for each in topics:
+            connection.subscribe(each, qos=1)
+
+    handlers = Handlers(received, subscribe if topics else connected, lost)
+    connection = BrokerConnection(address, handlers, client_id="c", keepalive_s=30)
+    return connection
+
+
+@pytest.fixture(autouse=True)
+def _logged_from_info_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fedstrata")
 
 
 # A broker that restarts
 
 
-def test_a_socket_that_closes_with_a_write_pending_is_not_watched() -> None:
-    async def run() -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.setblocking(False)
-            client = connection_to(BrokerAddress("nowhere"))._new_client()
-            client._client._sock = ours
-            client._client.publish("t", b"")
-            client._client._sock_close()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-
-    assert scenario(run()) == []
+@scenario
+async def test_a_socket_that_closes_with_a_write_pending_is_not_watched() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        client = connection_to(BrokerAddress("nowhere"))._new_client()
+        client._client._sock = ours
+        client._client.publish("t", b"")
+        client._client._sock_close()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
 
 
-def test_a_broker_that_restarts_under_traffic_leaves_no_traceback(
+@scenario
+async def test_a_broker_that_restarts_under_traffic_leaves_no_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if broker.choose() != "mosquitto":
         pytest.skip("mosquitto is not installed")
 
-    async def run() -> None:
-        served = broker.start(directory=tmp_path)
-        count = 0
+    served = broker.start(directory=tmp_path)
+    count = 0
 
-        def received(*_: object) -> None:
-            nonlocal count
-            count += 1
-            connection.publish("t", b"x", qos=count % 2)
+    def received(*_: object) -> None:
+        nonlocal count
+        count += 1
+        connection.publish("t", b"x", qos=count % 2)
 
-        async def connected() -> None:
-            connection.subscribe(["t"], qos=1)
-            connection.publish("t", b"x", qos=1)
+    async def connected() -> None:
+        connection.subscribe(["t"], qos=1)
+        connection.publish("t", b"x", qos=1)
 
-        async def publish() -> None:
-            while True:
-                connection.publish("u", b"x", qos=0)
-                await asyncio.sleep(0)
+    async def publish() -> None:
+        while True:
+            connection.publish("u", b"x", qos=0)
+            await asyncio.sleep(0)
 
-        connection = connection_to(BrokerAddress(served.host, served.port), received=received, connected=connected)
-        tasks = [asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S)), asyncio.create_task(publish())]
-        try:
-            for _ in range(8):
-                before = count
-                await until(lambda before=before: count > before + 50)
-                served.process.kill()
-                await asyncio.to_thread(served.stop)
-                await until(lambda: not connection.up)
-                served = broker.start(directory=tmp_path, kind="mosquitto", port=served.port)
-            await until(lambda: connection.up)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            served.stop()
-
-    with caplog.at_level(logging.WARNING, "asyncio"):
-        assert scenario(run()) == []
+    connection = connection_to(BrokerAddress(served.host, served.port), received=received, connected=connected)
+    tasks = [asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S)), asyncio.create_task(publish())]
+    try:
+        for _ in range(3):
+            before = count
+            await until(lambda before=before: count > before + 50)
+            served.process.kill()
+            await asyncio.to_thread(served.stop)
+            await until(lambda: not connection.up)
+            served = broker.start(directory=tmp_path, kind="mosquitto", port=served.port)
+        await until(lambda: connection.up)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        served.stop()
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
@@ -227,22 +241,19 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "fedstrata.connection"]
 
 
-def test_a_message_that_finds_no_connection_is_not_the_last_one_sent(
+@scenario
+async def test_a_message_that_finds_no_connection_is_not_the_last_one_sent(
     attempts: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        lost: list[bool] = []
-        async with FakeBroker(close, at_once=True) as fake:
-            connection = connection_to(fake.address, lost=lambda: lost.append(True))
-            async with running(connection):
-                while len(attempts) < 5:
-                    connection.publish("t", b"", qos=0)
-                    connection.publish_body("t", Body(memoryview(b"body")), done=lambda: None)
-                    await asyncio.sleep(0)
-        assert not lost
-
-    with caplog.at_level(logging.INFO, "fedstrata"):
-        assert scenario(run()) == []
+    lost: list[bool] = []
+    async with FakeBroker(close, at_once=True) as fake:
+        connection = connection_to(fake.address, lost=lambda: lost.append(True))
+        async with running(connection):
+            while len(attempts) < 5:
+                connection.publish("t", b"", qos=0)
+                connection.publish_body("t", Body(memoryview(b"body")), done=lambda: None)
+                await asyncio.sleep(0)
+    assert not lost
     (line,) = logged(caplog)
     assert "closed by the broker before CONNACK" in line
 
@@ -268,21 +279,14 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["before CONNACK", "after CONNACK"])
-def test_a_broker_that_drops_clients_is_asked_less_and_less_often(
+@scenario
+async def test_a_broker_that_drops_clients_is_asked_less_and_less_often(
     attempts: list[int], caplog: pytest.LogCaptureFixture, at_once: bool
 ) -> None:
-    async def run() -> None:
-        async with FakeBroker(close, at_once=at_once) as fake:
-
-            async def connected() -> None:
-                connection.subscribe(["a", "b", "c"], qos=1)
-
-            connection = connection_to(fake.address, connected=connected)
-            async with running(connection):
-                await until(lambda: len(attempts) >= 20)
-
-    with caplog.at_level(logging.INFO, "fedstrata"):
-        assert scenario(run()) == []
+    async with FakeBroker(close, at_once=at_once) as fake:
+        connection = connection_to(fake.address, topics=[["a", "b", "c"]])
+        async with running(connection):
+            await until(lambda: len(attempts) >= 20)
     assert attempts == list(range(len(attempts)))
     (line,) = logged(caplog)
     reason = "closed by the broker before CONNACK" if at_once else "s after SUBSCRIBE to 3 topics (a, ...)"
@@ -290,93 +294,75 @@ def test_a_broker_that_drops_clients_is_asked_less_and_less_often(
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["before CONNACK", "after CONNACK"])
-def test_a_broker_that_never_works_ends_the_attempts(at_once: bool) -> None:
-    async def run() -> None:
-        async with FakeBroker(close, at_once=at_once) as fake:
-
-            async def connected() -> None:
-                connection.subscribe(["a"], qos=1)
-
-            connection = connection_to(fake.address, connected=connected)
-            with pytest.raises(ConnectionFailed, match=r"closed by the broker (before CONNACK|.* SUBSCRIBE to a)"):
-                await connection.run(connect_timeout_s=0.3)
-
-    assert scenario(run()) == []
+@scenario
+async def test_a_broker_that_never_works_ends_the_attempts(at_once: bool) -> None:
+    async with FakeBroker(close, at_once=at_once) as fake:
+        connection = connection_to(fake.address, topics=[["a"]])
+        with pytest.raises(ConnectionFailed, match=r"closed by the broker (before CONNACK|.* SUBSCRIBE to a)"):
+            await connection.run(connect_timeout_s=0.3)
 
 
-def test_only_a_connection_that_has_worked_resets_the_pauses(attempts: list[int]) -> None:
-    async def run() -> None:
-        def answer(kind: int, body: bytes) -> bytes | None:
-            place = len(fake.times)
-            if place == 4:  # only one of two subscriptions is acknowledged
-                return None if b"second" in body else acknowledge(kind, body)
-            return None if kind == PUBLISH or place < 4 else acknowledge(kind, body)
+@scenario
+async def test_only_a_connection_that_has_worked_resets_the_pauses(attempts: list[int]) -> None:
+    def answer(kind: int, body: bytes) -> bytes | None:
+        place = len(fake.times)
+        if place == 4:  # only one of two subscriptions is acknowledged
+            return None if b"second" in body else acknowledge(kind, body)
+        return None if kind == PUBLISH or place < 4 else acknowledge(kind, body)
 
-        async with FakeBroker(answer) as fake:
-
-            async def connected() -> None:
-                connection.subscribe(["first"], qos=1)
-                connection.subscribe(["second"], qos=1)
-
-            connection = connection_to(fake.address, connected=connected)
-            async with running(connection):
-                await until(lambda: connection._worked)
-                assert attempts == [0, 1, 2, 3]
-                connection.publish("drop", b"", qos=0)
-                await until(lambda: len(fake.times) == 6)
-                assert attempts == [0, 1, 2, 3, 0]
-
-    assert scenario(run()) == []
+    async with FakeBroker(answer) as fake:
+        connection = connection_to(fake.address, topics=[["first"], ["second"]])
+        async with running(connection):
+            await until(lambda: connection._worked)
+            assert attempts == [0, 1, 2, 3]
+            connection.publish("drop", b"", qos=0)
+            await until(lambda: len(fake.times) == 6)
+            assert attempts == [0, 1, 2, 3, 0]
 
 
-def test_a_connection_that_lasts_has_worked(
+@scenario
+async def test_a_connection_that_lasts_has_worked(
     attempts: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "LIVED_S", 0.3)
+    monkeypatch.setattr("common.net.connection.LIVED_S", 0.3)
 
-    async def run() -> None:
-        def answer(kind: int, _body: bytes) -> bytes | None:
-            return None if len(fake.times) < 4 else b""
+    def answer(kind: int, _body: bytes) -> bytes | None:
+        return None if len(fake.times) < 4 else b""
 
-        async with FakeBroker(answer) as fake:
+    async with FakeBroker(answer) as fake:
 
-            async def connected() -> None:
-                connection.publish("t", b"12345", qos=0)
+        async def connected() -> None:
+            connection.publish("t", b"12345", qos=0)
 
-            connection = connection_to(fake.address, connected=connected)
-            async with running(connection):
-                await until(lambda: "connected, after 3 failures" in "".join(logged(caplog)))
-                assert connection._worked and attempts == [0, 1, 2]
-
-    with caplog.at_level(logging.INFO, "fedstrata"):
-        assert scenario(run()) == []
+        connection = connection_to(fake.address, connected=connected)
+        async with running(connection):
+            await until(lambda: "connected, after 3 failures" in "".join(logged(caplog)))
+            assert connection._worked and attempts == [0, 1, 2]
     assert "PUBLISH of 5 bytes to t; trying again" in logged(caplog)[0]
 
 
-def test_a_connection_that_is_cancelled_while_the_broker_reads_nothing_ends() -> None:
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection = connection_to(BrokerAddress(*server.getsockname()))
-            make = connection._new_client
+@scenario
+async def test_a_connection_that_is_cancelled_while_the_broker_reads_nothing_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection = connection_to(BrokerAddress(*server.getsockname()))
+        make = connection._new_client
 
-            def hasty() -> MqttClient:
-                client = make()
-                client.timeout = 0.3
-                return client
+        def hasty() -> MqttClient:
+            client = make()
+            client.timeout = 0.3
+            return client
 
-            connection._new_client = hasty  # type: ignore[method-assign]
-            task = asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S))
-            peer, _ = await asyncio.to_thread(server.accept)
-            with peer:
-                peer.sendall(b"\x20\x02\x00\x00")
-                await until(lambda: connection.up)
-                connection.publish("t", bytes(20_000_000), qos=0)
-                task.cancel()
-                await asyncio.wait((task,))
-            assert task.cancelled()
-
-    assert scenario(run()) == []
+        connection._new_client = hasty  # type: ignore[method-assign]
+        task = asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S))
+        peer, _ = await asyncio.to_thread(server.accept)
+        with peer:
+            peer.sendall(b"\x20\x02\x00\x00")
+            await until(lambda: connection.up)
+            connection.publish("t", bytes(20_000_000), qos=0)
+            task.cancel()
+            await asyncio.wait((task,))
+        assert task.cancelled()
 
 
 def test_equal_failures_are_reported_once_a_minute_with_their_count() -> None:
@@ -471,19 +457,21 @@ def answering_statistics(answer: Answer) -> Answer:
 
 @asynccontextmanager
 async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
-    """Run a parent with one child; yield its connection."""
+    """Run a parent with one child; yield its connection. It soon stops asking for the limits of the broker."""
     identity = Identity("r-1", "cloud", "cloud", new_session())
     parent = ParentEndpoint(address, identity, links={"i0": LinkSettings()}, transfer=TransferSettings())
-    serving = asyncio.create_task(parent.run(connect_timeout_s=PATIENCE_S))
-    try:
-        assert isinstance(parent.connection, BrokerConnection)
-        yield parent.connection
-        parent.set_state(NodeState.READY)
-        async with asyncio.timeout(PATIENCE_S / 3):
-            await parent.connection.flush()
-    finally:
-        serving.cancel()
-        await asyncio.wait((serving,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.net.plain_client.ASK_S", 0.05)
+        serving = asyncio.create_task(parent.run(connect_timeout_s=PATIENCE_S))
+        try:
+            assert isinstance(parent.connection, BrokerConnection)
+            yield parent.connection
+            parent.set_state(NodeState.READY)
+            async with asyncio.timeout(PATIENCE_S / 3):
+                await parent.connection.flush()
+        finally:
+            serving.cancel()
+            await asyncio.wait((serving,))
 
 
 @pytest.mark.parametrize(
@@ -491,62 +479,54 @@ async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
     [lambda kind, body: acknowledge(kind, body, code=0x80), lambda kind, body: b""],
     ids=["refuses", "does not answer"],
 )
-def test_a_broker_that_gives_no_statistics_is_usable(answer: Answer) -> None:
-    async def run() -> None:
-        async with FakeBroker(answering_statistics(answer)) as fake, parent_at(fake.address) as connection:
-            await until(lambda: fake.subscriptions(b"$SYS"))
-            own = [(kind, body) for number, kind, body in fake.packets if number == 0]  # others ask for its limits
-            assert [b"$SYS" in body for kind, body in own if kind == SUBSCRIBE] == [False, True]
-            assert connection.up and connection.reconnects == 0
-
-    assert scenario(run()) == []
+@scenario
+async def test_a_broker_that_gives_no_statistics_is_usable(answer: Answer) -> None:
+    async with FakeBroker(answering_statistics(answer)) as fake, parent_at(fake.address) as connection:
+        await until(lambda: fake.subscriptions(b"$SYS"))
+        own = [(kind, body) for number, kind, body in fake.packets if number == 0]  # others ask for its limits
+        assert [b"$SYS" in body for kind, body in own if kind == SUBSCRIBE] == [False, True]
+        assert connection.up and connection.reconnects == 0
 
 
-def test_a_broker_that_closes_at_its_statistics_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        async with FakeBroker(answering_statistics(close)) as fake:
-            async with parent_at(fake.address) as connection:
-                await until(lambda: connection.reconnects == 1 and connection.up and connection._worked)
-            assert len(fake.subscriptions(b"$SYS")) == 1
-
-    with caplog.at_level(logging.INFO, "fedstrata"):
-        assert scenario(run()) == []
+@scenario
+async def test_a_broker_that_closes_at_its_statistics_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeBroker(answering_statistics(close)) as fake:
+        async with parent_at(fake.address) as connection:
+            await until(lambda: connection.reconnects == 1 and connection.up and connection._worked)
+        assert len(fake.subscriptions(b"$SYS")) == 1
     (line,) = (record for record in caplog.records if record.name == "fedstrata.endpoint")
     assert line.levelname == "INFO" and "no broker statistics" in line.getMessage()
     (drop,) = logged(caplog)
     assert "after SUBSCRIBE to 2 topics ($SYS/" in drop
 
 
-def test_statistics_are_asked_for_only_where_subscriptions_are_acknowledged() -> None:
-    async def run() -> None:
-        async with FakeBroker(lambda kind, body: b"") as fake:
-            asked = []
+@scenario
+async def test_statistics_are_asked_for_only_where_subscriptions_are_acknowledged() -> None:
+    async with FakeBroker(lambda kind, body: b"") as fake:
+        asked = []
 
-            async def connected() -> None:
-                connection.subscribe(["a"], qos=1, acknowledged=lambda: asked.append(True))
-                connection.publish("b", b"", qos=0)
+        async def connected() -> None:
+            connection.subscribe(["a"], qos=1, acknowledged=lambda: asked.append(True))
+            connection.publish("b", b"", qos=0)
 
-            connection = connection_to(fake.address, connected=connected)
-            async with running(connection):
-                await until(lambda: any(kind == PUBLISH for _, kind, _ in fake.packets))
-            assert not asked
-
-    assert scenario(run()) == []
+        connection = connection_to(fake.address, connected=connected)
+        async with running(connection):
+            await until(lambda: any(kind == PUBLISH for _, kind, _ in fake.packets))
+        assert not asked
 
 
-def test_a_cancelled_connection_is_not_lost() -> None:
-    async def run() -> None:
-        async with FakeBroker(acknowledge) as fake:
-            lost: list[bool] = []
-            connection = connection_to(fake.address, lost=lambda: lost.append(True))
-            async with running(connection):
-                await until(lambda: connection.up)
-            assert not lost and not connection.up
-
-    assert scenario(run()) == []
+@scenario
+async def test_a_cancelled_connection_is_not_lost() -> None:
+    async with FakeBroker(acknowledge) as fake:
+        lost: list[bool] = []
+        connection = connection_to(fake.address, lost=lambda: lost.append(True))
+        async with running(connection):
+            await until(lambda: connection.up)
+        assert not lost and not connection.up
 
 
-def test_a_client_that_disconnects_reads_until_the_broker_has_closed() -> None:
+@scenario
+async def test_a_client_that_disconnects_reads_until_the_broker_has_closed() -> None:
     """Else what the broker still sends is answered by a reset, which may overtake DISCONNECT: a will is published."""
     sent: list[int] = []
 
@@ -564,15 +544,12 @@ def test_a_client_that_disconnects_reads_until_the_broker_has_closed() -> None:
         assert await reader.read() == b""
         writer.close()
 
-    async def run() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        async with server:
-            connection = connection_to(BrokerAddress(*server.sockets[0].getsockname()))
-            async with running(connection):
-                await until(lambda: connection.up)
-            assert sent == [0, 1, 2]
-
-    assert scenario(run()) == []
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        connection = connection_to(BrokerAddress(*server.sockets[0].getsockname()))
+        async with running(connection):
+            await until(lambda: connection.up)
+        assert sent == [0, 1, 2]
 
 
 # A broker with several addresses
@@ -588,67 +565,58 @@ async def away() -> BrokerAddress:
         return fake.address
 
 
-def test_an_address_that_refuses_is_followed_by_the_next(attempts: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        nobody = await away()
-        async with FakeBroker(acknowledge) as fake:
-            connection = connection_to(joined(nobody, fake.address))
-            async with running(connection):
-                await until(lambda: connection.up)
-                assert connection.attempts.address == fake.address
-                assert connection.reconnects == 1 and len(fake.times) == 1
-        (line,) = logged(caplog)
-        assert line.startswith(f"broker {nobody}: ") and line.endswith(f"refused; trying {fake.address}")
-
-    with caplog.at_level(logging.WARNING, "fedstrata"):
-        assert scenario(run()) == []
+@scenario
+async def test_an_address_that_refuses_is_followed_by_the_next(
+    attempts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    nobody = await away()
+    async with FakeBroker(acknowledge) as fake:
+        connection = connection_to(joined(nobody, fake.address))
+        async with running(connection):
+            await until(lambda: connection.up)
+            assert connection.attempts.address == fake.address
+            assert connection.reconnects == 1 and len(fake.times) == 1
+    (line,) = logged(caplog)
+    assert line.startswith(f"broker {nobody}: ") and line.endswith(f"refused; trying {fake.address}")
     assert attempts == []  # no pause
 
 
-def test_a_connection_goes_to_the_next_address_when_it_dies_and_stays_there(attempts: list[int]) -> None:
-    async def run() -> None:
-        served: list[str] = []
+@scenario
+async def test_a_connection_goes_to_the_next_address_when_it_dies_and_stays_there(attempts: list[int]) -> None:
+    served: list[str] = []
 
-        def counted(name: str) -> Answer:
-            def answer(kind: int, body: bytes) -> bytes | None:
-                served.append(name)
-                return None if b"drop" in body else acknowledge(kind, body)
+    def counted(name: str) -> Answer:
+        def answer(kind: int, body: bytes) -> bytes | None:
+            served.append(name)
+            return None if b"drop" in body else acknowledge(kind, body)
 
-            return answer
+        return answer
 
-        async with FakeBroker(counted("first")) as first, FakeBroker(counted("second")) as second:
-            left: list[bool] = []
-
-            async def connected() -> None:
-                connection.subscribe(["t"], qos=1)
-
-            connection = connection_to(joined(first.address, second.address), connected=connected)
-            async with running(connection):
-                await until(lambda: connection._worked)
-                connection.publish_body("drop", Body(memoryview(b"body")), done=lambda: left.append(True))
-                await until(lambda: connection._worked and second.times)
-                assert left and attempts == []
-                connection.publish("t", b"", qos=1)
-                await connection.flush()
-                assert (connection.attempts.address, served[-1], len(first.times)) == (second.address, "second", 1)
-                connection.publish("drop", b"", qos=0)
-                await until(lambda: connection._worked and len(first.times) == 2)
-                assert attempts == [0]  # both addresses have failed, though after they had worked
-                names = [client_id(body) for _, kind, body in first.packets + second.packets if kind == CONNECT]
-                assert names == ["c-0", "c-0", "c-1"]  # a server of a cluster cleans up after a dead one by client ids
-
-    assert scenario(run()) == []
+    async with FakeBroker(counted("first")) as first, FakeBroker(counted("second")) as second:
+        left: list[bool] = []
+        connection = connection_to(joined(first.address, second.address), topics=[["t"]])
+        async with running(connection):
+            await until(lambda: connection._worked)
+            connection.publish_body("drop", Body(memoryview(b"body")), done=lambda: left.append(True))
+            await until(lambda: connection._worked and second.times)
+            assert left and attempts == []
+            connection.publish("t", b"", qos=1)
+            await connection.flush()
+            assert (connection.attempts.address, served[-1], len(first.times)) == (second.address, "second", 1)
+            connection.publish("drop", b"", qos=0)
+            await until(lambda: connection._worked and len(first.times) == 2)
+            assert attempts == [0]  # both addresses have failed, though after they had worked
+            names = [client_id(body) for _, kind, body in first.packets + second.packets if kind == CONNECT]
+            assert names == ["c-0", "c-0", "c-1"]  # a server of a cluster cleans up after a dead one by client ids
 
 
-def test_addresses_that_all_fail_are_named_with_their_reasons() -> None:
-    async def run() -> None:
-        nobody = await away()
-        async with FakeBroker(close, at_once=True) as fake:
-            connection = connection_to(joined(nobody, fake.address))
-            with pytest.raises(ConnectionFailed) as failed:
-                await connection.run(connect_timeout_s=0.0)  # each address gets an attempt
-        refused, closed = str(failed.value).split("; ")
-        assert refused.startswith(f"broker {nobody}: ") and "refused" in refused
-        assert closed.startswith(f"{fake.address}: closed by the broker before CONNACK. Is it running there")
-
-    assert scenario(run()) == []
+@scenario
+async def test_addresses_that_all_fail_are_named_with_their_reasons() -> None:
+    nobody = await away()
+    async with FakeBroker(close, at_once=True) as fake:
+        connection = connection_to(joined(nobody, fake.address))
+        with pytest.raises(ConnectionFailed) as failed:
+            await connection.run(connect_timeout_s=0.0)  # each address gets an attempt
+    refused, closed = str(failed.value).split("; ")
+    assert refused.startswith(f"broker {nobody}: ") and "refused" in refused
+    assert closed.startswith(f"{fake.address}: closed by the broker before CONNACK. Is it running there")
