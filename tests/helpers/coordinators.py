@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from session_lab import ALL, ChildNode, Lab, names_of
 
-from common.accounting.traffic import Traffic
+from common.accounting.traffic import TcpStats, Traffic
 from common.experiment.tiers import Closing
 from common.protocol.coordinator import Coordinator
 from common.protocol.events import TaskReceived
 from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.participant import Participant
-from common.protocol.round_state import Assignment
+from common.protocol.round_state import Assignment, Closed, Stalled
 
 OLD = Key(0, 0, 0)
 
@@ -27,6 +27,11 @@ def result_of(key: Key, number: int = 77) -> Result:
 
 def progress_of(key: Key, phase: Phase = Phase.TRAINING, done: int = 0, *, traffic: Traffic | None = None) -> Progress:
     return Progress(key, phase, done, 100, traffic or Traffic(), ())
+
+
+def traffic_of(*, received: int = 0, sent: int = 0, control: int = 0) -> Traffic:
+    """Return the counts of a connection: bytes by the kernel, and of received control messages among them."""
+    return Traffic(received_control_message=control, wire=TcpStats(sent=sent, received=received, connections=1))
 
 
 def assignments(names: Sequence[str], *, model: int = 1, epochs: int = 1) -> dict[str, Assignment]:
@@ -69,13 +74,38 @@ class OneParent:
     def receive(self, name: str, message: Progress | Result, now: float) -> None:
         self.coordinator.receive(name, message, now=now)
 
-    def finish(self, name: str, now: float) -> None:
-        self.receive(name, progress_of(self.key), now)
+    def progress(
+        self, now: float, phase: Phase = Phase.TRAINING, *, name: str = "device-0", done: int = 0, **counts: int
+    ) -> None:
+        """Receive a child's progress in the present round; `counts`: see `traffic_of`."""
+        self.receive(name, progress_of(self.key, phase, done, traffic=traffic_of(**counts)), now)
+
+    def result(self, name: str, now: float) -> None:
         self.receive(name, result_of(self.key), now)
+
+    def reconnect(self, now: float) -> None:
+        """Lose the first child, and see the same process again."""
+        for state in (NodeState.LOST, NodeState.READY):
+            self.presence("device-0", state, now)
+
+    def finish(self, name: str, now: float) -> None:
+        self.progress(now, name=name)
+        self.result(name, now)
         self.coordinator.accept(name, self.key, now=now)
 
     def events(self) -> list[object]:
         return list(iter(self.coordinator.next_event, None))
+
+    def tick(self, now: float) -> Stalled | None:
+        """Evaluate the round; return how it has stalled, None if it has not. All events are taken."""
+        self.coordinator.tick(now)
+        return next((event for event in self.events() if isinstance(event, Stalled)), None)
+
+    def closed(self) -> Closed:
+        """Return the closed round, the last event; all events are taken."""
+        closed = self.events()[-1]
+        assert isinstance(closed, Closed)
+        return closed
 
     def tasks(self, now: float) -> list[tuple[str, Task]]:
         return [(name, message) for name, message in self.coordinator.to_send(now) if isinstance(message, Task)]
