@@ -9,7 +9,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import LAB, PARENT, RUN, ChildNode, Lab, lab_at, manifest_of, model_of, names_of, settled, snapshot
+from session_lab import (
+    FORM,
+    LAB,
+    PARENT,
+    RUN,
+    ChildNode,
+    Lab,
+    lab_at,
+    manifest_of,
+    model_of,
+    names_of,
+    settled,
+    snapshot,
+)
 
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
@@ -21,6 +34,7 @@ from common.protocol.limits import ChildLimits
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import Ask, Gone, Key, NodeState, Phase, Presence, Progress, Task, WhoIsThere
 from common.protocol.participant import ParticipantState
+from common.protocol.peer_link import SILENT_MOST_S
 from common.protocol.presence import ASK_MOST_S, ASK_S, Proof
 from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, messages_of
 
@@ -86,6 +100,7 @@ def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: fl
     refusals = lab.parent.session.link.refusals
     assert refusals.of(Refusal.SESSION) + refusals.of(Refusal.FLOOD) == count
     assert refusals.of(Refusal.SESSION) >= min(count, MESSAGES_MOST)
+    assert lab.parent.session.ledger.tiers()[0].received_control_payload < 10_000
     assert len(lab.parent.of(MessageRefused)) <= 2 * 14  # of each reason at 1, 2, 4, 8 ...
 
 
@@ -181,6 +196,10 @@ def test_a_retained_ready_of_a_dead_parent_captures_no_child() -> None:
     lab.rest(2.0)
     assert child.of(ParentGone) == [ParentGone()]
     assert lab.kinds["WhoIsThere"] >= IDLE_S / 5.0
+    lab.start("device-0")
+    lab.rest(20.0)
+    lab.restart_parent()  # one that lives is believed at once
+    assert set(lab.round(until_s=10.0).results) == {"device-0"}
 
 
 def test_a_retained_ready_of_a_dead_child_captures_no_parent() -> None:
@@ -276,13 +295,15 @@ def test_who_died_while_the_broker_was_away_is_found_out() -> None:
     lab = settled(3)
     lab.restart_broker(down_s=1.0)  # it crashed: no will is sent, and the store has everybody READY
     lab.kill("device-0", will_after_s=None)
-    lab.rest(50.0)
+    lab.until(lambda: lab.parent.of(PeerChanged)[-1].state == "lost", within_s=SILENT_MOST_S + 10)
     assert lab.parent.session.present() == ["device-1", "device-2"]
     (lost,) = [event for event in lab.parent.of(PeerChanged) if event.state == "lost"]
     assert lost.child == "device-0" and "no reply" in lost.reason
     begun = lab.now
     closed = lab.round(closing=Closing(rule="quorum", quorum=2, deadline_s=300.0))
     assert closed.missing == ("device-0",) and lab.now - begun < 10.0
+    lab.start("device-0")
+    assert set(lab.round(local_round=1).results) == set(lab.names)
 
 
 # A task that does not fit
@@ -326,7 +347,10 @@ def test_a_round_whose_task_fits_nobody_stalls_with_the_reason() -> None:
     declined = "made no progress for 60 s (its state is ready; it declined its task: wrong"
     assert f"device-0 and device-1 {declined}" in stalled.reason
     assert lab.kinds["Task"] == lab.kinds["Declined"] <= 2 * 16
-    assert not any(child.of(TaskReceived) for child in lab.children.values())
+    for child in lab.children.values():
+        assert not child.of(TaskReceived) and child.session.link.refusals.of(Refusal.MISFIT)
+        child.session.set_form(FORM)
+    assert set(lab.round(global_round=1).results) == set(lab.names)
 
 
 def test_a_child_that_does_not_know_its_form_yet_takes_its_task() -> None:
