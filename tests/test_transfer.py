@@ -18,7 +18,8 @@ from common.protocol.receiver import ASKS_LEAST, PATIENCE_MOST_S, PATIENCE_S, RE
 from common.protocol.sender import Publication, Sender
 from common.protocol.topics import ALL
 from tests.helpers.examples import examples
-from tests.helpers.transfer_line import CHUNK, OWNER, Line, Peer, blob_of, broadcast, check_complete, names_of
+from tests.helpers.transfer_line import CHUNK, OWNER, Line, Peer, blob_of, broadcast, check_complete, published
+from tests.session_lab import names_of
 
 # Without loss
 
@@ -81,16 +82,13 @@ def test_a_window_bounds_what_is_in_flight(window: int) -> None:
     assert most == min(window, 64) and len(line.published) == 100
 
 
-def test_a_window_of_any_size_is_clamped() -> None:
+@pytest.mark.parametrize(("window", "most"), [(0, 1), (1, 1), (10**12, 64)])
+def test_a_window_of_any_size_is_clamped(window: int, most: int) -> None:
     manifest, data = blob_of(200)
-    for window, most in ((0, 1), (1, 1), (10**12, 64)):
-        owner = Sender(first_number=1)
-        owner.offer(manifest, data, ["a"])
-        owner.receive("a", Ask(manifest.blob, b"\xff" * 25, 0, 0, window, True), now=0.0)
-        published = 0
-        while owner.next_publication(0.0, lambda peers: True):
-            published += 1
-        assert published == most
+    owner = Sender(first_number=1)
+    owner.offer(manifest, data, ["a"])
+    owner.receive("a", Ask(manifest.blob, b"\xff" * 25, 0, 0, window, True), now=0.0)
+    assert len(published(owner, 0.0)) == most
 
 
 def test_slow_receivers_stop_nobody_and_cost_nothing() -> None:
@@ -99,20 +97,12 @@ def test_slow_receivers_stop_nobody_and_cost_nothing() -> None:
     line.owner.offer(manifest, data, names_of(10))
     for number, name in enumerate(names_of(10)):
         line.fetch(line.add(name, slow_s=0.0 if number < 6 else 0.5), manifest)
-    begun, done = line.now, {}
-    for name, receiver in line.receivers.items():
-        inner = receiver.core.receive_chunk
-
-        def note(*what: object, name: str = name, inner: Callable[..., bool] = inner, **more: object) -> bool:
-            done[name] = line.now - begun
-            return inner(*what, **more)
-
-        receiver.core.receive_chunk = note  # type: ignore[method-assign]
+    begun = line.now
     line.run()
     check_complete(line, manifest, data)
+    took = [line.receivers[name].done - begun for name in names_of(10)]
     assert len(line.published) == 60  # each chunk once, whoever is slow
-    assert max(done[name] for name in names_of(6)) < 0.5
-    assert min(done[name] for name in names_of(10)[6:]) >= 30.0
+    assert max(took[:6]) < 0.5 and min(took[6:]) >= 30.0
 
 
 @pytest.mark.parametrize("slow_s", [1.0, 2.05, 4.1, 10.0])
@@ -246,8 +236,7 @@ def test_what_has_not_left_its_owner_is_not_published_twice() -> None:
         assert publication is not None
         owner.left(publication)
     owner.receive("a", everything, now=20.0)  # they did leave, and did not arrive
-    again = [owner.next_publication(20.0, lambda peers: True) for _ in range(3)]
-    assert [publication.index for publication in again if publication] == [0, 1, 2]
+    assert [publication.index for publication in published(owner, 20.0)[:3]] == [0, 1, 2]
 
 
 def test_two_blobs_take_turns() -> None:
@@ -294,13 +283,8 @@ def test_unequal_links_do_not_wait_for_each_other() -> None:
     assert [p.stream for p in line.published] == [ALL] * 200  # no copy for a single one
     first_half = [set(p.receivers) for p in line.published[:100]]
     assert first_half.count(set(FAST)) > 90  # the fast are served when the slow have hardly begun
-
-
-def test_on_one_stream_the_slowest_link_sets_the_pace() -> None:
-    """Why a parent makes groups."""
-    _, alone = broadcast_to(FAST, FAST)
-    _, together = broadcast_to(FAST, [*FAST, *SLOW])
-    assert max(together.values()) > 20 * max(alone.values())
+    _, one_stream = broadcast_to(FAST, [*FAST, *SLOW])
+    assert max(one_stream.values()) > 20 * max(alone.values()), "why a parent makes groups"
 
 
 def test_a_delay_of_the_link_is_no_loss() -> None:
@@ -345,19 +329,12 @@ def test_a_broadcast_survives_loss_duplicates_and_reordering(receivers: int, los
 def test_a_lost_chunk_is_published_once_more(lost: int) -> None:
     line = Line()
     manifest, data = broadcast(line, 40, names_of(3))
-    gone: list[Publication] = []
-
-    def lose(publication: Publication) -> bool:
-        if publication.index == lost and len(gone) < 1:
-            gone.append(publication)
-            return True
-        return False
-
-    line.lose = lose
+    gone = iter([True])
+    line.lose = lambda publication: publication.index == lost and next(gone, False)
     line.run()
     check_complete(line, manifest, data)
-    again = [p for p in line.published if p.index == lost][1:]
-    assert len(again) == 1 and again[0].stream == "device-0"
+    (again,) = [p for p in line.published if p.index == lost][1:]
+    assert again.stream == "device-0"
     assert line.owner.chunks_repeated == 1 and len(line.published) == 41
 
 
@@ -461,8 +438,9 @@ def test_silence_is_answered_at_growing_intervals() -> None:
     assert asked[0] == 2.0 and (np.diff(gaps) >= 0).all() and gaps[-1] == 15.0
 
 
-def asked_at(core: Receiver, carried: Callable[[float], int], *, until_s: float) -> list[float]:
+def asked_at(carried: Callable[[float], int], *, until_s: float, exclusive: bool = True, **how: float) -> list[float]:
     """Return when a fetch that gets no message asks, over a connection that carries so many bytes by the time."""
+    core = Receiver(window=8, slots=4, exclusive=exclusive, **how)
     manifest, _ = blob_of(4, chunk_bytes=2_000_000)
     core.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
     core.tick(0.0, carried=carried(0.0))
@@ -473,47 +451,34 @@ def asked_at(core: Receiver, carried: Callable[[float], int], *, until_s: float)
     return asked
 
 
-def test_bytes_that_flow_are_no_silence() -> None:
-    own = Receiver(window=8, slots=4, exclusive=True)
-    assert asked_at(own, lambda now: 5000 + int(8000 * now), until_s=250.0) == [0.0]
-
-
-def test_bytes_that_never_become_a_chunk_are_none() -> None:
-    own = Receiver(window=8, slots=4, exclusive=True)
-    assert 500.0 < asked_at(own, lambda now: 5000 + int(8000 * now), until_s=600.0)[1] < 500.0 + 2 * REPAIR_S
-
-
-def test_bytes_that_stop_are_silence() -> None:
-    own = Receiver(window=8, slots=4, exclusive=True)
-    asked = asked_at(own, lambda now: int(8000 * min(now, 100.0)), until_s=200.0)
-    assert asked[0] == 0.0 and 100.0 + REPAIR_S <= asked[1] <= 100.0 + 2 * REPAIR_S
-
-
-def test_acknowledgements_and_pings_are_no_sign_of_a_model() -> None:
-    own = Receiver(window=8, slots=4, exclusive=True)
-    assert asked_at(own, lambda now: int(100 * now), until_s=60.0) == asked_at(
-        Receiver(window=8, slots=4), lambda now: -1, until_s=60.0
-    )
+@pytest.mark.parametrize(
+    ("carried", "flows_s"),
+    [
+        (lambda now: 5000 + int(8000 * now), 500.0 - REPAIR_S),  # so long: they become no chunk
+        (lambda now: int(8000 * min(now, 100.0)), 100.0),
+        (lambda now: int(100 * now), 0.0),  # acknowledgements and pings
+        (lambda now: -1, 0.0),
+        (lambda now: -1 if now < 1 else 10**9, 0.0),  # a kernel that begins to tell, or ceases
+        (lambda now: 10**9 if now < 1 else -1, 0.0),
+    ],
+)
+def test_a_connection_is_silent_when_the_bytes_of_a_chunk_stop(carried: Callable[[float], int], flows_s: float) -> None:
+    first, second, *_ = asked_at(carried, until_s=600.0)
+    assert first == 0.0 and flows_s + REPAIR_S <= second <= flows_s + (2 if flows_s else 1) * REPAIR_S
 
 
 def test_bytes_that_may_be_for_others_buy_no_more_than_patience() -> None:
-    shared = Receiver(window=8, slots=4)
-    assert asked_at(shared, lambda now: int(8000 * now), until_s=200.0) == [0.0, 15.0, 45.0, 105.0, 165.0]
+    asked = asked_at(lambda now: int(8000 * now), until_s=200.0, exclusive=False)
+    assert asked == [0.0, 15.0, 45.0, 105.0, 165.0]
     assert PATIENCE_S == 15.0 and PATIENCE_MOST_S == 60.0
 
 
-def test_the_longest_pause_follows_the_time_after_which_a_node_is_given_up() -> None:
-    for idle_s, pauses in ((30.0, [5.0] * 6), (60.0, [10.0] * 6), (120.0, [15.0, *[20.0] * 5])):
-        for shared, carried in ((True, lambda now: int(8000 * now)), (False, lambda now: -1)):
-            asked = asked_at(Receiver(window=8, slots=4, idle_s=idle_s), carried, until_s=idle_s)
-            assert len(asked) > ASKS_LEAST - shared
-            assert not shared or [b - a for a, b in itertools.pairwise(asked)] == pauses[: len(asked) - 1]
-
-
-def test_a_kernel_that_begins_or_ceases_to_tell_hides_no_silence() -> None:
-    for carried in (lambda now: -1 if now < 1 else 10**9, lambda now: 10**9 if now < 1 else -1):
-        own = Receiver(window=8, slots=4, exclusive=True)
-        assert asked_at(own, carried, until_s=60.0)[1] == REPAIR_S
+@pytest.mark.parametrize(("idle_s", "pauses"), [(30.0, [5.0] * 6), (60.0, [10.0] * 6), (120.0, [15.0, *[20.0] * 5])])
+def test_the_longest_pause_follows_the_time_after_which_a_node_is_given_up(idle_s: float, pauses: list[float]) -> None:
+    for shared, carried in ((True, lambda now: int(8000 * now)), (False, lambda now: -1)):
+        asked = asked_at(carried, until_s=idle_s, exclusive=False, idle_s=idle_s)
+        assert len(asked) > ASKS_LEAST - shared
+        assert not shared or [b - a for a, b in itertools.pairwise(asked)] == pauses[: len(asked) - 1]
 
 
 def test_a_new_connection_is_counted_from_its_own_beginning() -> None:

@@ -29,52 +29,80 @@ from common.protocol.receiver import (
 from common.protocol.sender import RESTART_S, Sender
 from common.protocol.topics import ALL
 from tests.helpers.examples import examples
-from tests.helpers.transfer_line import CHUNK, OWNER, Line, blob_of, broadcast, check_complete, names_of
+from tests.helpers.transfer_line import CHUNK, OWNER, Line, blob_of, broadcast, check_complete, published
+from tests.session_lab import names_of
 
 # Damage and strangers
 
 
-class OneFetch:
-    """One `Receiver` in the hand of a test."""
+class Fetches:
+    """A receiver that fetches the same blob from each of some owners, in the hand of a test."""
 
-    def __init__(self, chunks: int = 10, *, slots: int = 4, window: int = 8) -> None:
+    def __init__(self, *owners: str, slots: int = 1, chunks: int = 4, window: int = 8) -> None:
         self.manifest, self.data = blob_of(chunks)
-        self.window = window
-        self.core = Receiver(window=window, slots=slots)
-        self.buffer = bytearray(self.manifest.size)
-        self.core.fetch(OWNER, self.manifest, memoryview(self.buffer), now=0.0)
-        self.core.to_send()
+        self.core, self.window = Receiver(window=window, slots=slots), window
+        self.buffers = {owner: bytearray(self.manifest.size) for owner in owners}
+        self.buffer = self.buffers[owners[0]]
+        self.now = 0.0
         self.number = 0
-        self.now = 1.0
+        for owner, buffer in self.buffers.items():
+            self.core.fetch(owner, self.manifest, memoryview(buffer), now=0.0)
 
-    def chunk(self, index: int, data: bytes | None = None, *, blob: str | None = None, owner: str = OWNER) -> bool:
+    def asked(self) -> dict[str, Ask]:
+        """Return the last ask that is due to each owner."""
+        return dict(self.core.to_send())
+
+    def chunk(self, index: int, data: bytes | None = None, *, owner: str = OWNER, blob: str | None = None) -> bool:
+        """Receive the next publication of an owner: a chunk of its blob, or other bytes in its place."""
         self.number += 1
-        body = bytes(self.data[index * CHUNK : (index + 1) * CHUNK]) if data is None else data
+        body = bytes(self.data[self.manifest.span(index)]) if data is None else data
         return self.core.receive_chunk(
             owner, blob or self.manifest.blob, stream=ALL, index=index, number=self.number, data=body, now=self.now
         )
 
+    def serve(self, owner: str) -> bool:
+        """Receive all chunks from an owner; return whether all were new."""
+        return all(self.chunk(index, owner=owner) for index in range(self.manifest.chunks))
+
+    def wait(self, seconds: float, *, busy: bool = True) -> dict[str, Ask]:
+        """Let time pass on a connection that others keep `busy`, or that is silent; return what is asked meanwhile."""
+        asked: dict[str, Ask] = {}
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            if busy:
+                self.core.note_arrival(self.now)
+            self.core.tick(self.now)
+            asked |= self.asked()
+        return asked
+
+
+def one_fetch(chunks: int = 10, *, slots: int = 4, window: int = 8) -> Fetches:
+    """Return a fetch from one owner that has been asked."""
+    one = Fetches(OWNER, slots=slots, chunks=chunks, window=window)
+    one.core.to_send()
+    return one
+
 
 @pytest.mark.parametrize("body", [b"", b"x", b"x" * CHUNK, b"x" * (CHUNK + 1), b"x" * (CHUNK - 1)])
 def test_a_damaged_chunk_is_refused_and_asked_for_again(body: bytes) -> None:
-    one = OneFetch()
+    one = one_fetch()
     assert not one.chunk(3, body)
     assert one.buffer == bytes(one.manifest.size) and one.core.chunks_refused == 1
     ((owner, ask),) = one.core.to_send()
     assert owner == OWNER and ask.lacking == b"\xff\xc0" and ask.seen_all == 1
-    assert all(one.chunk(index) for index in range(10)) and one.buffer == one.data
+    assert one.serve(OWNER) and one.buffer == one.data
     assert one.core.next_event() == Fetched(OWNER, one.manifest.blob)
 
 
 def test_chunks_in_each_others_place_are_refused() -> None:
-    one = OneFetch()
+    one = one_fetch()
     assert not one.chunk(0, bytes(one.data[CHUNK : 2 * CHUNK]))
     assert not one.chunk(9, bytes(one.data[:CHUNK]))
     assert one.core.chunks_refused == 2 and one.core.lacks(OWNER, one.manifest.blob) == 10
 
 
 def test_foreign_chunks_touch_nothing() -> None:
-    one = OneFetch()
+    one = one_fetch()
     assert not one.chunk(10, b"x") and not one.chunk(10**9 - 1, b"x")
     assert not one.chunk(0, blob="f" * 16) and not one.chunk(0, owner="stranger")
     assert one.core.chunks_refused == 4 and one.buffer == bytes(one.manifest.size)
@@ -82,7 +110,7 @@ def test_foreign_chunks_touch_nothing() -> None:
 
 
 def test_damaged_chunks_alone_fail_the_fetch() -> None:
-    one = OneFetch()
+    one = one_fetch()
     one.chunk(0)
     for _ in range(3):
         assert not one.chunk(5, b"x") and one.core.to_send()  # asked for at once
@@ -106,7 +134,7 @@ def test_damaged_chunks_alone_fail_the_fetch() -> None:
 
 
 def test_two_damaged_chunks_or_one_sound_one_among_them_fail_no_fetch() -> None:
-    one = OneFetch()
+    one = one_fetch()
     for body in (b"x", b"y", None, b"z", b""):
         one.chunk(5, body)
         one.chunk(6, b"x") if body == b"z" else None
@@ -146,14 +174,14 @@ def test_damage_on_the_way_is_repaired() -> None:
 
 
 def test_a_duplicate_changes_nothing() -> None:
-    one = OneFetch()
+    one = one_fetch()
     assert one.chunk(0) and not one.chunk(0) and not one.chunk(0, b"other bytes")
     assert one.core.chunks_refused == 1
     assert one.buffer[:CHUNK] == one.data[:CHUNK]
 
 
 def test_gaps_in_the_numbers_are_chunks_that_the_broker_dropped() -> None:
-    one = OneFetch(30)
+    one = one_fetch(30)
     one.chunk(0)
     for index in range(1, LOST_LEAST):
         one.number += 1
@@ -165,7 +193,7 @@ def test_gaps_in_the_numbers_are_chunks_that_the_broker_dropped() -> None:
 
 
 def test_chunks_lost_with_their_connection_are_not_the_brokers() -> None:
-    one = OneFetch()
+    one = one_fetch()
     one.chunk(0)
     one.core.reconnected(1.0)
     one.core.to_send()
@@ -216,7 +244,7 @@ def test_a_thousand_hostile_chunks_are_refused_and_the_blob_is_exact(
 
 
 def test_a_gap_in_the_numbers_is_asked_about_at_once() -> None:
-    one = OneFetch(window=64)
+    one = one_fetch(window=64)
     one.chunk(0)
     assert not one.core.to_send()  # no quarter of a window yet, and nothing is missing
     one.number += 1
@@ -230,24 +258,19 @@ def test_an_ask_that_comes_late_does_not_undo_a_newer_one() -> None:
     owner = Sender(first_number=0)
     owner.offer(manifest, data, ["a"])
 
-    def ask(lacking: int, seen: int, restart: bool) -> None:
+    def ask(lacking: int, seen: int, restart: bool = False) -> list[tuple[str, int]]:
         owner.receive("a", Ask(manifest.blob, bytes([lacking]), seen, 0, 8, restart), now=0.0)
+        return [(each.stream, each.index) for each in published(owner, 0.0)]
 
-    ask(0xFF, 0, True)
-    while (publication := owner.next_publication(0.0, lambda peers: True)) is not None:
-        owner.left(publication)
-    ask(0x01, 7, False)  # seven have arrived, the last is in flight
-    ask(0xC0 | 0x3F, 7, False)  # said before that
-    assert owner.next_publication(0.0, lambda peers: True) is None
-    ask(0x01, 8, False)  # now it is lost, and it alone
-    publication = owner.next_publication(0.0, lambda peers: True)
-    assert publication is not None and publication.index == 7 and publication.stream == "a"
-    assert owner.next_publication(0.0, lambda peers: True) is None
+    assert ask(0xFF, 0, True) == [(ALL, index) for index in range(8)]
+    assert ask(0x01, 7) == []  # seven have arrived, the last is in flight
+    assert ask(0xC0 | 0x3F, 7) == []  # said before that
+    assert ask(0x01, 8) == [("a", 7)]  # now it is lost, and it alone
 
 
 def test_duplicates_count_as_publications_seen() -> None:
     """What fills the window must be reported, or the owner waits for an ask that nobody makes."""
-    one = OneFetch()
+    one = one_fetch()
     for index in (0, 1):
         one.chunk(index)
     one.core.to_send()
@@ -278,11 +301,7 @@ def test_any_ask_leaves_the_owner_sane(
         if (publication := owner.next_publication(1.0, lambda peers: True)) is not None:
             owner.left(publication)
     owner.receive("a", Ask(manifest.blob, b"\xff\xc0", 0, 0, 64, True), now=0.0)
-    got = set()
-    while (publication := owner.next_publication(1.0, lambda peers: True)) is not None:
-        if publication.stream in (ALL, "a"):
-            got.add(publication.index)
-    assert got == set(range(10))
+    assert {each.index for each in published(owner, 1.0) if each.stream in (ALL, "a")} == set(range(10))
 
 
 # Gone, slots, drop, inline
@@ -301,7 +320,7 @@ def test_a_blob_that_is_gone_fails_the_fetch() -> None:
 
 
 def test_gone_of_another_blob_or_owner_is_ignored() -> None:
-    one = OneFetch()
+    one = one_fetch()
     one.core.gone(OWNER, "f" * 16, now=0.0)
     one.core.gone("stranger", one.manifest.blob, now=0.0)
     assert one.core.next_event() is None and one.core.lacks(OWNER, one.manifest.blob) == 10
@@ -345,7 +364,7 @@ def test_slow_links_share_slots() -> None:
 
 
 def test_a_dropped_fetch_frees_its_slot() -> None:
-    one = OneFetch(slots=1)
+    one = one_fetch(slots=1)
     other, _ = blob_of(3, 9)
     one.core.fetch("device-1", other, memoryview(bytearray(other.size)), now=0.0)
     one.core.fetch("device-2", other, memoryview(bytearray(other.size)), now=0.0)
@@ -358,48 +377,42 @@ def test_a_dropped_fetch_frees_its_slot() -> None:
 
 
 def test_a_known_fetch_goes_on() -> None:
-    one = OneFetch()
+    one = one_fetch()
     one.chunk(0)
     one.core.fetch(OWNER, one.manifest, memoryview(bytearray(one.manifest.size)), now=5.0)
     assert one.core.lacks(OWNER, one.manifest.blob) == 9 and not one.core.to_send()
 
 
-def test_an_inline_blob_is_taken_whole() -> None:
-    manifest, data = blob_of(3)
-    core, buffer = Receiver(window=8, slots=1), bytearray(manifest.size)
-    core.take(OWNER, manifest, memoryview(buffer), bytes(data))
-    assert core.next_event() == Fetched(OWNER, manifest.blob) and buffer == data
-    assert not core.to_send() and not core.wanted()
+INLINE: dict[str, Callable[[bytes], bytes]] = {
+    "whole": lambda body: body,
+    "short": lambda body: body[:-1],
+    "long": lambda body: body + b"\0",
+    "empty": lambda body: b"",
+    "first bit": lambda body: bytes([body[0] ^ 128]) + body[1:],
+    "last bit": lambda body: body[:-1] + bytes([body[-1] ^ 1]),
+}
 
 
-@pytest.mark.parametrize("lie", ["short", "long", "empty", "first bit", "last bit"])
-def test_an_inline_blob_that_is_not_what_it_claims_is_refused(lie: str) -> None:
+@pytest.mark.parametrize("how", INLINE)
+def test_an_inline_blob_is_taken_whole_or_refused(how: str) -> None:
     manifest, data = blob_of(3)
-    body = bytes(data)
-    body = {
-        "short": body[:-1],
-        "long": body + b"\0",
-        "empty": b"",
-        "first bit": bytes([body[0] ^ 128]) + body[1:],
-        "last bit": body[:-1] + bytes([body[-1] ^ 1]),
-    }[lie]
     core, buffer = Receiver(window=8, slots=1), bytearray(manifest.size)
-    core.take(OWNER, manifest, memoryview(buffer), body)
+    core.take(OWNER, manifest, memoryview(buffer), INLINE[how](bytes(data)))
     event = core.next_event()
+    if how == "whole":
+        assert event == Fetched(OWNER, manifest.blob) and buffer == data
+        assert not core.to_send() and not core.wanted() and not core.chunks_refused
+        return
     assert isinstance(event, FetchFailed) and event.cause is FetchFailure.DAMAGED and "wrong digest" in event.reason
     assert buffer == bytes(manifest.size) and core.chunks_refused == 1
 
 
 def test_a_row_of_an_array_is_assembled_in_place() -> None:
-    manifest, data = blob_of(3)
-    rows = np.zeros((2, manifest.size), np.uint8)
-    core = Receiver(window=8, slots=1)
-    core.fetch(OWNER, manifest, rows[1].data, now=0.0)
-    for index in reversed(range(3)):
-        core.receive_chunk(
-            OWNER, manifest.blob, stream=ALL, index=index, number=index, data=bytes(data[manifest.span(index)]), now=0.0
-        )
-    assert rows[1].tobytes() == data and not rows[0].any()
+    one = one_fetch(3)
+    rows = np.zeros((2, one.manifest.size), np.uint8)
+    one.core.fetch("another", one.manifest, rows[1].data, now=0.0)
+    assert all(one.chunk(index, owner="another") for index in (2, 1, 0))
+    assert rows[1].tobytes() == one.data and not rows[0].any()
 
 
 # Manifest
@@ -500,135 +513,87 @@ def test_a_receiver_asks_for_what_its_link_can_carry() -> None:
 
 
 def test_a_dead_owner_gives_its_slot_to_those_that_wait_and_keeps_what_it_sent() -> None:
-    data = random.Random(5).randbytes(4 * 1024)
-    manifest = describe(memoryview(data), chunk_bytes=1024, codec="fp32", layout="layout")
-    core = Receiver(window=8, slots=1)
-    buffers = {owner: bytearray(len(data)) for owner in ("dead", "alive")}
-    for owner, buffer in buffers.items():
-        core.fetch(owner, manifest, memoryview(buffer), now=0.0)
-    core.receive_chunk("dead", manifest.blob, stream="all", index=0, number=1, data=data[:1024], now=0.1)
-    core.to_send()
-    core.yield_slot("dead", now=0.2)
-    assert {owner for owner, _ in core.to_send()} == {"alive"}
-    for index in range(4):
-        chunk = data[manifest.span(index)]
-        core.receive_chunk("alive", manifest.blob, stream="all", index=index, number=index, data=chunk, now=0.3)
-    assert core.wanted() == {("dead", manifest.blob)}
-    asks = [ask for owner, ask in core.to_send() if owner == "dead"]
-    assert [ask.lacking for ask in asks] == [bytes([0b01110000])]
-    assert buffers["alive"] == data
+    slots = Fetches("dead", "alive")
+    assert slots.chunk(0, owner="dead")
+    slots.asked()
+    slots.core.yield_slot("dead", now=0.2)
+    assert set(slots.asked()) == {"alive"}
+    assert slots.serve("alive") and slots.core.wanted() == {("dead", slots.manifest.blob)}
+    assert slots.asked()["dead"].lacking == bytes([0b01110000])
+    assert slots.buffers["alive"] == slots.data
 
 
 def test_an_owner_that_reconnected_is_asked_again_at_once() -> None:
-    data = bytes(4 * 1024)
-    manifest = describe(memoryview(data), chunk_bytes=1024, codec="fp32", layout="layout")
-    core = Receiver(window=8, slots=2)
-    core.fetch("owner", manifest, memoryview(bytearray(len(data))), now=0.0)
-    assert len(core.to_send()) == 1
-    core.ask_again("other", now=1.0)
-    assert core.to_send() == []
-    core.ask_again("owner", now=1.0)
-    assert [(owner, ask.restart) for owner, ask in core.to_send()] == [("owner", True)]
+    one = one_fetch()
+    one.core.ask_again("other", now=1.0)
+    assert one.asked() == {}
+    one.core.ask_again(OWNER, now=1.0)
+    assert one.asked()[OWNER].restart
 
 
 # Slots
 
 
-class Slots:
-    """A receiver of one slot and several owners."""
-
-    def __init__(self, *owners: str, slots: int = 1, chunks: int = 4) -> None:
-        self.manifest, self.data = blob_of(chunks)
-        self.core = Receiver(window=8, slots=slots)
-        self.buffers = {owner: bytearray(self.manifest.size) for owner in owners}
-        self.now = 0.0
-        self.number = 0
-        for owner, buffer in self.buffers.items():
-            self.core.fetch(owner, self.manifest, memoryview(buffer), now=0.0)
-
-    def asked(self) -> dict[str, Ask]:
-        """Return the last ask that is due to each owner."""
-        return dict(self.core.to_send())
-
-    def chunk(self, owner: str, index: int) -> bool:
-        self.number += 1
-        data = bytes(self.data[self.manifest.span(index)])
-        return self.core.receive_chunk(
-            owner, self.manifest.blob, stream=ALL, index=index, number=self.number, data=data, now=self.now
-        )
-
-    def wait(self, seconds: float, *, busy: bool = True) -> dict[str, Ask]:
-        """Let time pass on a connection that others keep `busy`, or that is silent; return what is asked meanwhile."""
-        asked: dict[str, Ask] = {}
-        for _ in range(int(seconds)):
-            self.now += 1.0
-            if busy:
-                self.core.note_arrival(self.now)
-            self.core.tick(self.now)
-            asked |= self.asked()
-        return asked
-
-
 def test_a_fetch_that_starves_goes_behind_those_that_wait_and_keeps_its_chunks() -> None:
-    slots = Slots("silent", "second", "third")
+    slots = Fetches("silent", "second", "third")
     assert set(slots.asked()) == {"silent"}
-    assert slots.chunk("silent", 2)
+    assert slots.chunk(2, owner="silent")
     assert set(slots.wait(PATIENCE_S + 1)) == {"second"}
     assert slots.core.wanted() == {(owner, slots.manifest.blob) for owner in ("silent", "second")}
-    assert all(slots.chunk("second", index) for index in range(4))
+    assert slots.serve("second")
     assert set(slots.asked()) == {"second", "third"}  # the first of them: complete
-    assert slots.chunk("silent", 0)  # it was minutes on its way
-    assert all(slots.chunk("third", index) for index in range(4))
+    assert slots.chunk(0, owner="silent")  # it was minutes on its way
+    assert slots.serve("third")
     ask = slots.asked()["silent"]
     assert ask.lacking == bytes([0b01010000])
-    assert slots.chunk("silent", 1) and slots.chunk("silent", 3)
+    assert slots.chunk(1, owner="silent") and slots.chunk(3, owner="silent")
     assert slots.buffers["silent"] == slots.data and not slots.core.wanted()
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_silent_connection_and_repeated_chunks_hold_no_slot(busy: bool) -> None:
-    slots = Slots("silent", "second")
+    slots = Fetches("silent", "second")
     slots.asked()
-    assert slots.chunk("silent", 0)
+    assert slots.chunk(0, owner="silent")
     asked: dict[str, Ask] = {}
     for _ in range(5):
         asked |= slots.wait(4, busy=busy)
-        slots.chunk("silent", 0)
+        slots.chunk(0, owner="silent")
     assert "second" in asked
 
 
 def test_a_parked_fetch_may_end_without_a_slot() -> None:
-    slots = Slots("silent", "second")
+    slots = Fetches("silent", "second")
     slots.asked()
     slots.wait(PATIENCE_S + 1)
-    assert all(slots.chunk("silent", index) for index in range(4))
+    assert slots.serve("silent")
     assert slots.core.next_event() == Fetched("silent", slots.manifest.blob)
     assert slots.core.wanted() == {("second", slots.manifest.blob)}
-    assert all(slots.chunk("second", index) for index in range(4)) and not slots.core.wanted()
+    assert slots.serve("second") and not slots.core.wanted()
 
 
 def test_what_was_parked_before_a_new_connection_begins_anew() -> None:
-    slots = Slots("silent", "second")
+    slots = Fetches("silent", "second")
     slots.asked()
     slots.wait(PATIENCE_S + 1)
     slots.core.reconnected(slots.now)
     assert slots.asked()["second"].restart
-    assert all(slots.chunk("second", index) for index in range(4))
+    assert slots.serve("second")
     assert slots.asked()["silent"].restart
 
 
 def test_a_parked_fetch_can_be_dropped_and_written_no_more() -> None:
-    slots = Slots("silent", "second")
+    slots = Fetches("silent", "second")
     slots.asked()
     slots.wait(PATIENCE_S + 1)
     slots.core.drop("silent", now=slots.now)
-    assert slots.core.wanted() == {("second", slots.manifest.blob)} and not slots.chunk("silent", 0)
+    assert slots.core.wanted() == {("second", slots.manifest.blob)} and not slots.chunk(0, owner="silent")
     assert slots.core.lacks("silent", slots.manifest.blob) == 0
 
 
 def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -> None:
     """On a slow link a chunk may take longer than a turn; asked for again each time, it would never be here."""
-    slots = Slots("silent", "other")
+    slots = Fetches("silent", "other")
     first = slots.asked()["silent"]
     assert first.restart
     restarts = []
@@ -647,12 +612,12 @@ def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -
 def test_owners_that_never_serve_hold_nobody_back(slots: int, silent: int, serving: int, draw: random.Random) -> None:
     owners = [*(f"silent-{i}" for i in range(silent)), *(f"serves-{i}" for i in range(serving))]
     draw.shuffle(owners)
-    case = Slots(*owners, slots=slots)
+    case = Fetches(*owners, slots=slots)
     waiting = {owner for owner in owners if owner.startswith("serves")}
     for _ in range(int((silent // slots + 2) * (PATIENCE_S + 1))):
         asked = case.asked() | case.wait(1)
         while ready := sorted(asked.keys() & waiting):
-            waiting -= {owner for owner in ready if all(case.chunk(owner, index) for index in range(4))}
+            waiting -= {owner for owner in ready if case.serve(owner)}
             asked = case.asked()
     assert not waiting
 
@@ -661,11 +626,9 @@ def test_a_flood_of_restarts_publishes_each_chunk_once_in_a_while() -> None:
     owner = Sender(first_number=1)
     manifest, data = blob_of(8)
     owner.offer(manifest, data, ["a"])
-    published = 0
+    count = 0
     for hundredth in range(1000):
         now = hundredth / 100
         owner.receive("a", Ask(manifest.blob, b"\xff", 0, 0, 8, True), now=now)
-        while (publication := owner.next_publication(now, lambda peers: True)) is not None:
-            owner.left(publication)
-            published += 1
-    assert published <= 8 * (10 / RESTART_S + 1)
+        count += len(published(owner, now))
+    assert count <= 8 * (10 / RESTART_S + 1)

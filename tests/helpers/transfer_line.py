@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -225,5 +226,10 @@ def check_complete(line: Line, manifest: Manifest, data: memoryview) -> None:
         assert not receiver.core.wanted() and receiver.core.next_deadline() is None
 
 
-def names_of(count: int) -> list[str]:
-    return [f"device-{i}" for i in range(count)]
+def published(owner: Sender, now: float) -> list[Publication]:
+    """Let an owner publish what it may now, on links with room for all of it; return that, which has left."""
+    ready = partial(owner.next_publication, now, lambda peers: True)
+    found = [publication for publication in iter(ready, None) if publication is not None]
+    for publication in found:
+        owner.left(publication)
+    return found
