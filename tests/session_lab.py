@@ -12,7 +12,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -354,23 +354,18 @@ class ParentNode(Node):
             assert self.over is None
             self.over = event
 
-    def open(
-        self, *, global_round: int, local_round: int, models: Mapping[str, bytes], epochs: int, closing: Closing
-    ) -> Key:
+    def open(self, opening: Opening) -> Key:
         assignments = {}
-        for model in set(models.values()):
-            receivers = [name for name, each in models.items() if each == model]
+        for model in set(opening.models.values()):
+            receivers = [name for name, each in opening.models.items() if each == model]
             manifest = manifest_of(model)
             inline = self.session.link.offer(manifest, memoryview(model), receivers)
-            assignments |= {name: Assignment(manifest, epochs, inline) for name in receivers}
-        self.expected = {name: trained(model, name, epochs) for name, model in models.items()}
+            assignments |= {name: Assignment(manifest, opening.epochs, inline) for name in receivers}
+        self.expected = {name: trained(model, name, opening.epochs) for name, model in opening.models.items()}
         key = self.session.open(
-            global_round=global_round,
-            local_round=local_round,
-            assignments=assignments,
-            closing=closing,
-            now=self.lab.loop.now,
-        )
+            global_round=opening.global_round, local_round=opening.local_round, assignments=assignments,
+            closing=opening.closing, now=self.lab.loop.now,
+        )  # fmt: skip
         self.wake()
         return key
 
@@ -620,8 +615,7 @@ class Lab:
         closing: Closing = ALL,
     ) -> Key:
         """Open a round; without another model it has one of its own."""
-        number = 1000 * global_round + local_round
-        one = model_of(number) if model is None else model
+        one = model_of(1000 * global_round + local_round) if model is None else model
         given = dict(models) if models is not None else dict.fromkeys(names or self.names, one)
         self._opening = Opening(global_round, local_round, given, epochs, closing)
         return self._open(self.parent) or Key(0, 0, 0)
@@ -704,16 +698,7 @@ class Lab:
         return parent
 
     def _open(self, parent: ParentNode) -> Key | None:
-        opening = self._opening
-        if opening is None or not parent.alive:
-            return None
-        return parent.open(
-            global_round=opening.global_round,
-            local_round=opening.local_round,
-            models=opening.models,
-            epochs=opening.epochs,
-            closing=opening.closing,
-        )
+        return parent.open(self._opening) if self._opening is not None and parent.alive else None
 
     def _ready(self, child: ChildNode) -> None:
         if child.alive:
@@ -779,30 +764,21 @@ def attributes(value: object) -> dict[str, object]:
     for kind in type(value).__mro__:
         slots = getattr(kind, "__slots__", ())
         names += [slots] if isinstance(slots, str) else list(slots)
-    if is_dataclass(value) and not isinstance(value, type):
-        names += [each.name for each in fields(value)]
     return {name: getattr(value, name) for name in dict.fromkeys(names) if hasattr(value, name)}
 
 
 def sizes(thing: object) -> dict[str, int]:
     """Return the length of every container that an object holds, by its path."""
     found: dict[str, int] = {}
-    seen: set[int] = set()
 
     def look(value: object, path: str) -> None:
-        if isinstance(value, (type(None), bool, int, float, str, bytes, bytearray, memoryview, Enum, np.ndarray)):
-            return
-        if id(value) in seen or isinstance(value, type) or callable(value):
-            return
-        seen.add(id(value))
-        if isinstance(value, (Mapping, set, frozenset, list, tuple, deque)):
+        if isinstance(value, dict):  # an object's attributes
+            for name, each in value.items():
+                look(each, f"{path}.{name}")
+        elif isinstance(value, (list, tuple)):
             found[path] = max(found.get(path, 0), len(value))
-            inside = value.values() if isinstance(value, Mapping) else value
-            for each in inside:
+            for each in value:
                 look(each, f"{path}[]")
-            return
-        for name, each in attributes(value).items():
-            look(each, f"{path}.{name}")
 
-    look(thing, "")
+    look(snapshot(thing), "")
     return found
