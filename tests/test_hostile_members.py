@@ -580,31 +580,22 @@ TOPICS = [
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic[:40])
-def test_what_is_too_large_for_its_topic_is_refused_before_it_arrives(topic: str) -> None:
+def test_what_is_too_large_for_its_topic_is_refused_before_it_arrives_or_is_read(
+    topic: str, traced: Callable[[], int]
+) -> None:
+    """Of a client that cannot refuse it earlier neither the digest nor a text is formed."""
     lab = lab_in_a_round()
-    session = lab.parent.session
+    refusals = lab.parent.session.link.refusals
     for size in (10**8, MESSAGE_MOST + 1):
-        before = session.link.refusals.total
-        assert session.link.place(topic, size) is SKIPPED
-        assert session.link.refusals.total == before + 1
-    known = session.link.refusals.of(Refusal.LARGE) == 2 or (
-        topic.endswith("x") and session.link.refusals.of(Refusal.MALFORMED)
-    )
-    assert known
-    lab.finish()
-
-
-@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic[:40])
-def test_what_arrived_and_is_too_large_is_not_looked_at(topic: str, traced: Callable[[], int]) -> None:
-    """Of a client that cannot refuse it earlier: neither its digest nor its text is formed."""
-    lab = lab_in_a_round()
-    packed = serialization.encode(Preparing(1, "\x1b" * 5_000_000), lab.child.process)
-    digests = [packed, b"01234567" + packed[8:]]
+        assert lab.parent.session.link.place(topic, size) is SKIPPED
+    kind = Refusal.MALFORMED if topic.endswith("x") else Refusal.LARGE
+    assert refusals.of(kind) == refusals.total == 2
+    packed = encoded(lab, Preparing(1, "\x1b" * 5_000_000))
+    bodies = [packed, b"01234567" + packed[8:]]
     traced()
-    for body in digests:
-        for retained in (False, True):
-            lab.parent.receive(topic, body, retained=retained)
-    assert traced() < 50_000 and lab.parent.session.link.refusals.total == 4
+    for body, retained in itertools.product(bodies, (False, True)):
+        lab.parent.receive(topic, body, retained=retained)
+    assert traced() < 50_000 and refusals.total == 6
     lab.finish()
 
 

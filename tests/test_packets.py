@@ -58,13 +58,18 @@ class Received:
         self.taken.append((command, bytes(packet)))
 
 
-def packet(command: int, rest: bytes) -> bytes:
-    length, left = b"", len(rest)
+def head_of(command: int, length: int) -> bytes:
+    """Return the beginning of a packet: its first byte and the remaining length."""
+    head = bytes([command])
     while True:
-        left, digit = divmod(left, 128)
-        length += bytes([digit | (128 if left else 0)])
-        if not left:
-            return bytes([command]) + length + rest
+        length, digit = divmod(length, 128)
+        head += bytes([digit | (128 if length else 0)])
+        if not length:
+            return head
+
+
+def packet(command: int, rest: bytes) -> bytes:
+    return head_of(command, len(rest)) + rest
 
 
 def publish(topic: str, payload: bytes, *, retained: bool = False) -> bytes:
@@ -145,16 +150,6 @@ def test_a_place_taken_away_is_not_written_and_the_stream_goes_on(size: int, pie
         assert delivered.landed == [("large", None)]
 
 
-def head_of(topic: str, size: int, *, retained: bool = False) -> bytes:
-    """Return the beginning of a message with a payload of so many bytes."""
-    name = len(topic.encode()).to_bytes(2, "big") + topic.encode()
-    length, left = b"", len(name) + size
-    while left:
-        left, digit = divmod(left, 128)
-        length += bytes([digit | (128 if left else 0)])
-    return bytes([PUBLISH_QOS0 | (RETAINED if retained else 0)]) + length + name
-
-
 @pytest.mark.parametrize("retained", [False, True])
 @pytest.mark.parametrize(
     "topic",
@@ -172,7 +167,8 @@ def test_a_message_that_is_too_large_is_read_into_nothing(topic: str, retained: 
     )  # fmt: skip
     small = publish("fs1/lab/roll/x", b"small")
     tracemalloc.start()
-    pour(reader, head_of(topic, 100_000_000, retained=retained), [100_000])
+    name = len(topic.encode()).to_bytes(2, "big") + topic.encode()
+    pour(reader, head_of(PUBLISH_QOS0 | RETAINED * retained, len(name) + 100_000_000) + name, [100_000])
     left = 100_000_000
     while left:
         count = min(left, sum(map(len, reader.buffers())) - HEAD_BYTES) or min(left, HEAD_BYTES)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from session_lab import ALL, Lab, names_of
+from session_lab import ALL, Lab, names_of, settled
 
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
@@ -26,7 +26,8 @@ def test_a_verdict_is_what_its_description_states(rule: str) -> None:
     for accepted, refused, idle, waiting, absent in itertools.product(range(3), repeat=5):
         standing = Standing(accepted, refused, idle, waiting, absent)
         total = accepted + refused + idle + waiting + absent
-        for quorum, overdue in itertools.product(range(1, total + 1), (False, True)):
+        quorums = range(1, total + 1) if rule == "quorum" else (None, 1)
+        for quorum, overdue in itertools.product(quorums, (False, True)):
             closing = Closing(rule=rule, quorum=quorum, deadline_s=5.0)  # type: ignore[arg-type]
             to_come = waiting + absent
             if rule == "all":
@@ -34,21 +35,23 @@ def test_a_verdict_is_what_its_description_states(rule: str) -> None:
                     expected = Verdict.IMPOSSIBLE
                 else:
                     expected = Verdict.WAIT if to_come else Verdict.CLOSE
-            elif accepted + to_come < quorum:
+            elif accepted + to_come < (quorum or 1):
                 expected = Verdict.IMPOSSIBLE
-            elif to_come == 0 or (accepted >= quorum and (overdue or waiting == 0)):
+            elif to_come == 0 or (accepted >= (quorum or 1) and (overdue or waiting == 0)):
                 expected = Verdict.CLOSE
             else:
                 expected = Verdict.WAIT
             assert judge(closing, standing, overdue=overdue) is expected, (closing, standing, overdue)
 
 
-def test_all_needs_no_quorum_and_no_deadline() -> None:
-    assert judge(ALL, Standing(3, 0, 0, 0), overdue=False) is Verdict.CLOSE
-    assert judge(ALL, Standing(2, 1, 0, 0), overdue=False) is Verdict.CLOSE
-    assert judge(ALL, Standing(2, 0, 0, 1), overdue=True) is Verdict.WAIT
-    assert judge(ALL, Standing(2, 0, 0, 0, absent=1), overdue=True) is Verdict.WAIT
-    assert judge(ALL, Standing(2, 0, 1, 0), overdue=False) is Verdict.IMPOSSIBLE
+def lab_without(*names: str, of: int = 3) -> Lab:
+    """Return a lab in which these devices have not been started."""
+    lab = Lab(names_of(of), start=False)
+    for name in lab.names:
+        if name not in names:
+            lab.start(name)
+    lab.rest(1.0)
+    return lab
 
 
 def quorum_of(count: int, deadline_s: float) -> Closing:
@@ -104,35 +107,22 @@ def test_a_quorum_that_can_never_be_filled_stalls() -> None:
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_quorum_does_not_wait_for_those_that_were_lost_before(seen: bool) -> None:
     """With 20 of 100 dead, each round would take its whole deadline."""
-    lab = Lab(names_of(5), start=False)
-    for name in lab.names[0 if seen else 2 :]:
-        lab.start(name)
+    lost = names_of(2)
+    lab = settled(5) if seen else lab_without(*lost, of=5)
+    for name in lost if seen else ():
+        lab.kill(name)
     lab.rest(1.0)
-    if seen:
-        for name in names_of(2):
-            lab.kill(name)
-        lab.rest(1.0)
     begun = lab.now
     closed = lab.round(closing=quorum_of(2, 300.0))
-    assert closed.missing == tuple(names_of(2)) and set(closed.results) == set(lab.names[2:])
+    assert closed.missing == tuple(lost) and set(closed.results) == set(lab.names[2:])
     assert lab.now - begun < 10.0
 
 
-def test_a_child_that_comes_back_in_time_is_waited_for_again() -> None:
-    lab = Lab(names_of(3), start=False)
-    for name in lab.names[1:]:
-        lab.start(name)
-    lab.rest(1.0)
-    lab.loop.after(1.0, lambda: lab.start("device-0"))
-    assert set(lab.round(closing=quorum_of(2, 300.0)).results) == set(lab.names)
-
-
-def test_all_waits_for_those_that_were_lost_before() -> None:
-    lab = Lab(names_of(3), start=False)
-    for name in lab.names[1:]:
-        lab.start(name)
-    lab.loop.after(30.0, lambda: lab.start("device-0"))
-    assert set(lab.round().results) == set(lab.names)
+@pytest.mark.parametrize(("closing", "after_s"), [(quorum_of(2, 300.0), 1.0), (ALL, 30.0)])
+def test_a_child_that_comes_back_in_time_is_waited_for_again(closing: Closing, after_s: float) -> None:
+    lab = lab_without("device-0")
+    lab.loop.after(after_s, lambda: lab.start("device-0"))
+    assert set(lab.round(closing=closing).results) == set(lab.names)
 
 
 # Time
