@@ -48,7 +48,7 @@ from common.runtime.endpoint import Endpoint
 from common.runtime.frozen import FrozenFetch
 from common.runtime.models import Arriving, Models, ModelUnavailable
 from common.runtime.round import Work
-from common.runtime.world import REAL, World
+from common.runtime.world import REAL, World, within
 from common.storage.spool import FrozenFiles, Spool
 
 REFUSALS_KEPT: Final = 16
@@ -186,11 +186,7 @@ class ChildEndpoint(Endpoint):
         self._goodbye.clear()
         self.session.send_goodbye(children, self.now())
         self.wake()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._goodbye.wait()
-        except TimeoutError:
-            pass  # the parent has left, or the broker is away
+        await within(self._goodbye, timeout_s)  # it may have left, or the broker is away
 
     def _check_end(self) -> None:
         """Raise ParentGaveUp if the run has ended with the parent's error."""

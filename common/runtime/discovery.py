@@ -31,7 +31,7 @@ from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
 from common.runtime.lab_client import RETRY_S, LabClient
 from common.runtime.roll import Resources, RollEntry
-from common.runtime.world import REAL, Host, World
+from common.runtime.world import REAL, Host, World, within
 
 ASK_S: Final = 0.25
 ASK_MOST_S: Final = 2.0
@@ -290,12 +290,10 @@ class _Seeker:
             if self._clock() <= self._first_at + SETTLED_S:
                 self._to_namesakes(WhoIsThere(self._nonce))
             self._changed.clear()
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._changed.wait()
+            if await within(self._changed, pause_s):
                 pause_s = ASK_S
                 await asyncio.sleep(SETTLE_S)
-            except TimeoutError:
+            else:
                 pause_s = min(2 * pause_s, most_s)
 
     async def _complain(self) -> None:

@@ -33,7 +33,7 @@ from common.protocol.peer_link import PeerLink
 from common.protocol.presence import Identity
 from common.protocol.receiver import Landing
 from common.protocol.sender import Publication
-from common.runtime.world import World, nothing
+from common.runtime.world import World, nothing, within
 
 LATER_S: Final = 0.01  # until the pump runs after a chunk from which only later deadlines follow
 HEAP: Final = "$SYS/broker/heap/current"  # mosquitto's topics
@@ -113,11 +113,7 @@ class Endpoint(ABC):
 
     async def introduced(self, *, timeout_s: float) -> None:
         """Wait until the broker has this node's presence, at most `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._connected_once.wait()
-        except TimeoutError:
-            pass
+        await within(self._connected_once, timeout_s)
 
     def release_name(self) -> None:
         """Stop defending this name: later messages on its state topic are this node's own clearing."""

@@ -21,7 +21,7 @@ from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol import serialization, topics
 from common.protocol.messages import Message
-from common.runtime.world import REAL, Connection, World, new_session, nothing
+from common.runtime.world import REAL, Connection, World, new_session, nothing, within
 
 RETRY_S: Final = 5.0
 
@@ -132,11 +132,7 @@ class LabClient:
         while times > 0 and not until.is_set():
             question()
             times -= 1
-            try:
-                async with asyncio.timeout(every_s):
-                    await until.wait()
-            except TimeoutError:
-                pass
+            await within(until, every_s)
 
     async def _connected(self) -> None:
         self._connection.subscribe(list(self._reads), qos=0, refused=self._refused)

@@ -30,7 +30,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Moved, activity
 from common.runtime.endpoint import Endpoint
 from common.runtime.lab_client import LabClient
-from common.runtime.world import Host
+from common.runtime.world import Host, within
 from common.text import short
 
 LAST_STATE_S: Final = 2.0
@@ -237,11 +237,7 @@ async def until_return(host: Host, name: str, parent: str, *, run: str, times: O
             if left_s <= 0 or watched.moved:
                 return True
             watched.changed.clear()
-            try:
-                async with asyncio.timeout(left_s if left_s < inf else None):
-                    await watched.changed.wait()
-            except TimeoutError:
-                pass
+            await within(watched.changed, left_s)
     if watched.failure is not None:
         raise watched.failure
     return False

@@ -44,7 +44,7 @@ from common.runtime.endpoint import BrokerStatistics, Endpoint
 from common.runtime.frozen import FrozenOffers
 from common.runtime.models import Arriving, Models
 from common.runtime.round import ClosedRound, Dispatch, Observe
-from common.runtime.world import REAL, World, nothing
+from common.runtime.world import REAL, World, nothing, within
 from common.storage.spool import Spool
 from common.text import by_cause
 
@@ -368,12 +368,7 @@ class ParentEndpoint(Endpoint):
     async def _changed_within(self, timeout_s: float) -> bool:
         """Wait until a child's state changes, at most `timeout_s`; return whether it did."""
         self._changed.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await within(self._changed, timeout_s)
 
     def someone_is_away(self) -> bool:
         """Return whether a child has not sent its farewell."""

@@ -5,10 +5,12 @@ A world does not include monotonic time and threads: both belong to the event lo
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -173,3 +175,12 @@ class Host:
 
 def nothing() -> None:
     """Do nothing."""
+
+
+async def within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait until an event is set, at most `timeout_s`, inf: for ever; return whether it is."""
+    try:
+        async with asyncio.timeout(timeout_s if timeout_s < inf else None):
+            return await event.wait()
+    except TimeoutError:
+        return False
