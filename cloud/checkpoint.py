@@ -23,7 +23,7 @@ from common.model import tensors
 from common.model.layout import ModelLayout, Row, Section
 from common.model.parts import ModelParts, part_of_each
 from common.model.tensors import Tensors
-from common.storage import rule_states
+from common.storage.states import keep_last, read_state, write_state
 
 KEPT: Final = 2
 NO_ARRAYS: Final[Tensors] = MappingProxyType({})
@@ -52,12 +52,12 @@ def save(
     Each step is on the disk before the next. Raises StorageFailed.
     """
     path = folder / f"round-{state.global_round:06d}.safetensors"
-    rule_states.write(folder, path.stem, rule.save)
+    write_state(folder, path.stem, rule.save)
     facts = {key: getattr(state, key) for key in RunState.__slots__}
     save_model(path, layout=layout, row=row, facts=facts, frozen=frozen)
     for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
         old.unlink(missing_ok=True)
-    rule_states.prune(folder, keep=KEPT)
+    keep_last(folder, KEPT)
     return path
 
 
@@ -146,7 +146,7 @@ def load(path: Path, *, layout: ModelLayout, row: Row, rule: Rule) -> RunState:
         if ModelLayout.from_json(metadata[LAYOUT]).frozen != layout.frozen:
             raise ValueError("its frozen arrays are not those with which the cloud begins now")
         layout.flatten(found, row)
-        rule_states.read(path.with_suffix(""), rule.restore)
+        read_state(path.with_suffix(""), rule.restore)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, WireError, RefusedModel) as error:
         raise InvalidExperiment("--resume", str(path), f"not a checkpoint of this run: {error}", "Remove it.") from None
     return state

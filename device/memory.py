@@ -20,7 +20,7 @@ from common.host.files import writing
 from common.model.layout import LinkLayouts, Row
 from common.protocol.messages import Task
 from common.storage.spool import Spool
-from common.storage.task_states import TaskStates
+from common.storage.states import TaskStates
 
 FILE: Final = "vectors"
 OWN: Final = "own"  # the trainer's folder, within a state

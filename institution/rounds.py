@@ -2,22 +2,31 @@
 
 The institution's own rule selects each child's model and aggregates the results; the mean of the last round is
 uploaded. The first round starts from the parent's model (Tempo, eqs. 4, 5 and 7 if the rule is FedAvg).
+
+Between its tasks an institution has a state: of its rule, its client selection, and its codec towards its parent. A
+task names the one whose state it follows: the parent may repeat a task after a restart, or not use a result, and a
+killed institution starts its task again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
 
 from common.accounting.child_report import ChildReport
+from common.errors import StateLost
 from common.experiment.schema import Experiment
 from common.host.files import until_written
 from common.host.offload import offload
 from common.methods import aggregator
 from common.methods.private import NoiseSource, PrivateUpdates
-from common.methods.rule import Aggregated, link_layouts
+from common.methods.rule import Aggregated, Rule, link_layouts
 from common.methods.selection import Choose, ClientSelection
 from common.metrics import Metrics, NodeLabels
 from common.model.codecs import codec_of
@@ -31,7 +40,10 @@ from common.runtime.round import Children, ClosedRound, Report, WorkResult, run_
 from common.runtime.uploads import UploadEncoder
 from common.runtime.world import REAL, World
 from common.storage.spool import Spool
-from institution.memory import Memory
+from common.storage.states import TaskStates
+
+SELECTION: Final = "selection"  # among the facts of a rule's state
+LEFT_OUT: Final = "left-out"  # file of what the codec left out
 
 log = logging.getLogger("fedstrata.institution")
 
@@ -219,3 +231,70 @@ class LocalRounds:
             own = replace(result.work_of(name), parent="" if name in self._below else self._name)
             for report in (own, *(each for each in result.children if each.name in below or each.parent)):
                 self._did[report.link] = report.with_work_of(self._did.get(report.link, ChildReport(report.name)))
+
+
+class Memory:
+    """One institution's rule and client selection, and `left_out`, float32 [left_out_columns], which encoding changes.
+
+    `build` and `select` create new ones. `remembers`: their state persists between tasks, in the spool. `rounds_back`:
+    the global rounds that the cloud may return. Tasks are counted over the run, from 1.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Rule],
+        select: Callable[[Rule], ClientSelection],
+        *,
+        remembers: bool,
+        spool: Spool,
+        rounds_back: int,
+        left_out_columns: int = 0,
+    ) -> None:
+        self.left_out = np.zeros(left_out_columns, np.float32)
+        self._build = build
+        self._select = select
+        self._states = TaskStates(spool.states(), rounds_back=rounds_back) if remembers else None
+        self._made: tuple[Rule, ClientSelection] | None = None
+        self._stands: int | None = None  # the task after which the state is; None: within a task
+        self._follows = 0
+
+    def before(self, follows: int) -> tuple[Rule, ClientSelection]:
+        """Return the rule and the selection with their state after task `follows`, 0: new ones, about to do another.
+
+        Raises StateLost if their state is lost.
+        """
+        if self._made is None or (self._states is not None and self._stands != follows):
+            rule = self._build()
+            self._made = rule, self._select(rule)
+            self.left_out[:] = 0
+            if self._states is not None and follows:
+                self._restore(self._states, follows)
+        self._stands, self._follows = None, follows
+        return self._made
+
+    def after(self, task: int, *, global_round: int) -> None:
+        """Save the state after a task. Raises StorageFailed."""
+        if self._states is not None and self._made is not None:
+            save = partial(self._save, *self._made)
+            self._states.write(task, save, follows=self._follows, global_round=global_round)
+        self._stands = task
+
+    def _restore(self, states: TaskStates, task: int) -> None:
+        if not states.read(task, self._load):
+            raise StateLost(
+                f"the state of this institution's rule after its task {task} is lost. Start institutions "
+                "with the same --spool DIR after a restart, or start a new run."
+            )
+
+    def _save(self, rule: Rule, selection: ClientSelection, folder: Path) -> dict[str, object]:
+        if self.left_out.size:
+            (folder / LEFT_OUT).write_bytes(self.left_out.data)
+        return rule.save(folder) | {SELECTION: selection.save()}
+
+    def _load(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        assert self._made is not None
+        rule, selection = self._made
+        rule.restore(folder, facts)
+        selection.restore(facts[SELECTION])
+        if self.left_out.size:
+            self.left_out[:] = np.fromfile(folder / LEFT_OUT, np.float32)

@@ -17,8 +17,8 @@ from common.experiment.tiers import Tier
 from common.methods.rule import Rule
 from common.methods.selection import ClientSelection
 from common.storage.spool import Spool
-from common.storage.task_states import TaskStates
-from institution.memory import Memory
+from common.storage.states import TaskStates
+from institution.rounds import Memory
 from tests.helpers.examples import examples
 
 

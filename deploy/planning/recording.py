@@ -23,7 +23,7 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.model.layout import ModelLayout, Row
 from common.protocol.round_state import GLOBAL_PHASES
-from common.storage import rule_states
+from common.storage.states import write_state
 
 REPEATS: Final = 5
 ENOUGH_S: Final = 2.0
@@ -57,7 +57,7 @@ def record_seconds(
             folder.event("global_round", record.values())
             folder.write_of_ledger(ledger)()
             folder.sync()
-            rule_states.write(folder.checkpoints, name, lambda path: {})
+            write_state(folder.checkpoints, name, lambda path: {})
             checkpoint.save_model(folder.checkpoints / f"{name}.safetensors", layout=layout, row=row, facts={})
             seconds.append(time.perf_counter() - start)
             evaluating.result()
