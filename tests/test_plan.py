@@ -23,7 +23,7 @@ from common.experiment.methods import RULES, RuleSettings
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
-from common.host.load import LoadMeter, MachineLoad
+from common.host.machine import LoadMeter, MachineLoad
 from common.methods import aggregator
 from common.methods.fedavg import FedAvg
 from common.methods.rule import Uploads, link_layouts

@@ -1,11 +1,16 @@
-"""CPU, memory, temperature, energy and disk of the host, from Linux's /proc and /sys; absent where unknown."""
+"""CPU, memory, temperature, energy and disk of the host, from Linux's /proc and /sys; absent where unknown.
+
+And what other processes take of this machine while something is measured on it.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +23,7 @@ from common.host.nvidia import Gpu, Gpus
 from common.metrics import Metrics, Reading
 
 MODES: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat, in its order
+IDLE: Final = ("idle", "iowait")
 GPU: Final[Mapping[str, Callable[[Gpu], float | None]]] = {
     "gpu_memory_bytes": attrgetter("memory_bytes"),
     "gpu_memory_used_bytes": attrgetter("used_bytes"),
@@ -194,3 +200,47 @@ def _bytes_below(folder: Path) -> int:
         except OSError:
             continue
     return count
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLoad:
+    """The load of a machine during a measurement.
+
+    others_cores: cores that other processes used on average, None without Linux's /proc
+    cores: those of the whole machine    load_average: of the minute before
+    """
+
+    others_cores: float | None
+    cores: int
+    load_average: float
+
+
+class LoadMeter:
+    """Measures the load from its construction on. `own`: CPU seconds of this process and of its ended children."""
+
+    def __init__(
+        self,
+        proc: Path = Path("/proc"),
+        *,
+        own: Callable[[], float] = lambda: sum(os.times()[:4]),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._proc = proc
+        self._own = own
+        self._clock = clock
+        self._load_average = os.getloadavg()[0]
+        self._start = clock(), self._busy_s(), own()
+
+    def read(self) -> MachineLoad:
+        """Return the load since the construction."""
+        start, busy_s, own_s = self._start
+        now_s, passed = self._busy_s(), self._clock() - start
+        others = None
+        if busy_s is not None and now_s is not None and passed > 0:
+            others = max(0.0, now_s - busy_s - (self._own() - own_s)) / passed
+        return MachineLoad(others, os.cpu_count() or 1, self._load_average)
+
+    def _busy_s(self) -> float | None:
+        """Return the seconds that all cores were busy, also for other guests of the same host."""
+        busy_s = [seconds for (mode,), seconds in _host_cpu(self._proc) if mode not in IDLE]
+        return math.fsum(busy_s) if busy_s else None

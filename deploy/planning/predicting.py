@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.experiment.schema import Experiment
-from common.host.load import LoadMeter, MachineLoad
+from common.host.machine import LoadMeter, MachineLoad
 from deploy.console.tabular import size
 from deploy.local.beforehand import check_code, require_torch
 from deploy.planning import constants, workload

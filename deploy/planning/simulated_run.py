@@ -17,7 +17,7 @@ from cloud.results import SIMULATED, RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.host.files import replacing
-from common.host.load import LoadMeter
+from common.host.machine import LoadMeter
 from common.text import json_text
 from deploy.planning import constants, workload
 from deploy.planning.calibration import REFERENCE, MachineSpeeds, measure, mixing_s
