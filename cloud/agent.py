@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -175,69 +175,48 @@ class CloudAgent:
         await self._metrics.last_discovery()
 
     async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
-        experiment = self._folder.experiment
+        experiment, tier = self._folder.experiment, self._folder.experiment.tier_below(CLOUD)
         beginning = await evaluator.start()
         if experiment.evaluation.on_cloud:
             self._folder.note(evaluated_on=beginning.accelerator)
         else:
             evaluator.close()  # it has given the first model
-        down.set_layouts(link_layouts(experiment.tier_below(CLOUD).aggregation, beginning.layout))
+        down.set_layouts(link_layouts(tier.aggregation, beginning.layout))
         down.frozen.source = own = OwnFrozen(
             beginning.frozen, beginning.layout.frozen, FrozenFiles(self._host.spool, CLOUD, run=self._folder.run)
         )
-        refiner = None
-        if experiment.tier_below(CLOUD).aggregation.refines:
-            refiner = RefinerProcess(experiment, CLOUD, partition=beginning.partition)
-        try:
-            if refiner is not None:
+        with ExitStack() as stack:
+            refiner = None
+            if tier.aggregation.refines:
+                refiner = RefinerProcess(experiment, CLOUD, partition=beginning.partition)
+                stack.callback(refiner.close)
                 await refiner.prepare(beginning.layout, own.file)
-            return await self._run_rounds(down, evaluator, spool, beginning, refiner)
-        finally:
-            if refiner is not None:
-                refiner.close()
-
-    async def _run_rounds(
-        self,
-        down: ParentEndpoint,
-        evaluator: ModelEvaluator,
-        spool: Spool,
-        beginning: Beginning,
-        refiner: RefinerProcess | None,
-    ) -> Path:
-        experiment, layout = self._folder.experiment, beginning.layout
-        run = GlobalRounds(
-            self._folder,
-            beginning,
-            spool=spool,
-            down=down,
-            evaluate=evaluator.evaluate,
-            metrics=self._metrics,
-            observe=self._observe,
-            refiner=refiner,
-            world=self._host.world,
-        )
-        if self._resume:
-            run.resume()
-        down.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
-        down.set_state(NodeState.READY)
-        run.introduce(metrics_address=self._host.metrics_address)
-        showing = asyncio.create_task(self._show_status(down), name="status")
-        try:
-            return await self._run_begun(down, run)
-        finally:
-            showing.cancel()
-
-    async def _run_begun(self, down: ParentEndpoint, run: GlobalRounds) -> Path:
-        experiment = self._folder.experiment
-        if self._resume:  # what is away by its trace returns by the time zero of this session
+            run = GlobalRounds(
+                self._folder,
+                beginning,
+                spool=spool,
+                down=down,
+                evaluate=evaluator.evaluate,
+                metrics=self._metrics,
+                observe=self._observe,
+                refiner=refiner,
+                world=self._host.world,
+            )
+            if self._resume:
+                run.resume()
+            down.announce(Announcement(experiment.to_json(), beginning.layout.to_json(), beginning.partition))
+            down.set_state(NodeState.READY)
+            run.introduce(metrics_address=self._host.metrics_address)
+            stack.callback(asyncio.create_task(self._show_status(down), name="status").cancel)
+            if self._resume:  # what is away by its trace returns by the time zero of this session
+                self._begin(down, run)
+            if run.needs_children:  # else the children may have left
+                await down.gather(tier.closing)
+                await down.measure(experiment.links)
             self._begin(down, run)
-        if run.needs_children:  # else the children may have left
-            await down.gather(experiment.tier_below(CLOUD).closing)
-            await down.measure(experiment.links)
-        self._begin(down, run)
-        self._observe("begun", {"elapsed_s": run.elapsed_s})
-        async with energy_noted(self._folder, self._energy):
-            return await run.run()
+            self._observe("begun", {"elapsed_s": run.elapsed_s})
+            async with energy_noted(self._folder, self._energy):
+                return await run.run()
 
     @staticmethod
     def _begin(down: ParentEndpoint, run: GlobalRounds) -> None:

@@ -285,7 +285,8 @@ class GlobalRounds:
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
-        self._privacy.count(selected, closed_round.results, self._aggregators, state.epochs)
+        if self._privacy.settings:
+            self._privacy.take(selected, self._plans_below(closed_round.results), state.epochs)
         record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
             by_cloud = self._experiment.evaluation.on_cloud
@@ -303,12 +304,14 @@ class GlobalRounds:
         dispatch, closed_round = await self._run(r, (r, 0), epochs=0, last=True)
         decided = closed_round.decided(r, unreported=unreported(self._down))
         plans = {CLOUD: [self._selection.facts(dispatch.selected) | decided]}
-        for name, result in closed_round.results.items():
-            below = self._aggregators.get(name, ())
-            plans |= {node: found for node, found in plans_of(result).items() if node in below}
-        for node, (plan, *_) in plans.items():
+        for node, (plan, *_) in (plans | self._plans_below(closed_round.results)).items():
             self._folder.event("scoring", {"global_round": r, "node": node, "local_round": 0, **plan})
         return closed_round.results
+
+    def _plans_below(self, results: Mapping[str, Result]) -> dict[str, list[dict[str, Any]]]:
+        """Return the decisions of the aggregating nodes below the cloud."""
+        every = ((child, *plan) for child, result in results.items() for plan in plans_of(result).items())
+        return {node: found for child, node, found in every if node in self._aggregators.get(child, ())}
 
     async def _written(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write to the run's folder; wait while the disk is full or read-only. Raises StorageFailed after `idle_s`."""
@@ -473,9 +476,14 @@ class GlobalRounds:
         self._pending = _Pending(record, rows[0] if rows else None, evaluating, evaluation.on_devices)
 
     async def _improved(self, found: EvaluationResult, row: Row | None) -> None:
-        """Take note of an evaluation; keep the model of an improvement, if it is wanted."""
-        if self._course.take(found.global_round, score=found.score, loss=found.loss) and row is not None:
-            await self._save_best(found.global_round, row)
+        """Take note of an evaluation; if wanted, keep the model of an improvement beside the next global round."""
+        improved = self._course.take(found.global_round, score=found.score, loss=found.loss)
+        if improved and row is not None and self._experiment.stop.best:
+            save = partial(
+                checkpoint.save_best, self._folder.checkpoints, found.global_round, layout=self._layout, row=row,
+                run=self._folder.run, rounds_back=self._experiment.cloud.rounds_back, frozen=self._beginning.frozen,
+            )  # fmt: skip
+            await self._written(lambda: offload(save))
 
     async def _finish_evaluation(self, results: Mapping[str, Result]) -> None:
         """Wait for the running evaluation, and add it and the devices' scores, of these results, to their row."""
@@ -566,15 +574,6 @@ class GlobalRounds:
         found = {report.link: report for report in (own, *result.children)}
         entered = [report for report in found.values() if report.parent]
         return [found[device] for device in self._devices.get(child, ()) if device in found] + entered
-
-    async def _save_best(self, global_round: int, row: Row) -> None:
-        """Keep the model of an improvement beside the next global round."""
-        if self._experiment.stop.best:
-            save = partial(
-                checkpoint.save_best, self._folder.checkpoints, global_round, layout=self._layout, row=row,
-                run=self._folder.run, rounds_back=self._experiment.cloud.rounds_back, frozen=self._beginning.frozen,
-            )  # fmt: skip
-            await self._written(lambda: offload(save))
 
     async def _keep_best(self) -> None:
         """Let the run's folder have the best model beside the final one."""

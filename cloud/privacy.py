@@ -15,8 +15,6 @@ from common.methods.private import check_covered
 from common.methods.selection import TAKING_PART
 from common.metrics import Metrics, NodeLabels
 from common.model.layout import ModelLayout
-from common.protocol.limits import plans_of
-from common.protocol.messages import Result
 
 Plans = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -34,8 +32,6 @@ class PrivacyLedger:
 
     def take(self, selected: Sequence[str], plans: Plans, epochs: Mapping[str, int]) -> None:
         """Count a global round: the cloud's selection, the other nodes' plans, and the epochs below each child."""
-        if not self._counts:
-            return
         experiment, children = self._experiment, self._experiment.tree.children
         for top in selected:
             times = Counter({top: 1})  # tasks of the nodes at a depth
@@ -48,19 +44,6 @@ class PrivacyLedger:
                 if tier.name in self._counts:
                     releases = tier.privacy.releases(epochs[top])
                     self._counts[tier.name].update({child: tasks * releases for child, tasks in times.items()})
-
-    def count(
-        self,
-        selected: Sequence[str],
-        results: Mapping[str, Result],
-        aggregators: Mapping[str, Collection[str]],
-        epochs: Mapping[str, int],
-    ) -> None:
-        """Count a global round by its results; `aggregators`: the nodes whose plans each child reports."""
-        plans: dict[str, Sequence[Mapping[str, Any]]] = {}
-        for name, result in results.items() if self._counts else ():
-            plans |= {node: made for node, made in plans_of(result).items() if node in aggregators[name]}
-        self.take(selected, plans, epochs)
 
     @property
     def epsilons(self) -> dict[str, float]:

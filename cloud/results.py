@@ -196,7 +196,8 @@ class RunFolder:
     def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Append an event with its time."""
         time = datetime.fromtimestamp(self._world.wall(), UTC).isoformat(timespec="milliseconds")
-        self._append("events.jsonl", json_text({"time": time, "event": name, **facts}) + "\n")
+        line = json_text({"time": time, "event": name, **facts}) + "\n"
+        self._later(partial(_append, self.path / "events.jsonl", line.encode()))
 
     def add_round(self, record: GlobalRoundRecord) -> None:
         """Append a global round to rounds.csv."""
@@ -343,9 +344,6 @@ class RunFolder:
         with suppress(StorageFailed):
             self.catch_up()
 
-    def _append(self, name: str, text: str) -> None:
-        self._later(partial(_append, self.path / name, text.encode()))
-
     def _add_rows(self, name: str, records: Sequence[Record]) -> None:
         def write() -> None:
             path = self.path / name
@@ -396,7 +394,10 @@ class RunFolder:
             "run": self.run,
             "started": utc,
             "experiment_digest": experiment.digest,
-            "links": self._links(),
+            "links": {
+                "enforce": experiment.links.enforce,
+                "of": {name: experiment.link(name).recorded() for name in experiment.tree.nodes},
+            },
             "availability": trace.recorded() if (trace := experiment.availability.trace) is not None else None,
             "hardware": {name: experiment.machine(name).model_dump() for name in experiment.tree.devices},
             "codecs": {tier.name: tier.transfer.model_dump() for tier in experiment.tiers},
@@ -408,12 +409,6 @@ class RunFolder:
             "packages": {name: _version(name) for name in PACKAGES},
         }
         _replace(self.path / "manifest.json", json_text({**manifest, **kind}, indent=2) + "\n")
-
-    def _links(self) -> dict[str, object]:
-        """Return how rates are enforced, and the link of each node to its parent."""
-        experiment = self.experiment
-        links = {name: experiment.link(name).recorded() for name in experiment.tree.nodes}
-        return {"enforce": experiment.links.enforce, "of": links}
 
 
 def check_format(manifest: Mapping[str, object], path: Path, *, key: str) -> None:

@@ -163,9 +163,8 @@ class InstitutionAgent:
         rule = experiment.tier_below(self._name).aggregation
         if not rule.refines:
             return None
-        if not rule.reads_samples:
-            return RefinerProcess(experiment, self._name, partition=partition)
-        return RefinerProcess(self._host.placed(experiment, self._name), self._name, partition=partition)
+        here = self._host.placed(experiment, self._name) if rule.reads_samples else experiment
+        return RefinerProcess(here, self._name, partition=partition)
 
     async def _prepare(
         self,
