@@ -12,6 +12,7 @@ import typer
 from common.errors import DuplicateName, InvalidExperiment
 from deploy.console import logs
 from deploy.local.agents import Agent, run_agents
+from tests.helpers.sites import in_real_time
 
 
 def failing(error: Exception, after: Callable[[], bool] = lambda: True) -> Agent:
@@ -99,7 +100,8 @@ def test_a_failure_of_what_they_share_ends_all_and_is_reported_once(capsys: pyte
     assert capsys.readouterr().err == f"fedstrata: {error}\n"
 
 
-def test_a_cancellation_ends_all() -> None:
+@in_real_time
+async def test_a_cancellation_ends_all() -> None:
     cancelled = []
 
     async def wait() -> None:
@@ -109,15 +111,12 @@ def test_a_cancellation_ends_all() -> None:
             cancelled.append(logs.NODE.get())
             raise
 
-    async def run() -> None:
-        task = asyncio.create_task(run_agents({"d0": wait, "d1": wait}, shared_failure=lambda: None))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
+    task = asyncio.create_task(run_agents({"d0": wait, "d1": wait}, shared_failure=lambda: None))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert sorted(cancelled) == ["d0", "d1"]
 
 

@@ -21,6 +21,7 @@ from common.protocol import topics
 from common.protocol.limits import MESSAGE_MOST
 from deploy.brokers.broker import BrokerProcess, Kind, choose, start
 from deploy.brokers.guard import PACKET_MOST, Guard
+from tests.helpers.sites import in_real_time
 
 PATIENCE_S = 10.0
 
@@ -81,59 +82,53 @@ def test_starts_and_stops(broker: BrokerProcess, kind: Kind) -> None:
     broker.stop()
 
 
-def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(broker: BrokerProcess) -> None:
-    async def scenario() -> None:
-        async with client(broker) as sender, client(broker) as early:
-            await early.subscribe("state/+")
-            await sender.publish("state/a", b"1", qos=1, retain=True)
-            await sender.publish("state/b", b"2", qos=1, retain=True)
-            assert await received(early, 2) == [("state/a", b"1", False), ("state/b", b"2", False)]
-            await sender.publish("state/a", b"", qos=1, retain=True)
-            assert await received(early) == [("state/a", b"", False)]
-            async with client(broker) as late:
-                await late.subscribe("state/#")
-                assert await received(late) == [("state/b", b"2", True)]
-                await sender.publish("state/end", b"")
-                assert await received(late) == [("state/end", b"", False)]
-
-    asyncio.run(scenario())
+@in_real_time
+async def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(broker: BrokerProcess) -> None:
+    async with client(broker) as sender, client(broker) as early:
+        await early.subscribe("state/+")
+        await sender.publish("state/a", b"1", qos=1, retain=True)
+        await sender.publish("state/b", b"2", qos=1, retain=True)
+        assert await received(early, 2) == [("state/a", b"1", False), ("state/b", b"2", False)]
+        await sender.publish("state/a", b"", qos=1, retain=True)
+        assert await received(early) == [("state/a", b"", False)]
+        async with client(broker) as late:
+            await late.subscribe("state/#")
+            assert await received(late) == [("state/b", b"2", True)]
+            await sender.publish("state/end", b"")
+            assert await received(late) == [("state/end", b"", False)]
 
 
-def test_names_with_dots_and_dashes_are_levels_like_others(broker: BrokerProcess) -> None:
+@in_real_time
+async def test_names_with_dots_and_dashes_are_levels_like_others(broker: BrokerProcess) -> None:
     """NATS separates levels by dots."""
     name = "a.lab_1-x.y"
     state, inbox = topics.state(name, "r-1.2", "node..1."), topics.inbox(name, "r-1.2", "b.", "node..1.")
-
-    async def scenario() -> None:
-        async with client(broker) as sender, client(broker) as early:
-            await early.subscribe([(topics.inbox(name, "+", "b.", "+"), 0), (topics.state(name, "+", "node..1."), 0)])
-            for topic in (topics.state(name, "r-1.2", "node.1"), topics.state("a", "lab_1-x.y", "node..1."), state):
-                await sender.publish(topic, b"1", qos=1, retain=True)
-            assert await received(early) == [(state, b"1", False)]
-            await sender.publish(inbox, b"2")
-            assert await received(early) == [(inbox, b"2", False)]
-            async with client(broker) as late:
-                await late.subscribe(topics.state(name, "+", "node..1."))
-                assert await received(late) == [(state, b"1", True)]
-
-    asyncio.run(scenario())
+    async with client(broker) as sender, client(broker) as early:
+        await early.subscribe([(topics.inbox(name, "+", "b.", "+"), 0), (topics.state(name, "+", "node..1."), 0)])
+        for topic in (topics.state(name, "r-1.2", "node.1"), topics.state("a", "lab_1-x.y", "node..1."), state):
+            await sender.publish(topic, b"1", qos=1, retain=True)
+        assert await received(early) == [(state, b"1", False)]
+        await sender.publish(inbox, b"2")
+        assert await received(early) == [(inbox, b"2", False)]
+        async with client(broker) as late:
+            await late.subscribe(topics.state(name, "+", "node..1."))
+            assert await received(late) == [(state, b"1", True)]
 
 
-def test_a_newcomer_receives_only_what_it_subscribes_to(broker: BrokerProcess) -> None:
-    async def scenario() -> None:
-        async with client(broker) as other:
-            await other.subscribe("state/+")
-            await other.publish("state/a", b"1", qos=1, retain=True)
-            await received(other)
-            async with client(broker) as newcomer:
-                await newcomer.subscribe("mine")
-                await newcomer.publish("mine", b"")
-                assert await received(newcomer) == [("mine", b"", False)]
-
-    asyncio.run(scenario())
+@in_real_time
+async def test_a_newcomer_receives_only_what_it_subscribes_to(broker: BrokerProcess) -> None:
+    async with client(broker) as other:
+        await other.subscribe("state/+")
+        await other.publish("state/a", b"1", qos=1, retain=True)
+        await received(other)
+        async with client(broker) as newcomer:
+            await newcomer.subscribe("mine")
+            await newcomer.publish("mine", b"")
+            assert await received(newcomer) == [("mine", b"", False)]
 
 
-def test_forty_nodes_join_at_once_and_all_meet(broker: BrokerProcess) -> None:
+@in_real_time
+async def test_forty_nodes_join_at_once_and_all_meet(broker: BrokerProcess) -> None:
     """NATS may miss what is published while a client subscribes: each publishes again when all are there."""
 
     async def node(number: int, all_there: asyncio.Barrier, all_met: asyncio.Barrier) -> None:
@@ -152,67 +147,54 @@ def test_forty_nodes_join_at_once_and_all_meet(broker: BrokerProcess) -> None:
                     met |= {topic} if payload else set()
                 await all_met.wait()
 
-    async def scenario() -> None:
-        all_there, all_met = asyncio.Barrier(40), asyncio.Barrier(40)
-        async with asyncio.TaskGroup() as nodes:
-            for number in range(40):
-                nodes.create_task(node(number, all_there, all_met))
-
-    asyncio.run(scenario())
+    all_there, all_met = asyncio.Barrier(40), asyncio.Barrier(40)
+    async with asyncio.TaskGroup() as nodes:
+        for number in range(40):
+            nodes.create_task(node(number, all_there, all_met))
 
 
-def test_a_will_is_delivered_and_retained_when_the_link_breaks(broker: BrokerProcess) -> None:
-    async def scenario() -> None:
-        async with client(broker) as watcher:
-            await watcher.subscribe("will/#")
-            with connect_with_will(broker, b"node", will=b"dead\xff"):
-                pass
-            assert await received(watcher) == [("will/node", b"dead\xff", False)]
-            async with client(broker) as late:
-                await late.subscribe("will/#")
-                assert await received(late) == [("will/node", b"dead\xff", True)]
-
-    asyncio.run(scenario())
+@in_real_time
+async def test_a_will_is_delivered_and_retained_when_the_link_breaks(broker: BrokerProcess) -> None:
+    async with client(broker) as watcher:
+        await watcher.subscribe("will/#")
+        with connect_with_will(broker, b"node", will=b"dead\xff"):
+            pass
+        assert await received(watcher) == [("will/node", b"dead\xff", False)]
+        async with client(broker) as late:
+            await late.subscribe("will/#")
+            assert await received(late) == [("will/node", b"dead\xff", True)]
 
 
 @pytest.mark.parametrize("kind", ["embedded"], indirect=True)  # mosquitto looks every five seconds only
-def test_a_silent_client_is_said_dead(broker: BrokerProcess) -> None:
-    async def scenario() -> None:
-        async with client(broker) as watcher:
-            await watcher.subscribe("will/#")
-            with connect_with_will(broker, b"node", will=b"silent", keep_alive_s=1):
-                assert await received(watcher) == [("will/node", b"silent", False)]
-
-    asyncio.run(scenario())
+@in_real_time
+async def test_a_silent_client_is_said_dead(broker: BrokerProcess) -> None:
+    async with client(broker) as watcher:
+        await watcher.subscribe("will/#")
+        with connect_with_will(broker, b"node", will=b"silent", keep_alive_s=1):
+            assert await received(watcher) == [("will/node", b"silent", False)]
 
 
-def test_a_second_login_ends_the_first(broker: BrokerProcess) -> None:
+@in_real_time
+async def test_a_second_login_ends_the_first(broker: BrokerProcess) -> None:
     """mosquitto publishes the first one's will, too; fedstrata's client ids are unique."""
-
-    async def scenario() -> None:
-        async with client(broker) as watcher:
-            await watcher.subscribe("will/#")
-            with connect_with_will(broker, b"node", will=b"first") as first:
-                with connect_with_will(broker, b"node", will=b"second"):
-                    assert first.recv(1) == b""
-                    if broker.kind == "mosquitto":
-                        assert await received(watcher) == [("will/node", b"first", False)]
-                assert await received(watcher) == [("will/node", b"second", False)]
-
-    asyncio.run(scenario())
+    async with client(broker) as watcher:
+        await watcher.subscribe("will/#")
+        with connect_with_will(broker, b"node", will=b"first") as first:
+            with connect_with_will(broker, b"node", will=b"second"):
+                assert first.recv(1) == b""
+                if broker.kind == "mosquitto":
+                    assert await received(watcher) == [("will/node", b"first", False)]
+            assert await received(watcher) == [("will/node", b"second", False)]
 
 
-def test_a_chunk_of_two_megabytes_passes(broker: BrokerProcess) -> None:
+@in_real_time
+async def test_a_chunk_of_two_megabytes_passes(broker: BrokerProcess) -> None:
     chunk = os.urandom(1_900_000)
-
-    async def scenario() -> None:
-        async with client(broker) as receiver, client(broker) as sender:
-            await receiver.subscribe("blob/#")
-            for index in range(3):
-                await sender.publish(f"blob/{index}", chunk)
-            assert await received(receiver, 3) == [(f"blob/{index}", chunk, False) for index in range(3)]
-
-    asyncio.run(scenario())
+    async with client(broker) as receiver, client(broker) as sender:
+        await receiver.subscribe("blob/#")
+        for index in range(3):
+            await sender.publish(f"blob/{index}", chunk)
+        assert await received(receiver, 3) == [(f"blob/{index}", chunk, False) for index in range(3)]
 
 
 def test_garbage_ends_only_its_connection(broker: BrokerProcess) -> None:

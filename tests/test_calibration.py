@@ -76,23 +76,22 @@ async def test_a_child_that_is_killed_while_its_link_is_measured_is_left_out(sit
 
 @pytest.mark.parametrize("link", [LinkSettings(), LinkSettings(up_mbit=16.0, down_mbit=16.0)], ids=["none", "declared"])
 @pytest.mark.parametrize("slow", ["down", "up", "both"])
-def test_a_link_slower_than_declared_is_measured_with_little_noise(slow: str, link: LinkSettings) -> None:
-    @virtual
-    async def play(site: SimulatedSite) -> None:
-        names = ["device-0", "device-1"]
-        parent = parent_of(site, names, layout=layout_of(4000), link=link)
-        site.link("device-0").change(**{f"{way}_rate": 5e4 for way in ("down", "up") if slow in (way, "both")})
-        children = [child_of(site, name, link=link) for name in names]
-        async with together(living(site, parent), *(living(site, child) for child in children)):
-            await parent.gather(Closing())
-            await parent.measure(Links(check="warn"))
-            found, other = (parent.ledger.measured[name] for name in names)
-            rate = found.down if slow == "down" else found.up
-            assert abs(rate / 5e4 - 1) < 0.1
-            assert max(found.up_bytes, found.down_bytes) < 80_000
-            assert min(other.up_bytes, other.down_bytes) > 500_000
-
-    play()
+@virtual
+async def test_a_link_slower_than_declared_is_measured_with_little_noise(
+    site: SimulatedSite, slow: str, link: LinkSettings
+) -> None:
+    names = ["device-0", "device-1"]
+    parent = parent_of(site, names, layout=layout_of(4000), link=link)
+    site.link("device-0").change(**{f"{way}_rate": 5e4 for way in ("down", "up") if slow in (way, "both")})
+    children = [child_of(site, name, link=link) for name in names]
+    async with together(living(site, parent), *(living(site, child) for child in children)):
+        await parent.gather(Closing())
+        await parent.measure(Links(check="warn"))
+        found, other = (parent.ledger.measured[name] for name in names)
+        rate = found.down if slow == "down" else found.up
+        assert abs(rate / 5e4 - 1) < 0.1
+        assert max(found.up_bytes, found.down_bytes) < 80_000
+        assert min(other.up_bytes, other.down_bytes) > 500_000
 
 
 class Exchanges(Probes):
@@ -120,17 +119,14 @@ class Exchanges(Probes):
         (100.0, [70e3, 600e3], [256e3, 2.56e6]),
     ],
 )
-def test_an_exchange_is_followed_by_a_longer_one_while_the_link_carries_it(
-    mbit: float, carried: list[float], asked: list[float]
+@virtual
+async def test_an_exchange_is_followed_by_a_longer_one_while_the_link_carries_it(
+    site: SimulatedSite, mbit: float, carried: list[float], asked: list[float]
 ) -> None:
-    @virtual
-    async def play(site: SimulatedSite) -> None:
-        link = LinkSettings(up_mbit=mbit, down_mbit=mbit)
-        probes = Exchanges(parent_of(site, ["device-0"], layout=layout_of(4000), link=link), *carried)
-        assert await probes.measure("device-0") == Measured(carried[-1], carried[-1])
-        assert probes.asked == asked
-
-    play()
+    link = LinkSettings(up_mbit=mbit, down_mbit=mbit)
+    probes = Exchanges(parent_of(site, ["device-0"], layout=layout_of(4000), link=link), *carried)
+    assert await probes.measure("device-0") == Measured(carried[-1], carried[-1])
+    assert probes.asked == asked
 
 
 class KnownProbes:

@@ -104,18 +104,17 @@ async def test_an_answer_to_nothing_that_was_asked_is_no_run(site: SimulatedSite
     await asyncio.wait((found,))
 
 
-def test_a_child_that_finds_no_parent_warns_and_names_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    @virtual
-    async def run(site: SimulatedSite) -> None:
-        other = announcing(site)
-        async with together(living(site, other)):
-            found = seeking(site, parent="institution-o")  # mistyped
-            await asyncio.sleep(60)
-            found.cancel()
-            await asyncio.wait((found,))
-
-    with caplog.at_level(logging.WARNING, "fedstrata.discovery"):
-        run()
+@virtual
+async def test_a_child_that_finds_no_parent_warns_and_names_the_others(
+    site: SimulatedSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "fedstrata.discovery")
+    other = announcing(site)
+    async with together(living(site, other)):
+        found = seeking(site, parent="institution-o")  # mistyped
+        await asyncio.sleep(60)
+        found.cancel()
+        await asyncio.wait((found,))
     line = f"device-0 waits for institution-o of lab lab on broker broker:1883. Other parents: {PARENT}."
     assert caplog.messages == [line, line]  # after 10 s and 30 s
 
@@ -149,32 +148,30 @@ def of_release(version: int, message: Message) -> bytes:
         return serialization.encode(message, "other")
 
 
-def test_a_node_of_another_release_is_named_with_both_versions_by_either_side(caplog: pytest.LogCaptureFixture) -> None:
+@virtual
+async def test_a_node_of_another_release_is_named_with_both_versions_by_either_side(
+    site: SimulatedSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "fedstrata.discovery")
     versions = f"protocol version 99, this release uses {serialization.VERSION}"
-
-    @virtual
-    async def run(site: SimulatedSite) -> None:
-        parent = announcing(site)
-        async with together(living(site, parent)):
-            await asyncio.sleep(1)  # it has subscribed
-            site.inject(topics.seek(LAB, PARENT, "device-0"), of_release(99, WhoIsThere("nonce")))
-            site.inject(topics.seek(LAB, PARENT, "stranger"), of_release(99, WhoIsThere("nonce")))
-            await asyncio.sleep(1)
-            ready = parent.session.readiness(parent.now())
-            assert ready.missing == {"device-0": f"is of another release: {versions}"}
-            assert ready.failed == {"device-0"}, "it is said at once"
-            assert list(parent.session.link.other_releases) == ["device-0"]
-        found = seeking(site, parent="institution-9")
+    parent = announcing(site)
+    async with together(living(site, parent)):
+        await asyncio.sleep(1)  # it has subscribed
+        site.inject(topics.seek(LAB, PARENT, "device-0"), of_release(99, WhoIsThere("nonce")))
+        site.inject(topics.seek(LAB, PARENT, "stranger"), of_release(99, WhoIsThere("nonce")))
         await asyncio.sleep(1)
-        presence = of_release(99, Presence(NodeState.READY, "institution"))
-        for _ in range(5):
-            site.inject(topics.state(LAB, "run-9", "institution-9"), presence)
-        await asyncio.sleep(1)
-        found.cancel()
-        await asyncio.wait((found,))
-
-    with caplog.at_level(logging.ERROR, "fedstrata.discovery"):
-        run()
+        ready = parent.session.readiness(parent.now())
+        assert ready.missing == {"device-0": f"is of another release: {versions}"}
+        assert ready.failed == {"device-0"}, "it is said at once"
+        assert list(parent.session.link.other_releases) == ["device-0"]
+    found = seeking(site, parent="institution-9")
+    await asyncio.sleep(1)
+    presence = of_release(99, Presence(NodeState.READY, "institution"))
+    for _ in range(5):
+        site.inject(topics.state(LAB, "run-9", "institution-9"), presence)
+    await asyncio.sleep(1)
+    found.cancel()
+    await asyncio.wait((found,))
     assert caplog.messages == [f"device-0: institution-9 is of another release: {versions}"]
 
 

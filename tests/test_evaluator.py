@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -17,8 +16,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.learning import splits
 from common.learning.evaluation import CPU_BATCH, ModelTester, accelerator_of
-
-PATIENCE_S = 110.0
+from tests.helpers.sites import in_real_time
 
 NET = """
 import os, pathlib, signal, torch
@@ -57,43 +55,37 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
     return parse({"model": {"name": "net:build"}, "evaluation": {"accelerator": "auto"}})
 
 
-def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_is_replaced_and_reports_its_end(
+@in_real_time
+async def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_is_replaced_and_reports_its_end(
     tmp_path: Path, net: Experiment, caplog: pytest.LogCaptureFixture
 ) -> None:
     tester = ModelTester(net, accelerator=accelerator_of(net))
     folder = tmp_path / "run"
     folder.mkdir()
     order = tmp_path / f"do-{signal.SIGKILL}"
-
-    async def play() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            evaluator = Evaluator(net, folder)
-            evaluator.close()
-            try:
-                beginning = await evaluator.start()
-                assert beginning.layout == tester.layout and np.array_equal(beginning.row, tester.first)
-                assert evaluator._process.channel is not None and evaluator._process.channel.idle_s == 120
-                assert beginning.accelerator == str(accelerator_of(net))
-                assert beginning.partition == splits.split_of(net).digest
-                assert {path.name for path in folder.iterdir()} == {"partition.npz", "partition.json"}
-                for global_round, row in ((1, tester.first), (2, np.zeros_like(tester.first))):
-                    found, wanted = await evaluator.evaluate(global_round, row), tester.evaluate(row)
-                    assert (found.global_round, found.score) == (global_round, wanted.score)
-                    assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
-                assert np.array_equal(beginning.row, tester.first)
-                order.write_text("1")
-                assert await evaluator.evaluate(2, np.zeros_like(tester.first)) == found and not order.exists()
-                assert caplog.messages == ["the evaluator process was killed by SIGKILL: it is started again"]
-                (tmp_path / "fail").touch()
-                place = r"in Net\.forward \(.*net\.py:14\)"
-                with pytest.raises(
-                    InvalidExperiment, match=rf"^model\.name = 'net:build': .* KeyError: 'a bug', {place}"
-                ):
-                    await evaluator.evaluate(3, beginning.row)
-            finally:
-                evaluator.close()
-
-    asyncio.run(play())
+    evaluator = Evaluator(net, folder)
+    evaluator.close()
+    try:
+        beginning = await evaluator.start()
+        assert beginning.layout == tester.layout and np.array_equal(beginning.row, tester.first)
+        assert evaluator._process.channel is not None and evaluator._process.channel.idle_s == 120
+        assert beginning.accelerator == str(accelerator_of(net))
+        assert beginning.partition == splits.split_of(net).digest
+        assert {path.name for path in folder.iterdir()} == {"partition.npz", "partition.json"}
+        for global_round, row in ((1, tester.first), (2, np.zeros_like(tester.first))):
+            found, wanted = await evaluator.evaluate(global_round, row), tester.evaluate(row)
+            assert (found.global_round, found.score) == (global_round, wanted.score)
+            assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
+        assert np.array_equal(beginning.row, tester.first)
+        order.write_text("1")
+        assert await evaluator.evaluate(2, np.zeros_like(tester.first)) == found and not order.exists()
+        assert caplog.messages == ["the evaluator process was killed by SIGKILL: it is started again"]
+        (tmp_path / "fail").touch()
+        place = r"in Net\.forward \(.*net\.py:14\)"
+        with pytest.raises(InvalidExperiment, match=rf"^model\.name = 'net:build': .* KeyError: 'a bug', {place}"):
+            await evaluator.evaluate(3, beginning.row)
+    finally:
+        evaluator.close()
 
 
 def test_each_batch_of_an_evaluation_is_progress() -> None:

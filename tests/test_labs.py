@@ -40,7 +40,7 @@ from device.jobs import Prepared
 from institution.agent import InstitutionAgent
 from tests.helpers.commands import invoke
 from tests.helpers.real_workload import RealWorkload
-from tests.helpers.sites import real
+from tests.helpers.sites import in_real_time, real
 
 PATIENCE_S = 90
 LABS = {"north": 1, "south": 2}  # and the seed of each
@@ -174,22 +174,20 @@ async def keep(address: BrokerAddress, lab: str, run: str, *, state: NodeState |
         await client.publish(topics.state(lab, run, "cloud"), presence, qos=1, retain=True)
 
 
-def test_a_watch_shows_the_runs_of_its_lab_alone(address: BrokerAddress) -> None:
-    async def run() -> None:
-        old, new = "20260101T000000Z-aaaaaa", "20270101T000000Z-bbbbbb"
-        await keep(address, "north", old, state=NodeState.READY)
-        await keep(address, "south", new, state=NodeState.READY)
-        seen = Seen()
-        watch = Follower([address], lab="north", run=None, connect_timeout_s=10.0)
-        following = asyncio.create_task(watch.follow(seen))
-        await seen.found.wait()
-        await keep(address, "south", old, state=NodeState.FAILED)  # even a run of the same id
-        for state in (NodeState.FINISHED, None):
-            await keep(address, "north", old, state=state)
-        await following
-        assert seen.runs == {old} and seen.events[-1] == "end"
-
-    real(run())
+@in_real_time
+async def test_a_watch_shows_the_runs_of_its_lab_alone(address: BrokerAddress) -> None:
+    old, new = "20260101T000000Z-aaaaaa", "20270101T000000Z-bbbbbb"
+    await keep(address, "north", old, state=NodeState.READY)
+    await keep(address, "south", new, state=NodeState.READY)
+    seen = Seen()
+    watch = Follower([address], lab="north", run=None, connect_timeout_s=10.0)
+    following = asyncio.create_task(watch.follow(seen))
+    await seen.found.wait()
+    await keep(address, "south", old, state=NodeState.FAILED)  # even a run of the same id
+    for state in (NodeState.FINISHED, None):
+        await keep(address, "north", old, state=state)
+    await following
+    assert seen.runs == {old} and seen.events[-1] == "end"
 
 
 def test_a_watch_of_an_empty_lab_names_it(address: BrokerAddress) -> None:

@@ -40,6 +40,7 @@ from deploy.cli.serving import serve_metrics
 from deploy.console.login import Login
 from deploy.kits.authority import Authority
 from deploy.simulation.loop import VirtualLoop
+from tests.helpers.sites import in_real_time
 
 NODE = NodeLabels("institution", "institution-0", parent="region-0")
 LABELS = 'node="institution-0",parent="region-0",role="institution"'
@@ -153,16 +154,13 @@ class Hand:
         return self.now
 
 
-def test_a_process_is_healthy_while_its_loop_runs() -> None:
+@in_real_time
+async def test_a_process_is_healthy_while_its_loop_runs() -> None:
     clock = Hand()
     metrics = Metrics()
     metrics.heartbeat = Heartbeat(clock)
     assert health(metrics) == (503, "the event loop has not begun\n")
-
-    async def begin() -> None:
-        metrics.heartbeat.beat()
-
-    asyncio.run(begin())
+    metrics.heartbeat.beat()
     clock.now += HANGS_S
     assert health(metrics) == (200, "ok\n")
     clock.now += 1.25
@@ -336,26 +334,24 @@ def test_the_end_waits_until_the_empty_list_was_fetched_once() -> None:
     assert asyncio.run(end()) == []
 
 
-def test_a_look_that_began_before_the_end_is_not_the_last() -> None:
-    async def play() -> None:
-        clock = Hand()
-        looks = Scrapes(clock)
-        for _ in range(2):
-            clock.now += 5
-            list(looks.serve(list))
-        early = looks.serve(lambda: [b"a", b"b"])
-        next(early)
-        clock.now += 1
-        waiting = asyncio.create_task(looks.wait_for_next())
-        await asyncio.sleep(0)
-        list(early)
-        await asyncio.sleep(0)
-        assert not waiting.done()
+@in_real_time
+async def test_a_look_that_began_before_the_end_is_not_the_last() -> None:
+    clock = Hand()
+    looks = Scrapes(clock)
+    for _ in range(2):
+        clock.now += 5
         list(looks.serve(list))
-        async with asyncio.timeout(5):
-            await waiting
-
-    asyncio.run(play())
+    early = looks.serve(lambda: [b"a", b"b"])
+    next(early)
+    clock.now += 1
+    waiting = asyncio.create_task(looks.wait_for_next())
+    await asyncio.sleep(0)
+    list(early)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    list(looks.serve(list))
+    async with asyncio.timeout(5):
+        await waiting
 
 
 def test_a_process_is_counted_with_those_it_started_and_never_goes_back(tmp_path: Path) -> None:

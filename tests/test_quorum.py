@@ -75,36 +75,35 @@ async def test_a_child_that_gave_up_before_a_round_ends_it_at_once(site: Simulat
 # Before the run begins
 
 
-def test_a_child_that_failed_before_the_run_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+@virtual
+async def test_a_child_that_failed_before_the_run_ends_nobody(
+    site: SimulatedSite, caplog: pytest.LogCaptureFixture
+) -> None:
     """The parent waits for another process of its name, and reports why."""
+    caplog.set_level(logging.WARNING, "fedstrata.parent")
 
-    @virtual
-    async def run(site: SimulatedSite) -> None:
-        async def fail() -> None:
-            raise RunFailed("no data here")
+    async def fail() -> None:
+        raise RunFailed("no data here")
 
-        layout = layout_of(4000)
-        names = ["device-0", "device-1"]
-        observed: list[Facts] = []
-        waited_for: list[str] = []
-        parent = parent_of(site, names, layout=layout, observed=observed)
-        async with together(living(site, parent), serving(site, child_of(site, "device-1"), layout, 1)):
-            gathering = asyncio.create_task(parent.gather(Closing(), waiting=waited_for.append))
-            with pytest.raises(RunFailed, match="no data here"):
-                await living(site, child_of(site, "device-0"), work=fail())
-            await asyncio.sleep(1000)
-            assert not gathering.done()
-            assert waited_for[-1] == "device-0 gave up: no data here"
-            waiting = [facts for event, facts in observed if event == "waiting"]  # one for each change
-            assert waiting[-1] == {"for": waited_for[-1], "nodes": {"device-0": "gave up: no data here"}}
-            assert len(waiting) <= 4
-            async with together(serving(site, child_of(site, "device-0"), layout, 0)):
-                await gathering
-                row = drawn(layout, 1)
-                assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0, "device-1": 1})
-
-    with caplog.at_level(logging.WARNING, "fedstrata.parent"):
-        run()
+    layout = layout_of(4000)
+    names = ["device-0", "device-1"]
+    observed: list[Facts] = []
+    waited_for: list[str] = []
+    parent = parent_of(site, names, layout=layout, observed=observed)
+    async with together(living(site, parent), serving(site, child_of(site, "device-1"), layout, 1)):
+        gathering = asyncio.create_task(parent.gather(Closing(), waiting=waited_for.append))
+        with pytest.raises(RunFailed, match="no data here"):
+            await living(site, child_of(site, "device-0"), work=fail())
+        await asyncio.sleep(1000)
+        assert not gathering.done()
+        assert waited_for[-1] == "device-0 gave up: no data here"
+        waiting = [facts for event, facts in observed if event == "waiting"]  # one for each change
+        assert waiting[-1] == {"for": waited_for[-1], "nodes": {"device-0": "gave up: no data here"}}
+        assert len(waiting) <= 4
+        async with together(serving(site, child_of(site, "device-0"), layout, 0)):
+            await gathering
+            row = drawn(layout, 1)
+            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0, "device-1": 1})
     lines = [line for line in caplog.messages if "waits for its children: device-0 gave up: no data here" in line]
     assert 10 <= len(lines) <= 20  # one each minute
 

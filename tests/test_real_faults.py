@@ -40,6 +40,7 @@ from institution.agent import InstitutionAgent
 from tests.helpers.commands import DEMO, PATIENCE_S, command, fedstrata, sets, table
 from tests.helpers.evaluation import HereEvaluator
 from tests.helpers.netns import in_namespaces
+from tests.helpers.sites import in_real_time
 
 SMALL: Final[dict[str, Any]] = {
     "name": "faults",
@@ -168,7 +169,8 @@ async def follow(address: BrokerAddress, react: Callable[[topics.InboxTopic, Mes
                 await client.publish(message.topic.value, answer, qos=1)
 
 
-def test_strangers_and_damaged_messages_change_nothing(
+@in_real_time
+async def test_strangers_and_damaged_messages_change_nothing(
     address: BrokerAddress, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each task comes a second time with a flipped bit, each acknowledgement and progress from an unknown session."""
@@ -186,19 +188,16 @@ def test_strangers_and_damaged_messages_change_nothing(
             return serialization.encode(Acknowledgement(Key(9, 9, 9), "no"), stranger)
         return None
 
-    async def run() -> None:
-        for runs, disturbed in (("alone", False), ("disturbed", True)):
-            async with agents_of(experiment, address, tmp_path / runs) as agents:
-                following = asyncio.create_task(follow(address, disturb)) if disturbed else None
-                agents.all()
-                await asyncio.gather(*agents.tasks.values())
-                if following is not None:
-                    assert not following.done()
-                    while not following.done():  # the client may swallow one that comes with a message
-                        following.cancel()
-                        await asyncio.wait((following,), timeout=1.0)
-
-    asyncio.run(run())
+    for runs, disturbed in (("alone", False), ("disturbed", True)):
+        async with agents_of(experiment, address, tmp_path / runs) as agents:
+            following = asyncio.create_task(follow(address, disturb)) if disturbed else None
+            agents.all()
+            await asyncio.gather(*agents.tasks.values())
+            if following is not None:
+                assert not following.done()
+                while not following.done():  # the client may swallow one that comes with a message
+                    following.cancel()
+                    await asyncio.wait((following,), timeout=1.0)
     assert tensors(tmp_path / "alone") == tensors(tmp_path / "disturbed")
     for words in ("refused a message (malformed)", "refused a message (unknown session)"):
         assert any(words in line for line in caplog.messages), words
@@ -230,7 +229,8 @@ def of_own_images(root: Path, **more: Any) -> Experiment:
 
 
 @pytest.mark.slow
-def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right(
+@in_real_time
+async def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right(
     address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "net_of_mine.py").write_text(NET)
@@ -239,29 +239,25 @@ def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right
     pictures(tmp_path / "device-1" / "train")
     experiment = of_own_images(tmp_path, topology={"institutions": 2, "devices": 2}, transfer={"idle_s": 4.0})
     mine = ["net_of_mine"]
-
-    async def run() -> None:
-        async with agents_of(experiment, address, tmp_path / "runs") as agents:
-            agents.cloud()
-            for name in ("institution-0", "institution-1"):
-                agents.institution(name)
-            agents.device("device-1", "institution-1", allow=mine)
-            for reason, parent, allowed in (
-                ("--allow net_of_mine", "institution-0", []),
-                ("it belongs to institution-0", "institution-1", mine),
-                ("data.root = .*device-0", "institution-0", mine),
-            ):
-                with pytest.raises(InvalidExperiment, match=reason):
-                    await agents.device("device-0", parent, allow=allowed)
-                await asyncio.sleep(1.0)
-                ended = {name: task for name, task in agents.tasks.items() if task.done()}
-                assert ended.keys() == {"device-0"}, ended
-            await asyncio.sleep(4.0)  # longer than idle_s
-            pictures(tmp_path / "device-0" / "train")
-            agents.device("device-0", "institution-0", allow=mine)
-            await asyncio.gather(*agents.tasks.values())
-
-    asyncio.run(run())
+    async with agents_of(experiment, address, tmp_path / "runs") as agents:
+        agents.cloud()
+        for name in ("institution-0", "institution-1"):
+            agents.institution(name)
+        agents.device("device-1", "institution-1", allow=mine)
+        for reason, parent, allowed in (
+            ("--allow net_of_mine", "institution-0", []),
+            ("it belongs to institution-0", "institution-1", mine),
+            ("data.root = .*device-0", "institution-0", mine),
+        ):
+            with pytest.raises(InvalidExperiment, match=reason):
+                await agents.device("device-0", parent, allow=allowed)
+            await asyncio.sleep(1.0)
+            ended = {name: task for name, task in agents.tasks.items() if task.done()}
+            assert ended.keys() == {"device-0"}, ended
+        await asyncio.sleep(4.0)  # longer than idle_s
+        pictures(tmp_path / "device-0" / "train")
+        agents.device("device-0", "institution-0", allow=mine)
+        await asyncio.gather(*agents.tasks.values())
     assert tensors(tmp_path / "runs")
 
 

@@ -34,7 +34,7 @@ from institution.agent import InstitutionAgent
 from tests.helpers.commands import PATIENCE_S
 from tests.helpers.nodes import nothing
 from tests.helpers.roles import SMALL, Role, device, lab_of, until
-from tests.helpers.sites import real
+from tests.helpers.sites import in_real_time
 
 
 @pytest.fixture(scope="module")
@@ -95,19 +95,17 @@ def address(served: BrokerProcess) -> BrokerAddress:
         ("device-9", ["device-9 is not there", "no device of this experiment", "institution-0 has device-0, device-1"]),
     ],
 )
-def test_a_device_of_another_institution_ends_with_4_and_disturbs_nobody(
+@in_real_time
+async def test_a_device_of_another_institution_ends_with_4_and_disturbs_nobody(
     address: BrokerAddress, name: str, words: list[str]
 ) -> None:
-    async def run() -> None:
-        async with announcing(address, "institution-0", parse(SMALL), children=["device-0"]):
-            with overhearing_states(address) as said, pytest.raises(InvalidExperiment) as reported:
-                await device(address, name, "institution-0")
-        assert reported.value.exit_code == 4
-        for word in ["--parent = 'institution-0'", *words]:
-            assert word in str(reported.value)
-        assert name not in said
-
-    real(run())
+    async with announcing(address, "institution-0", parse(SMALL), children=["device-0"]):
+        with overhearing_states(address) as said, pytest.raises(InvalidExperiment) as reported:
+            await device(address, name, "institution-0")
+    assert reported.value.exit_code == 4
+    for word in ["--parent = 'institution-0'", *words]:
+        assert word in str(reported.value)
+    assert name not in said
 
 
 @contextmanager
@@ -133,40 +131,37 @@ def overhearing_states(address: BrokerAddress) -> Iterator[set[str]]:
         client.loop_stop()
 
 
-def test_an_institution_that_the_experiment_does_not_know_ends_with_4(address: BrokerAddress) -> None:
-    async def run() -> None:
-        agent = InstitutionAgent("institution-9", Host(address, 10.0, Metrics()), child_broker=address)
-        with pytest.raises(
-            InvalidExperiment, match=r"institution-9 is not there.*cloud has institution-0, institution-1"
-        ) as reported:
-            async with announcing(address, "cloud", parse(SMALL), children=["institution-0"]):
-                await agent.run()
-        assert reported.value.exit_code == 4
-
-    real(run())
+@in_real_time
+async def test_an_institution_that_the_experiment_does_not_know_ends_with_4(address: BrokerAddress) -> None:
+    agent = InstitutionAgent("institution-9", Host(address, 10.0, Metrics()), child_broker=address)
+    with pytest.raises(
+        InvalidExperiment, match=r"institution-9 is not there.*cloud has institution-0, institution-1"
+    ) as reported:
+        async with announcing(address, "cloud", parse(SMALL), children=["institution-0"]):
+            await agent.run()
+    assert reported.value.exit_code == 4
 
 
-def test_a_device_that_waits_in_vain_names_for_whom_and_who_is_there(
+@in_real_time
+async def test_a_device_that_waits_in_vain_names_for_whom_and_who_is_there(
     address: BrokerAddress, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        there = announcing(address, "institution-0", parse(SMALL), children=["device-0"])
-        with caplog.at_level(logging.WARNING):
-            async with there:
-                waiting = asyncio.create_task(device(address, "device-0", "instituion-0"))
-                await true(lambda: caplog.messages)
-                waiting.cancel()
-                await asyncio.wait((waiting,))
-        (said,) = caplog.messages
-        for word in ("instituion-0", str(address), "institution-0"):
-            assert word in said
-
     monkeypatch.setattr(discovery, "COMPLAIN_S", 0.2)
-    real(run())
+    there = announcing(address, "institution-0", parse(SMALL), children=["device-0"])
+    with caplog.at_level(logging.WARNING):
+        async with there:
+            waiting = asyncio.create_task(device(address, "device-0", "instituion-0"))
+            await true(lambda: caplog.messages)
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+    (said,) = caplog.messages
+    for word in ("instituion-0", str(address), "institution-0"):
+        assert word in said
 
 
 @pytest.mark.parametrize("closing", [Closing(), Closing(rule="quorum", quorum=1, deadline_s=600.0)])
-def test_a_device_without_its_data_ends_alone_and_the_lab_waits_and_names_it(
+@in_real_time
+async def test_a_device_without_its_data_ends_alone_and_the_lab_waits_and_names_it(
     closing: Closing, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remedy = InvalidExperiment("data.root", "/no/where", "no MNIST there", "Fetch it.")
@@ -174,49 +169,43 @@ def test_a_device_without_its_data_ends_alone_and_the_lab_waits_and_names_it(
     def prepare(_trainer: Trainer) -> None:
         raise remedy
 
-    async def run() -> None:
-        institution = InstitutionAgent("institution-0", Host(address, 10.0, Metrics()), child_broker=address)
-        names = ("device-0", "device-1")
-        experiment = parse(SMALL | {"topology": {"institutions": 1, "devices": 2}})
-        waits_for = [""]
-        async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
-            others = [
-                asyncio.create_task(institution.run()),
-                asyncio.create_task(cloud.gather(closing, waiting=waits_for.append)),
-            ]
-            devices = [asyncio.create_task(device(address, name, "institution-0")) for name in names]
-            await asyncio.wait(devices)
-            assert [task.exception() for task in devices] == [remedy, remedy]
-            reasons = [f"{name} gave up: {remedy}" for name in names]
-            await true(lambda: waits_for[-1] == f"institution-0 waits for {'; '.join(reasons)}")
-            assert not any(task.done() for task in others)
-        for task in others:
-            task.cancel()
-        await asyncio.wait(others)
-
     monkeypatch.setattr(Trainer, "prepare", prepare)
-    real(run())
+    institution = InstitutionAgent("institution-0", Host(address, 10.0, Metrics()), child_broker=address)
+    names = ("device-0", "device-1")
+    experiment = parse(SMALL | {"topology": {"institutions": 1, "devices": 2}})
+    waits_for = [""]
+    async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
+        others = [
+            asyncio.create_task(institution.run()),
+            asyncio.create_task(cloud.gather(closing, waiting=waits_for.append)),
+        ]
+        devices = [asyncio.create_task(device(address, name, "institution-0")) for name in names]
+        await asyncio.wait(devices)
+        assert [task.exception() for task in devices] == [remedy, remedy]
+        reasons = [f"{name} gave up: {remedy}" for name in names]
+        await true(lambda: waits_for[-1] == f"institution-0 waits for {'; '.join(reasons)}")
+        assert not any(task.done() for task in others)
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others)
 
 
-def test_a_device_imports_no_model_that_its_host_did_not_allow(
+@in_real_time
+async def test_a_device_imports_no_model_that_its_host_did_not_allow(
     address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "announced.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-
-    async def run() -> None:
-        experiment = parse(SMALL | {"model": {"name": "announced:build"}})
-        waits_for = [""]
-        async with announcing(address, "institution-0", experiment, children=["device-0"]) as institution:
-            gathering = asyncio.create_task(institution.gather(Closing(), waiting=waits_for.append))
-            with pytest.raises(InvalidExperiment, match="--allow announced"):
-                await device(address, "device-0", "institution-0")
-            await true(lambda: "device-0 gave up: " in waits_for[-1] and "--allow announced" in waits_for[-1])
-            gathering.cancel()
-            await asyncio.wait((gathering,))
-        assert "announced" not in sys.modules
-
-    real(run())
+    experiment = parse(SMALL | {"model": {"name": "announced:build"}})
+    waits_for = [""]
+    async with announcing(address, "institution-0", experiment, children=["device-0"]) as institution:
+        gathering = asyncio.create_task(institution.gather(Closing(), waiting=waits_for.append))
+        with pytest.raises(InvalidExperiment, match="--allow announced"):
+            await device(address, "device-0", "institution-0")
+        await true(lambda: "device-0 gave up: " in waits_for[-1] and "--allow announced" in waits_for[-1])
+        gathering.cancel()
+        await asyncio.wait((gathering,))
+    assert "announced" not in sys.modules
 
 
 def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) -> None:

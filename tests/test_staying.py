@@ -88,26 +88,23 @@ def announcing(site: SimulatedSite, run: str) -> ParentEndpoint:
         LeftOut("--parent", PARENT, "no device of this experiment", "It has others."),
     ],
 )
-def test_a_node_waits_for_the_next_run_however_the_last_one_ended(
-    how: Exception | None, caplog: pytest.LogCaptureFixture
+@virtual
+async def test_a_node_waits_for_the_next_run_however_the_last_one_ended(
+    site: SimulatedSite, how: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    @virtual
-    async def play(site: SimulatedSite) -> None:
-        node = Staying(site)
-        first = announcing(site, "run-1")
-        living(site, first)
-        await until(lambda: node.runs == ["run-1"])
-        node.ends.put_nowait(how)
-        await asyncio.sleep(100)
-        assert node.runs == ["run-1"], "its parent still answers, but this node has left the run"
-        site.kill(first)
-        await asyncio.sleep(100)
-        living(site, announcing(site, "run-2"))
-        await until(lambda: node.runs == ["run-1", "run-2"])
-        await node.cancel()
-
-    with caplog.at_level(logging.INFO, "fedstrata"):
-        play()
+    caplog.set_level(logging.INFO, "fedstrata")
+    node = Staying(site)
+    first = announcing(site, "run-1")
+    living(site, first)
+    await until(lambda: node.runs == ["run-1"])
+    node.ends.put_nowait(how)
+    await asyncio.sleep(100)
+    assert node.runs == ["run-1"], "its parent still answers, but this node has left the run"
+    site.kill(first)
+    await asyncio.sleep(100)
+    living(site, announcing(site, "run-2"))
+    await until(lambda: node.runs == ["run-1", "run-2"])
+    await node.cancel()
     end = "device-0: run run-1 finished" if how is None else f"device-0 leaves run run-1: {how}"
     if isinstance(how, LeftOut):
         end = "device-0: run run-1 began without it: its experiment has no such node"
@@ -165,17 +162,14 @@ async def test_a_node_that_waits_outlasts_a_broker_that_is_away(site: SimulatedS
 
 
 @pytest.mark.parametrize(("error", "usable"), [(DuplicateName("two of them"), True), (NoProgress("nothing"), False)])
-def test_what_ends_a_node(error: Exception, usable: bool) -> None:
-    @virtual
-    async def play(site: SimulatedSite) -> None:
-        node = Staying(site)
-        node.usable = usable
-        living(site, announcing(site, "run-1"))
-        node.ends.put_nowait(error)
-        with pytest.raises(type(error)):
-            await node.task
-
-    play()
+@virtual
+async def test_what_ends_a_node(site: SimulatedSite, error: Exception, usable: bool) -> None:
+    node = Staying(site)
+    node.usable = usable
+    living(site, announcing(site, "run-1"))
+    node.ends.put_nowait(error)
+    with pytest.raises(type(error)):
+        await node.task
 
 
 async def roll(site: SimulatedSite, expected: Sequence[str] = ()) -> list[Answer]:
@@ -365,17 +359,12 @@ async def test_a_free_lab_is_had_after_a_second(site: SimulatedSite) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["in its rounds", "still preparing"])
-def test_a_lab_with_a_run_is_refused_and_its_run_is_named(announced: bool) -> None:
-    @virtual
-    async def play(site: SimulatedSite) -> None:
-        living(site, cloud_of(site, "run-1", announced=announced))
-        with pytest.raises(
-            LabInUse, match=r"lab lab on broker broker:1883 is used by run run-1\. .*--queue"
-        ) as refused:
-            await claiming(site, "cloud-b")
-        assert refused.value.exit_code == 3
-
-    play()
+@virtual
+async def test_a_lab_with_a_run_is_refused_and_its_run_is_named(site: SimulatedSite, announced: bool) -> None:
+    living(site, cloud_of(site, "run-1", announced=announced))
+    with pytest.raises(LabInUse, match=r"lab lab on broker broker:1883 is used by run run-1\. .*--queue") as refused:
+        await claiming(site, "cloud-b")
+    assert refused.value.exit_code == 3
 
 
 @virtual
@@ -434,22 +423,18 @@ async def test_a_cloud_that_has_the_lab_keeps_it_until_its_run_begins(site: Simu
 
 
 @pytest.mark.parametrize("after_s", [0.02, 0.1, 0.15, 0.2])
-def test_each_of_several_clouds_that_ask_is_answered(after_s: float) -> None:
+@virtual
+async def test_each_of_several_clouds_that_ask_is_answered(site: SimulatedSite, after_s: float) -> None:
     """They have one name: the question of one must not take the place of another one's."""
-
-    @virtual
-    async def play(site: SimulatedSite) -> None:
-        living(site, cloud_of(site, "run-1", announced=True))
-        clouds = []
-        for number in range(3):
-            clouds.append(claiming(site, f"cloud-{number}", queue=True))
-            await asyncio.sleep(after_s)
-        await asyncio.sleep(60)
-        assert not any(cloud.done() for cloud in clouds)
-        for cloud in clouds:
-            cloud.cancel()
-
-    play()
+    living(site, cloud_of(site, "run-1", announced=True))
+    clouds = []
+    for number in range(3):
+        clouds.append(claiming(site, f"cloud-{number}", queue=True))
+        await asyncio.sleep(after_s)
+    await asyncio.sleep(60)
+    assert not any(cloud.done() for cloud in clouds)
+    for cloud in clouds:
+        cloud.cancel()
 
 
 @virtual

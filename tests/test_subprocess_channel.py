@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,53 +123,50 @@ def _peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(tmp_path))))
 
 
-@asynccontextmanager
-async def peer() -> AsyncIterator[SubprocessChannel]:
-    channel = await SubprocessChannel.start("peer", "the peer")
-    try:
-        yield channel
-    finally:
-        channel.close()
+def with_peer(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test with a channel, its first parameter, and check that its end leaves nothing behind."""
 
-
-def run(work: Callable[[SubprocessChannel], Awaitable[None]]) -> None:
-    """Do the work with a channel, and check that its end leaves nothing behind."""
-
-    async def play() -> None:
+    async def play(**fixtures: Any) -> None:
         me = psutil.Process()
         gc.collect()  # what earlier tests left open
         before = me.num_fds(), {child.pid for child in me.children()}
-        async with asyncio.timeout(PATIENCE_S), peer() as channel:
-            await work(channel)
+        async with asyncio.timeout(PATIENCE_S):
+            channel = await SubprocessChannel.start("peer", "the peer")
+            try:
+                await test(channel, **fixtures)
+            finally:
+                channel.close()
         await asyncio.sleep(0)  # the loop closes the socket after this call
         gc.collect()
         assert (me.num_fds(), {child.pid for child in me.children()}) == before
 
-    asyncio.run(play())
-    assert "fedstrata rows" not in Path("/proc/self/maps").read_text()
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(play(**fixtures))
+        assert "fedstrata rows" not in Path("/proc/self/maps").read_text()
+
+    parameters = list(inspect.signature(test).parameters.values())[1:]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
-def test_records_of_any_length_pass_in_their_order() -> None:
-    async def work(channel: SubprocessChannel) -> None:
-        long = "é\n" * (1 << 19)
-        channel.send(do="echo", text=long)
-        channel.send(do="echo", path=Path("a"), loss=float("inf"))
-        assert await channel.receive() == {"text": long}
-        assert await channel.receive() == {"path": "a", "loss": float("inf")}
-
-    run(work)
+@with_peer
+async def test_records_of_any_length_pass_in_their_order(channel: SubprocessChannel) -> None:
+    long = "é\n" * (1 << 19)
+    channel.send(do="echo", text=long)
+    channel.send(do="echo", path=Path("a"), loss=float("inf"))
+    assert await channel.receive() == {"text": long}
+    assert await channel.receive() == {"path": "a", "loss": float("inf")}
 
 
-def test_both_ends_have_the_same_rows_which_grow() -> None:
-    async def work(channel: SubprocessChannel) -> None:
-        for count, row_bytes in ((1, 10), (4, 10_001), (2, 300_000), (1, 1)):
-            rows = channel.memory.rows(count, row_bytes)
-            assert rows.shape == (count, row_bytes) and all(row.ctypes.data % 4096 == 0 for row in rows)
-            rows[:] = np.arange(count, dtype=np.uint8)[:, None] + 1
-            await channel.request(do="double", count=count, row_bytes=row_bytes)
-            assert (rows == 2 * (np.arange(count)[:, None] + 1)).all()
-
-    run(work)
+@with_peer
+async def test_both_ends_have_the_same_rows_which_grow(channel: SubprocessChannel) -> None:
+    for count, row_bytes in ((1, 10), (4, 10_001), (2, 300_000), (1, 1)):
+        rows = channel.memory.rows(count, row_bytes)
+        assert rows.shape == (count, row_bytes) and all(row.ctypes.data % 4096 == 0 for row in rows)
+        rows[:] = np.arange(count, dtype=np.uint8)[:, None] + 1
+        await channel.request(do="double", count=count, row_bytes=row_bytes)
+        assert (rows == 2 * (np.arange(count)[:, None] + 1)).all()
 
 
 @pytest.mark.parametrize(
@@ -180,28 +178,25 @@ def test_both_ends_have_the_same_rows_which_grow() -> None:
         ({"do": "half", "code": 7}, False, "ended with code 7; the output of its node may have the reason"),
     ],
 )
-def test_the_end_of_the_process_is_reported_with_its_code(
-    request_: dict[str, object], killed: bool, how: str, capfd: pytest.CaptureFixture[str]
+@with_peer
+async def test_the_end_of_the_process_is_reported_with_its_code(
+    channel: SubprocessChannel, request_: dict[str, object], killed: bool, how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def work(channel: SubprocessChannel) -> None:
-        for _ in range(2):  # and again when the process is gone
-            with pytest.raises(ProcessEnded) as caught:
-                await channel.request(**request_)
-            assert (str(caught.value), caught.value.how, caught.value.killed) == (f"the peer {how}", how, killed)
-            assert caught.value.exit_code == 1
-
-    run(work)
+    for _ in range(2):  # and again when the process is gone
+        with pytest.raises(ProcessEnded) as caught:
+            await channel.request(**request_)
+        assert (str(caught.value), caught.value.how, caught.value.killed) == (f"the peer {how}", how, killed)
+        assert caught.value.exit_code == 1
     assert ("a bug" in capfd.readouterr().err) == (request_["do"] == "raise")
 
 
-def test_a_process_that_closes_its_end_and_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_peer
+async def test_a_process_that_closes_its_end_and_does_not_end_is_killed(
+    channel: SubprocessChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(subprocess_channel, "LAST_BREATH_S", 0.01)
-
-    async def work(channel: SubprocessChannel) -> None:
-        with pytest.raises(ProcessEnded, match="the peer was killed by SIGKILL"):
-            await channel.request(close=True)
-
-    run(work)
+    with pytest.raises(ProcessEnded, match="the peer was killed by SIGKILL"):
+        await channel.request(close=True)
 
 
 def test_a_module_that_does_not_exist_is_an_end_with_code_1(capfd: pytest.CaptureFixture[str]) -> None:
@@ -217,27 +212,30 @@ def test_a_module_that_does_not_exist_is_an_end_with_code_1(capfd: pytest.Captur
     assert "no_such_module" in capfd.readouterr().err
 
 
-def test_the_output_of_libraries_and_programs_never_enters_the_channel(capfd: pytest.CaptureFixture[str]) -> None:
-    async def work(channel: SubprocessChannel) -> None:
-        assert await channel.request(do="flood") == {"read": ""}
-        assert await channel.request(do="echo", x=1) == {"x": 1}
-
-    run(work)
+@with_peer
+async def test_the_output_of_libraries_and_programs_never_enters_the_channel(
+    channel: SubprocessChannel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert await channel.request(do="flood") == {"read": ""}
+    assert await channel.request(do="echo", x=1) == {"x": 1}
     out, err = capfd.readouterr()
     assert out == "" and err.count("library" * 100) == err.count("not") == 1000 and err.endswith("program\n")
 
 
-def test_errors_pass_with_their_parts() -> None:
-    async def work(channel: SubprocessChannel) -> None:
-        with pytest.raises(InvalidExperiment, match=r"key = .*: a problem\. A remedy\.") as invalid:
-            await channel.request(do="invalid")
-        assert invalid.value.parts == ("key", "{1, 2}", "a problem", "A remedy.") and invalid.value.exit_code == 4
-        assert invalid.value.frames == ("a frame",)
-        with pytest.raises(RunFailed, match=r"^a reason$"):
-            await channel.request(do="failed")
-        assert await channel.request(do="echo", x=1) == {"x": 1}
-
-    run(work)
+@with_peer
+async def test_errors_pass_with_their_parts_and_an_unexpected_one_leaves_its_traceback(
+    channel: SubprocessChannel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InvalidExperiment, match=r"key = .*: a problem\. A remedy\.") as invalid:
+        await channel.request(do="invalid")
+    assert invalid.value.parts == ("key", "{1, 2}", "a problem", "A remedy.") and invalid.value.exit_code == 4
+    assert invalid.value.frames == ("a frame",)
+    with pytest.raises(RunFailed, match=r"^a reason$"):
+        await channel.request(do="failed")
+    with pytest.raises(RunFailed, match=r"^unexpected KeyError: 'a bug'$"):
+        await channel.request(do="unexpected")
+    assert await channel.request(do="echo", x=1) == {"x": 1}
+    assert "the process ended by an unexpected error" in capfd.readouterr().err
     assert error_in({"x": 1}) is None
     errors: list[FedstrataError] = [InvalidExperiment("a", 1, "b", "c"), RunFailed("d")]
     errors.append(AcceleratorLost("CUDA error: misaligned address"))
@@ -245,25 +243,12 @@ def test_errors_pass_with_their_parts() -> None:
     assert [(type(error), str(error)) for error in found] == [(type(error), str(error)) for error in errors]
 
 
-def test_an_unexpected_error_passes_with_its_reason_and_leaves_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    async def work(channel: SubprocessChannel) -> None:
-        with pytest.raises(RunFailed, match=r"^unexpected KeyError: 'a bug'$"):
-            await channel.request(do="unexpected")
-        assert await channel.request(do="echo", x=1) == {"x": 1}
-
-    run(work)
-    assert "the process ended by an unexpected error" in capfd.readouterr().err
-
-
-def test_progress_is_counted_and_no_reply() -> None:
+@with_peer
+async def test_progress_is_counted_and_no_reply(channel: SubprocessChannel) -> None:
     moves: list[int] = []
-
-    async def work(channel: SubprocessChannel) -> None:
-        object.__setattr__(channel, "moved", lambda: moves.append(1))
-        assert await channel.request(do="progress", times=3) == {"done": True} and len(moves) == 3
-        assert await channel.request(do="busy", cpu_s=0.7) == {"done": True} and len(moves) > 3
-
-    run(work)
+    object.__setattr__(channel, "moved", lambda: moves.append(1))
+    assert await channel.request(do="progress", times=3) == {"done": True} and len(moves) == 3
+    assert await channel.request(do="busy", cpu_s=0.7) == {"done": True} and len(moves) > 3
 
 
 async def soon_idle(channel: SubprocessChannel) -> None:
@@ -289,6 +274,11 @@ def replaceable(do: Callable[[ReplaceableProcess], Awaitable[None]], **settings:
     asyncio.run(play())
 
 
+def once(left: Path, how: str) -> Callable[[SubprocessChannel], Awaitable[Record]]:
+    """Return a request that fails as often as a file says."""
+    return lambda channel: channel.request(do="once", path=str(left), how=how)
+
+
 HOWS: Final = {
     "kill": ("was killed by SIGKILL", "was"),
     "stop": ("made no progress for 60 s", "did"),
@@ -296,11 +286,11 @@ HOWS: Final = {
 }
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(("how", "times"), [("kill", 2), ("stop", 1), ("lose", 1)])
 def test_a_process_that_fails_is_replaced_and_its_request_done_again(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    how: str, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "left").write_text("2")
+    (tmp_path / "left").write_text(str(times))
     begun: list[int] = []
 
     async def begin(channel: SubprocessChannel) -> None:
@@ -308,17 +298,15 @@ def test_a_process_that_fails_is_replaced_and_its_request_done_again(
         begun.append(channel.process.pid)
 
     async def do(peers: ReplaceableProcess) -> None:
-        async def work(channel: SubprocessChannel) -> Record:
-            return await channel.request(do="once", path=str(tmp_path / "left"), how=how)
-
+        work = once(tmp_path / "left", how)
         found = [(await peers.do(work))["pid"] for _ in range(2)]
-        assert found == [begun[-1]] * 2 and len(set(begun)) == 3
+        assert found == [begun[-1]] * 2 and len(set(begun)) == times + 1
 
     replaceable(do, replacements=2, idle_s=60.0, begin=begin)
-    assert caplog.messages == [f"the peer {HOWS[how][0]}: it is started again"] * 2
+    assert caplog.messages == [f"the peer {HOWS[how][0]}: it is started again"] * times
 
 
-@pytest.mark.parametrize(("how", "replacements"), [("kill", 1), ("kill", 2), ("stop", 1), ("lose", 1)])
+@pytest.mark.parametrize(("how", "replacements"), [("kill", 1), ("stop", 1), ("lose", 2)])
 def test_a_request_that_fails_in_each_process_is_an_error_and_the_next_one_has_a_new_one(
     how: str, replacements: int, tmp_path: Path
 ) -> None:
@@ -327,9 +315,7 @@ def test_a_request_that_fails_in_each_process_is_an_error_and_the_next_one_has_a
     others = f"and so {verb} its replacement" if replacements == 1 else "and 2 replacements failed, too"
 
     async def do(peers: ReplaceableProcess) -> None:
-        async def work(channel: SubprocessChannel) -> Record:
-            return await channel.request(do="once", path=str(tmp_path / "left"), how=how)
-
+        work = once(tmp_path / "left", how)
         with pytest.raises(NoProgress if how == "stop" else RunFailed) as caught:
             await peers.do(work, name="the work")
         assert str(caught.value) == f"the work {too}, {others}. Do less."
@@ -342,9 +328,7 @@ def test_a_process_that_ends_by_itself_is_no_reason_to_do_a_request_again(tmp_pa
     (tmp_path / "left").write_text("1")
 
     async def do(peers: ReplaceableProcess) -> None:
-        async def work(channel: SubprocessChannel) -> Record:
-            return await channel.request(do="once", path=str(tmp_path / "left"), how="exit")
-
+        work = once(tmp_path / "left", "exit")
         with pytest.raises(RunFailed, match=r"^the peer ended with code 3; the output of its node "):
             await peers.do(work)
         assert (await peers.do(work))["pid"] > 0
@@ -373,41 +357,34 @@ def test_a_cancelled_request_ends_its_process() -> None:
     replaceable(do, replacements=2)
 
 
-def test_a_record_has_an_effect_while_the_process_computes() -> None:
-    async def work(channel: SubprocessChannel) -> None:
-        assert await channel.request(do="compute") == {"computing": True}
-        assert await channel.request(cancel=True) == {"cancelled": True}
-
-    run(work)
+@with_peer
+async def test_a_record_has_an_effect_while_the_process_computes(channel: SubprocessChannel) -> None:
+    assert await channel.request(do="compute") == {"computing": True}
+    assert await channel.request(cancel=True) == {"cancelled": True}
 
 
-def test_closing_kills_a_process_that_computes_and_ends_who_waits() -> None:
+@with_peer
+async def test_closing_kills_a_process_that_computes_and_ends_who_waits(channel: SubprocessChannel) -> None:
     waiting: list[asyncio.Task[Record]] = []
-
-    async def work(channel: SubprocessChannel) -> None:
-        await channel.request(do="compute")
-        channel.send(do="echo", text="x" * (1 << 20))
-        waiting.append(asyncio.create_task(channel.receive()))
-        await asyncio.sleep(0)
-        channel.close()
-        with pytest.raises(ProcessEnded, match="the peer was killed by SIGKILL"):
-            await waiting[0]
-
-    run(work)
+    await channel.request(do="compute")
+    channel.send(do="echo", text="x" * (1 << 20))
+    waiting.append(asyncio.create_task(channel.receive()))
+    await asyncio.sleep(0)
+    channel.close()
+    with pytest.raises(ProcessEnded, match="the peer was killed by SIGKILL"):
+        await waiting[0]
 
 
-def test_a_program_of_the_process_does_not_keep_the_channel_open() -> None:
-    async def work(channel: SubprocessChannel) -> None:
-        program = psutil.Process((await channel.request(do="start"))["pid"])
-        try:
-            channel.process.kill()
-            with pytest.raises(ProcessEnded):
-                await channel.receive()
-            assert program.is_running()
-        finally:
-            program.kill()
-
-    run(work)
+@with_peer
+async def test_a_program_of_the_process_does_not_keep_the_channel_open(channel: SubprocessChannel) -> None:
+    program = psutil.Process((await channel.request(do="start"))["pid"])
+    try:
+        channel.process.kill()
+        with pytest.raises(ProcessEnded):
+            await channel.receive()
+        assert program.is_running()
+    finally:
+        program.kill()
 
 
 AGENT = """

@@ -65,6 +65,16 @@ def real(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
+def in_real_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on a loop of its own, see `real`. Its parameters are fixtures."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        real(test(**fixtures))
+
+    return run
+
+
 class SimulatedSite:
     """A simulated broker, and a simulated process for each node; `routed` are the messages that it passed on."""
 
