@@ -36,7 +36,6 @@ from tests.helpers import commands
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
 
-PATIENCE_S = 90
 SMALL: dict[str, Any] = {
     "name": "direct",
     "seed": 3,
@@ -49,7 +48,6 @@ SMALL: dict[str, Any] = {
 }
 # One step a round: many small steps of SGD enlarge the rounding of means a hundredfold within three global rounds.
 ONE_STEP = {"batch_size": 2000, "momentum": 0.0, "learning_rate": 0.2}
-LOSSY = {tier: {"up": "delta+int8", "down": "fp16"} for tier in ("wan", "lan")}
 CROSS = {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}
 
 Model = Mapping[str, npt.NDArray[np.float32]]
@@ -133,10 +131,7 @@ def table(folder: Path, name: str = "rounds") -> list[dict[str, str]]:
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
-    first, second = model_of(one), model_of(other)
-    assert first.keys() == second.keys()
-    for name in first:
-        assert first[name].tobytes() == second[name].tobytes(), name
+    assert commands.tensors(one) == commands.tensors(other)
 
 
 def assert_close(one: Path, other: Path) -> None:

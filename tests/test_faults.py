@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +29,6 @@ from common.errors import WireError
 from common.experiment.reading import parse, to_toml
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row, Section
-from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Message, NodeState, Phase, Presence, Progress
 from common.storage.spool import Spool
@@ -382,31 +380,19 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(branch: Pat
 
 
 @pytest.mark.slow
-def test_a_lab_starts_roles_again_that_were_killed(branch: Path, tmp_path: Path) -> None:
-    longer: dict[str, Any] = {"rounds": 40, "training": {"epochs": 1}}
+@pytest.mark.parametrize("killed", [("cloud",), ("institution", "device")], ids=" and ".join)
+def test_a_lab_starts_roles_again_that_were_killed(killed: tuple[str, ...], branch: Path, tmp_path: Path) -> None:
     flags = ("--set", "rounds=40", "--set", "training.epochs=1", "--runs", tmp_path / "runs")
     with ExitStack() as stack:
         role = lab_of(tmp_path / "lab.log", branch, *flags)
         stack.callback(role.kill)
         until(lambda: happened(role, "global_round"), "the first global round")
         for name, process in family(role).items():
-            if name.startswith(("institution ", "device ")):
+            if name.split()[0] in killed:
                 process.kill()
         said = role.ends(0)
-        assert "institution-0 was killed by signal 9: it is started again" in said
-        assert said.count("is started again") == 2
-        assert model_digest(tmp_path / "runs") == null_model(parse(BRANCH | longer))
-
-
-@pytest.mark.slow
-def test_a_lab_starts_its_cloud_again_which_resumes_the_run(branch: Path, tmp_path: Path) -> None:
-    flags = ("--set", "rounds=40", "--set", "training.epochs=1", "--runs", tmp_path / "runs")
-    with ExitStack() as stack:
-        role = lab_of(tmp_path / "lab.log", branch, *flags)
-        stack.callback(role.kill)
-        until(lambda: happened(role, "global_round"), "the first global round")
-        next(process for name, process in family(role).items() if name.startswith("cloud ")).kill()
-        assert "cloud was killed by signal 9: it is started again" in role.ends(0)
+        assert f"{killed[0]}{'' if killed[0] == 'cloud' else '-0'} was killed by signal 9: it is started again" in said
+        assert said.count("is started again") == len(killed)
         (folder,) = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
         assert model_digest(tmp_path / "runs") == null_model(parse(BRANCH | {"rounds": 40, "training": {"epochs": 1}}))
         assert [row["global_round"] for row in table(folder / "rounds.csv")] == [str(n) for n in range(1, 41)]
@@ -470,18 +456,10 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
     return folder, evaluated
 
 
-def test_a_resumed_run_that_had_reached_its_target_trains_no_more(tmp_path: Path) -> None:
-    folder, evaluated = resumed(tmp_path, "0.7", "0.9")
-    assert [row["accuracy"] for row in table(folder.path / "rounds.csv")] == ["0.7", "0.9"]
-    assert evaluated == []
-
-
-def test_a_resumed_run_evaluates_what_its_end_cut_off(tmp_path: Path) -> None:
-    folder, evaluated = resumed(tmp_path, "0.7", "0.75", "")
-    assert [row["accuracy"] for row in table(folder.path / "rounds.csv")] == ["0.7", "0.75", "0.5"]
-    assert evaluated == [3]
-
-
-@pytest.fixture
-def address(served: BrokerProcess) -> BrokerAddress:
-    return BrokerAddress(served.host, served.port)
+@pytest.mark.parametrize(("accuracies", "wanted"), [(["0.7", "0.9"], []), (["0.7", "0.75", ""], [3])])
+def test_a_resumed_run_that_had_reached_its_target_trains_no_more_and_evaluates_what_its_end_cut_off(
+    accuracies: list[str], wanted: list[int], tmp_path: Path
+) -> None:
+    folder, evaluated = resumed(tmp_path, *accuracies)
+    assert [row["accuracy"] for row in table(folder.path / "rounds.csv")] == [each or "0.5" for each in accuracies]
+    assert evaluated == wanted

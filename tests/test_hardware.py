@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from common.experiment.devices import Machine, Pace, shipped
 from common.experiment.reading import load, parse, to_toml
 from common.protocol.messages import Phase
 from common.runtime.round import WorkResult
+from deploy.simulation.loop import VirtualLoop
 from device import agent
 
 # What the experiment reports
@@ -92,7 +94,13 @@ def test_what_is_wrong_is_named(said: dict[str, Any], problem: str) -> None:
         parse({"hardware": {"profiles": {"mine": {}}} | said})
 
 
-def test_a_spread_draws_each_devices_slowdown_from_the_seed() -> None:
+def assert_spread(drawn: Iterable[float | None], middle: float) -> None:
+    """Assert that values are log-normal around a median, with the spread 0.5."""
+    logs = np.log([each or 0.0 for each in drawn])
+    assert np.median(logs) == pytest.approx(np.log(middle), abs=0.1) and logs.std() == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_spread_draws_each_devices_slowdown_or_step_from_the_seed() -> None:
     tree: dict[str, Any] = {
         "topology": {"devices": 400},
         "hardware": {
@@ -105,8 +113,9 @@ def test_a_spread_draws_each_devices_slowdown_from_the_seed() -> None:
     machines = [experiment.machine(f"device-{i}") for i in range(400)]
     assert machines == [parse(experiment.to_json()).machine(f"device-{i}") for i in range(400)]
     assert machines[7] == Machine(slowdown=3.0) and {machine.overhead_s for machine in machines} == {0.0, 1.0}
-    logs = np.log([machine.slowdown for i, machine in enumerate(machines) if i != 7])
-    assert np.median(logs) == pytest.approx(np.log(20.0), abs=0.1) and logs.std() == pytest.approx(0.5, abs=0.05)
+    assert_spread((machine.slowdown for i, machine in enumerate(machines) if i != 7), 20.0)
+    steps = parse({"topology": {"devices": 400}, "hardware": {"default": {"step_s": 0.2}, "spread": 0.5}})
+    assert_spread((steps.machine(f"device-{i}").step_s for i in range(400)), 0.2)
     assert machines != [other.machine(f"device-{i}") for i in range(400)]
     low = parse({"hardware": {"spread": 3.0}, "topology": {"devices": 50}})
     slowdowns = [low.machine(f"device-{i}").slowdown for i in range(50)]
@@ -114,23 +123,6 @@ def test_a_spread_draws_each_devices_slowdown_from_the_seed() -> None:
 
 
 # Answers that leave in time
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to what is due next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 1000.0
-
-    def time(self) -> float:
-        return self._now
-
-    def _run_once(self) -> None:
-        ready, scheduled = self._ready, self._scheduled  # type: ignore[attr-defined]
-        if not ready and scheduled:
-            self._now = max(self._now, scheduled[0].when())
-        super()._run_once()  # type: ignore[misc]
 
 
 def at_a_pace(
@@ -153,8 +145,9 @@ def at_a_pace(
         assert done
         return None if keeping.cancelled() else keeping.result(), loop.time() - start
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        kept, left_s = runner.run(play())
+    loop = VirtualLoop()
+    kept, left_s = loop.run_until_complete(play())
+    loop.close()
     return kept, left_s, reported
 
 
@@ -185,12 +178,6 @@ def test_a_machine_with_seconds_of_a_step_ignores_those_of_the_host(train_s: flo
     machine = Pace(slowdown=8.0, step_s=2.0, overhead_s=0.5)  # of an answer of one step
     answer, left_s, _ = at_a_pace(machine, train_s=train_s, since=-train_s)
     assert answer is not None and (answer.pause_s, left_s) == (pytest.approx(pause_s), pytest.approx(pause_s))
-
-
-def test_a_spread_draws_each_devices_step() -> None:
-    experiment = parse({"topology": {"devices": 400}, "hardware": {"default": {"step_s": 0.2}, "spread": 0.5}})
-    logs = np.log([experiment.machine(f"device-{i}").step_s or 0.0 for i in range(400)])
-    assert np.median(logs) == pytest.approx(np.log(0.2), abs=0.1) and logs.std() == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_pause_ends_at_once_with_its_task() -> None:

@@ -42,7 +42,6 @@ from tests.helpers.commands import invoke
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.sites import in_real_time, real
 
-PATIENCE_S = 90
 LABS = {"north": 1, "south": 2}  # and the seed of each
 TINY: dict[str, Any] = {
     "name": "tiny",

@@ -65,16 +65,6 @@ def kept(folder: Path) -> list[int]:
     return sorted(int(path.name.partition("-")[2]) for path in (folder / "states").iterdir())
 
 
-def test_it_goes_on_from_task_to_task(tmp_path: Path) -> None:
-    for folder in (None, tmp_path):
-        assert play(memory(folder), *chain(1, 2, 3, 4)) == [1, 2, 3]
-
-
-def test_a_new_process_goes_on_with_what_the_last_one_left(tmp_path: Path) -> None:
-    play(memory(tmp_path), *chain(1, 2, 3))
-    assert play(memory(tmp_path), (4, 3)) == [1, 2, 3]
-
-
 def test_a_task_that_was_broken_off_begins_where_it_began(tmp_path: Path) -> None:
     one = memory(tmp_path)
     play(one, *chain(1, 2))

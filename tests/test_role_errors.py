@@ -43,13 +43,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
         yield one
 
 
-@pytest.fixture(scope="module")
-def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("experiment") / "faults.toml"
-    path.write_text(to_toml(parse(SMALL)))
-    return path
-
-
 # One role, reported the wrong thing
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
@@ -75,13 +74,6 @@ def test_the_ends_and_the_range(omegas: list[float], c: int) -> None:
     assert epochs[omegas.index(max(omegas))] == least(c) and epochs[omegas.index(min(omegas))] == 2 * c
 
 
-@given(omegas=OMEGAS, c=EPOCHS)
-def test_who_is_farther_never_trains_more(omegas: list[float], c: int) -> None:
-    epochs = epochs_of(omegas, c)
-    for (one, tau), (other, sigma) in itertools.product(zip(omegas, epochs, strict=True), repeat=2):
-        assert not one < other or tau >= sigma
-
-
 @given(omegas=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), c=EPOCHS, scale=st.integers(-200, 200))
 def test_the_unit_of_distance_does_not_matter(omegas: list[float], c: int, scale: int) -> None:
     assert epochs_of([math.ldexp(omega, scale) for omega in omegas], c) == epochs_of(omegas, c)
@@ -93,13 +85,8 @@ def test_names_and_their_order_do_not_matter(omegas: list[float], c: int, data: 
     assert next_epochs(dict(data.draw(st.permutations(pairs))), c) == next_epochs(dict(pairs), c)
 
 
-@given(omega=st.one_of(st.just(0.0), OMEGA), c=EPOCHS)
-def test_one_institution_trains_c(omega: float, c: int) -> None:
-    assert epochs_of([omega], c) == [c]
-
-
-@given(omega=st.one_of(st.just(0.0), st.floats(0, 1e300)), count=st.integers(2, 8), c=EPOCHS)
-def test_equal_distances_train_c(omega: float, count: int, c: int) -> None:
+@given(omega=st.one_of(st.just(0.0), st.floats(0, 1e300)), count=st.integers(0, 8), c=EPOCHS)
+def test_one_institution_and_equal_distances_train_c(omega: float, count: int, c: int) -> None:
     assert epochs_of([omega] * count, c) == [c] * count
 
 
@@ -132,10 +119,6 @@ def test_distances_below_the_floor_are_raised_to_it(c: int) -> None:
     assert epochs_of([1.0, 1e-12, 0.0, 1e-300, 1e-6], c) == epochs_of([1.0, 1e-12, 1e-12, 1e-12, 1e-6], c)
 
 
-def test_nobody_reported() -> None:
-    assert next_epochs({}, 6) == {}
-
-
 @pytest.mark.parametrize("omega", [math.nan, math.inf, -math.inf, -1e-9])
 def test_a_diverged_institution_is_named(omega: float) -> None:
     with pytest.raises(RunFailed, match=f"institution-1 is at distance {omega}"):
@@ -145,10 +128,6 @@ def test_a_diverged_institution_is_named(omega: float) -> None:
 
 
 # Options
-
-
-def draw_of(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
 
 
 def decided(
@@ -162,7 +141,7 @@ def decided(
         c=c,
         ran=dict(zip(names, ran or [1] * len(names), strict=True)),
         samples=dict(zip(names, samples or [1] * len(names), strict=True)),
-        draw=draw_of(),
+        draw=np.random.default_rng(0),
     )
     assert list(found) == names
     return list(found.values())
@@ -216,11 +195,11 @@ def test_controls_spend_the_same_epochs(omegas: list[float], c: int, control: st
 
 def test_controls_do_not_look_at_distances() -> None:
     """Each institution gets each of the amounts equally often."""
-    epochs = named([1, 2, 3, 4])
+    epochs = {f"institution-{m}": m + 1 for m in range(4)}
     for even in (False, True):
         total = dict.fromkeys(epochs, 0)
         for seed in range(2000):
-            for name, tau in dealt({n: int(e) for n, e in epochs.items()}, even=even, draw=draw_of(seed)).items():
+            for name, tau in dealt(epochs, even=even, draw=np.random.default_rng(seed)).items():
                 total[name] += tau
         assert all(abs(sum_ / 2000 - 2.5) < 0.1 for sum_ in total.values())
-    assert dealt({}, even=True, draw=draw_of()) == {}
+    assert dealt({}, even=True, draw=np.random.default_rng(0)) == {}
