@@ -16,16 +16,17 @@ from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol import serialization, topics
 from common.protocol.admission import SEEKERS_MOST, Refusal
-from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
+from common.protocol.messages import Alive, Message, NodeState, Presence, WhoIsThere
 from common.runtime import discovery
 from common.runtime.discovery import Found, Moved, check_carried, discover
-from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import REAL, Host, World
 from deploy.brokers.broker import start
 from tests.helpers.nodes import (
+    EXPERIMENT,
     LAB,
     PARENT,
     RUN,
+    announcing,
     child_of,
     introduced,
     layout_of,
@@ -36,8 +37,6 @@ from tests.helpers.nodes import (
 )
 from tests.helpers.sites import SimulatedSite, until, virtual
 
-EXPERIMENT = Announcement("{}", "[]", "split-1")
-
 
 def seeking(site: SimulatedSite, name: str = "device-0", parent: str = PARENT) -> asyncio.Task[Found]:
     """Let a node look for its parent's run."""
@@ -47,13 +46,6 @@ def seeking(site: SimulatedSite, name: str = "device-0", parent: str = PARENT) -
         return asyncio.create_task(discover(host, name, parent))
 
     return site.make(name, build)
-
-
-def announcing(site: SimulatedSite, *, run: str = RUN) -> ParentEndpoint:
-    """Return a parent that has announced its experiment."""
-    parent = parent_of(site, ["device-0"], layout=layout_of(4000), run=run)
-    parent.announce(EXPERIMENT)
-    return parent
 
 
 def leave_remains(site: SimulatedSite, run: str) -> None:

@@ -12,42 +12,35 @@ import threading
 import time
 import tomllib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-import msgpack
 import psutil
 import pytest
-from xxhash import xxh3_64_digest
 
 from common.errors import DuplicateName, InvalidExperiment, LabInUse, LeftOut, NoProgress, OutOfReach, RunFailed
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
-from common.host.examination import Finding
 from common.metrics import Metrics
 from common.protocol import serialization, topics
-from common.protocol.messages import Alive, Announcement, Here, Message, NodeState, Presence, RollCall, WhoIsThere
+from common.protocol.messages import Alive, NodeState, Presence, WhoIsThere
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.roll import BEGINNING, SEEKING, SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls, claim
+from common.runtime.roll import BEGINNING, SEEKING, claim
 from common.runtime.world import Host, World
 from deploy.brokers import broker
-from deploy.cli import roles
-from deploy.kits.answers import faults
 from deploy.results.run import Run, folders
-from deploy.simulation.broker import Routed
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import command, fedstrata, invoke, null_model
-from tests.helpers.nodes import LAB, PARENT, layout_of, living, parent_of
-from tests.helpers.sites import SimulatedSite, forever, until, virtual
+from tests.helpers.nodes import LAB, PARENT, announcing, layout_of, living, parent_of
+from tests.helpers.sites import SimulatedSite, until, virtual
 
-EXPERIMENT = Announcement("{}", "[]", "split-1")
 PATIENCE_S: Final = 60
 NEXT: Final = ("9.1", serialization.VERSION + 1)  # a release and its version of the protocol
-NO_TORCH: Final = Finding("PyTorch", True, False, "not installed")
 
 
 class Staying:
@@ -73,10 +66,12 @@ class Staying:
         await asyncio.wait((self.task,))
 
 
-def announcing(site: SimulatedSite, run: str) -> ParentEndpoint:
-    parent = parent_of(site, ["device-0"], layout=layout_of(4000), run=run)
-    parent.announce(EXPERIMENT)
-    return parent
+async def taking_part(site: SimulatedSite) -> tuple[Staying, ParentEndpoint]:
+    """Return a node that takes part in run-1, and its parent."""
+    node, parent = Staying(site), announcing(site, run="run-1")
+    living(site, parent)
+    await until(lambda: node.runs == ["run-1"])
+    return node, parent
 
 
 @pytest.mark.parametrize(
@@ -93,16 +88,13 @@ async def test_a_node_waits_for_the_next_run_however_the_last_one_ended(
     site: SimulatedSite, how: Exception | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "fedstrata")
-    node = Staying(site)
-    first = announcing(site, "run-1")
-    living(site, first)
-    await until(lambda: node.runs == ["run-1"])
+    node, first = await taking_part(site)
     node.ends.put_nowait(how)
     await asyncio.sleep(100)
     assert node.runs == ["run-1"], "its parent still answers, but this node has left the run"
     site.kill(first)
     await asyncio.sleep(100)
-    living(site, announcing(site, "run-2"))
+    living(site, announcing(site, run="run-2"))
     await until(lambda: node.runs == ["run-1", "run-2"])
     await node.cancel()
     end = "device-0: run run-1 finished" if how is None else f"device-0 leaves run run-1: {how}"
@@ -117,14 +109,11 @@ async def test_a_node_waits_for_the_next_run_however_the_last_one_ended(
 
 @virtual
 async def test_a_node_returns_to_a_run_whose_parent_has_restarted(site: SimulatedSite) -> None:
-    node = Staying(site)
-    first = announcing(site, "run-1")
-    living(site, first)
-    await until(lambda: node.runs == ["run-1"])
+    node, first = await taking_part(site)
     site.kill(first)
     node.ends.put_nowait(RunFailed("its state was lost"))
     await asyncio.sleep(20)
-    again = announcing(site, "run-1")
+    again = announcing(site, run="run-1")
     begun = again.now()
     living(site, again)
     await until(lambda: node.runs == ["run-1", "run-1"])
@@ -134,9 +123,7 @@ async def test_a_node_returns_to_a_run_whose_parent_has_restarted(site: Simulate
 
 @virtual
 async def test_a_node_returns_to_a_run_whose_parent_was_out_of_reach(site: SimulatedSite) -> None:
-    node = Staying(site)
-    living(site, announcing(site, "run-1"))
-    await until(lambda: node.runs == ["run-1"])
+    node, _ = await taking_part(site)
     node.ends.put_nowait(OutOfReach("the cloud was not there"))
     await until(lambda: node.runs == ["run-1", "run-1"])
     node.ends.put_nowait(None)
@@ -147,16 +134,13 @@ async def test_a_node_returns_to_a_run_whose_parent_was_out_of_reach(site: Simul
 
 @virtual
 async def test_a_node_that_waits_outlasts_a_broker_that_is_away(site: SimulatedSite) -> None:
-    node = Staying(site)
-    first = announcing(site, "run-1")
-    living(site, first)
-    await until(lambda: node.runs == ["run-1"])
+    node, first = await taking_part(site)
     site.kill(first)
     node.ends.put_nowait(None)
     site.link("device-0").change(cut=True)
     await asyncio.sleep(1000)
     site.link("device-0").change(cut=False)
-    living(site, announcing(site, "run-2"))
+    living(site, announcing(site, run="run-2"))
     await until(lambda: node.runs == ["run-1", "run-2"])
     await node.cancel()
 
@@ -166,164 +150,10 @@ async def test_a_node_that_waits_outlasts_a_broker_that_is_away(site: SimulatedS
 async def test_what_ends_a_node(site: SimulatedSite, error: Exception, usable: bool) -> None:
     node = Staying(site)
     node.usable = usable
-    living(site, announcing(site, "run-1"))
+    living(site, announcing(site, run="run-1"))
     node.ends.put_nowait(error)
     with pytest.raises(type(error)):
         await node.task
-
-
-async def roll(site: SimulatedSite, expected: Sequence[str] = ()) -> list[Answer]:
-    def build(world: World) -> asyncio.Task[list[Answer]]:
-        asked = call_rolls(
-            [site.address], lab=LAB, name="operator", wait_s=2.0, connect_timeout_s=30.0, expected=expected, world=world
-        )
-        return asyncio.create_task(asked)
-
-    return await site.make("laptop", build)
-
-
-class Listed:
-    """A node that does nothing but keep its entry in the roll."""
-
-    def __init__(self, site: SimulatedSite, name: str) -> None:
-        self.entry, self.task = site.make(name, lambda world: self._build(site, name, world))
-
-    @staticmethod
-    def _build(site: SimulatedSite, name: str, world: World) -> tuple[RollEntry, asyncio.Task[None]]:
-        host = Host(site.address, 30.0, Metrics(), lab=LAB, kit="c0ffee", world=world)
-        found = Resources("2 x cpu", "mnist", (NO_TORCH,))
-        entry = RollEntry(host, name, role="device", parent=PARENT, resources=lambda: found)
-
-        async def keep() -> None:
-            async with entry.kept():
-                await forever()
-
-        return entry, asyncio.create_task(keep())
-
-
-def of_the_next_release(message: Message, *more: object, session: str) -> bytes:
-    """Return a message of the roll as the next version of the protocol may have it: with other fields at its end."""
-    fields = [getattr(message, name) for name in type(message).__match_args__]
-    shared, _ = serialization.SHARED[type(message)]
-    code = serialization.KINDS.index(type(message))
-    packed = msgpack.packb([serialization.VERSION + 1, session, code, *fields[:shared], *more])
-    return xxh3_64_digest(packed) + packed
-
-
-@virtual
-async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite) -> None:
-    node, nexts = Listed(site, "device-0"), list[Routed]()
-
-    def answer(message: Routed) -> None:
-        topic = topics.parse(message.topic)
-        if isinstance(topic, topics.RollTopic) and topic.asker == "operator":
-            (_, asked), where = serialization.decode(message.body), topics.here(LAB, topic.asker, "device-1")
-            assert isinstance(asked, RollCall)
-            here = Here(asked.nonce, "device", PARENT, "run-9", "9.1", "h", "", "", "", 0.0, ())
-            site.inject(where, of_the_next_release(here, ["b"] * 3, 1.5, None, session="s1"))
-        elif isinstance(topic, topics.HereTopic) and topic.asker == "next":
-            nexts.append(message)
-
-    site.network.hooks.append(answer)
-    await asyncio.sleep(1)
-    old, new = sorted(await roll(site), key=lambda each: each.node)
-    assert (old.node, old.other_release) == ("device-0", "")
-    assert (new.node, new.here.role, new.here.parent, new.here.run) == ("device-1", "device", PARENT, "run-9")
-    ours = f"{version('fedstrata')} (protocol {serialization.VERSION})"
-    theirs = f"9.1 (protocol {serialization.VERSION + 1})"
-    assert new.other_release == f"it is of release {theirs}, this is {ours}: install one release everywhere"
-    assert faults([old, new], None)["device-1"] == [new.other_release]
-    site.inject(topics.roll(LAB, "next"), of_the_next_release(RollCall("nonce"), 7, session="s2"))
-    await until(lambda: nexts)
-    _, found = serialization.decode(nexts[0].body)
-    assert isinstance(found, Here) and (found.nonce, found.role) == ("nonce", "device")
-    node.task.cancel()
-
-
-def test_nodes_of_another_release_are_left_out_of_the_lab_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    def answer(node: str, role: str, parent: str, protocol: int = serialization.VERSION) -> Answer:
-        return Answer(node, Here("n", role, parent, "", "9.1", "h", "", "", "", 0.0, ()), 0.0, protocol)
-
-    found = [answer("device-0", "device", CLOUD), answer("device-1", "device", CLOUD, NEXT[1])]
-    others = {each.node: each.other_release for each in found if each.other_release}
-    assert roles._topology(found, others) == {"institutions": 0, "devices": ["device-0"]}
-    assert f"device-1 is left out: it is of release 9.1 (protocol {NEXT[1]})" in capsys.readouterr().err
-    with pytest.raises(InvalidExperiment, match=r"no device is there that could take part\. Fix the 1 nodes"):
-        roles._topology(found[1:], others)
-    assert f"device-1 is left out: it is of release 9.1 (protocol {NEXT[1]})" in capsys.readouterr().err
-
-
-def test_an_experiment_names_all_its_nodes_that_cannot_take_part(capsys: pytest.CaptureFixture[str]) -> None:
-    lab = parse({"topology": {"institutions": 1, "devices": 4}})
-    roles._check_fit(lab, {"stranger": "x"})
-    old = {f"device-{i}": f"it is of release 0.{i}" for i in range(4)}
-    problem = r"nodes = 'device-0, device-1 and 2 others': 4 of the experiment's nodes cannot take part, as above"
-    with pytest.raises(InvalidExperiment, match=problem):
-        roles._check_fit(lab, old)
-    lines = capsys.readouterr().err
-    assert all(f"{node} cannot take part: {reason}" in lines for node, reason in old.items())
-
-
-@virtual
-async def test_a_node_that_answers_the_roll_all_the_time_hides_nobody(site: SimulatedSite) -> None:
-    """As many sessions as it likes, and messages that no node sends."""
-    sent: list[str] = []
-
-    def answer(message: Routed) -> None:
-        topic = topics.parse(message.topic)
-        if isinstance(topic, topics.RollTopic):
-            (_, asked), where = serialization.decode(message.body), topics.here(LAB, topic.asker, "device-6")
-            assert isinstance(asked, RollCall)
-            here = Here(asked.nonce, "device", PARENT, "", "1", "h", "x" * 2000, "", "", 0.0, ())
-            for _ in range(50):
-                sent.append(f"s{len(sent)}")
-                site.inject(where, serialization.encode(here, sent[-1]))
-            site.inject(where, bytes(30_000_000))
-
-    site.network.hooks.append(answer)
-    Listed(site, "device-0")
-    await asyncio.sleep(1)
-    found = await roll(site)
-    assert [each.node for each in found] == ["device-0", *["device-6"] * SESSIONS_KEPT] and len(sent) == 200
-    assert {len(each.here.hardware) for each in found if each.node == "device-6"} == {1000}
-
-
-@virtual
-async def test_the_roll_has_who_answers_and_what_they_do(site: SimulatedSite) -> None:
-    assert await roll(site) == []
-    first, second = Listed(site, "device-0"), Listed(site, "device-1")
-    await asyncio.sleep(1)
-    first.entry.run = "run-7"
-    found = await roll(site)
-    assert [each.node for each in found] == ["device-0", "device-1"]
-    assert [(each.here.role, each.here.parent, each.here.run) for each in found] == [
-        ("device", PARENT, "run-7"),
-        ("device", PARENT, ""),
-    ]
-    has = ("2 x cpu", "mnist", "c0ffee", (NO_TORCH,), version("fedstrata"))
-    assert all((h.hardware, h.data, h.kit, h.findings, h.release) == has for h in (each.here for each in found))
-    assert all(abs(each.ahead_s) < 5 for each in found)
-    began = asyncio.get_running_loop().time()
-    assert len(await roll(site, expected=["device-0", "device-1"])) == 2
-    assert asyncio.get_running_loop().time() < began + 0.5, "all that are expected have answered"
-    of_the_same_name = Listed(site, "device-1")
-    await asyncio.sleep(1)
-    assert [each.node for each in await roll(site)] == ["device-0", "device-1", "device-1"]
-    for each in (first, second, of_the_same_name):
-        each.task.cancel()
-
-
-@virtual
-async def test_a_flood_of_roll_calls_has_ten_answers_a_second(site: SimulatedSite) -> None:
-    node = Listed(site, "device-0")
-    await asyncio.sleep(1)
-    site.routed.clear()
-    for number in range(200):
-        site.inject(topics.roll(LAB, f"stranger-{number}"), serialization.encode(RollCall("nonce"), "stranger"))
-        site.inject(topics.roll(LAB, "stranger"), b"\x00")
-        await asyncio.sleep(0.01)
-    assert 18 <= sum("/here/" in routed.topic for routed in site.routed) <= 21
-    node.task.cancel()
 
 
 def claiming(
@@ -344,11 +174,9 @@ def claiming(
     return site.make(name, build)
 
 
-def cloud_of(site: SimulatedSite, run: str, *, announced: bool) -> ParentEndpoint:
-    cloud = parent_of(site, ["institution-0"], layout=layout_of(4000), name=CLOUD, run=run)
-    if announced:
-        cloud.announce(EXPERIMENT)
-    return cloud
+def cloud_of(site: SimulatedSite, run: str, *, announced: bool = True) -> ParentEndpoint:
+    make = announcing if announced else partial(parent_of, layout=layout_of(4000))
+    return make(site, children=["institution-0"], name=CLOUD, run=run)
 
 
 @virtual
@@ -370,7 +198,7 @@ async def test_a_lab_with_a_run_is_refused_and_its_run_is_named(site: SimulatedS
 @virtual
 async def test_a_queued_cloud_gets_the_lab_when_the_run_is_over(site: SimulatedSite) -> None:
     reported: list[str] = []
-    cloud = cloud_of(site, "run-1", announced=True)
+    cloud = cloud_of(site, "run-1")
     living(site, cloud)
     queued = claiming(site, "cloud-b", queue=True, reported=reported)
     await asyncio.sleep(500)
@@ -397,7 +225,7 @@ async def test_of_clouds_that_ask_at_once_one_gets_the_lab_and_the_queue_keeps_i
 @virtual
 async def test_a_cloud_that_has_the_lab_keeps_it_until_its_run_begins(site: SimulatedSite) -> None:
     """It calls the roll, and loads what it evaluates with: longer than a queued cloud waits for a reply."""
-    running, reported = cloud_of(site, "run-1", announced=True), (list[str](), list[str]())
+    running, reported = cloud_of(site, "run-1"), (list[str](), list[str]())
     living(site, running)
     first = claiming(site, "cloud-a", queue=True, reported=reported[0], holds_s=600.0)
     await asyncio.sleep(0.1)
@@ -426,7 +254,7 @@ async def test_a_cloud_that_has_the_lab_keeps_it_until_its_run_begins(site: Simu
 @virtual
 async def test_each_of_several_clouds_that_ask_is_answered(site: SimulatedSite, after_s: float) -> None:
     """They have one name: the question of one must not take the place of another one's."""
-    living(site, cloud_of(site, "run-1", announced=True))
+    living(site, cloud_of(site, "run-1"))
     clouds = []
     for number in range(3):
         clouds.append(claiming(site, f"cloud-{number}", queue=True))

@@ -24,7 +24,7 @@ from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
 from common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row, Section
-from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
+from common.protocol.messages import Announcement, Ask, Message, NodeState, Phase, Result, Task
 from common.protocol.presence import Identity, Proof
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
@@ -40,6 +40,7 @@ LAB: Final = "lab"
 RUN: Final = "run-1"
 PARENT: Final = "institution-0"
 FINE: Final = TransferSettings(chunk_bytes=32_768)
+EXPERIMENT: Final = Announcement("{}", "[]", "split-1")
 
 Facts = tuple[str, dict[str, object]]
 
@@ -108,6 +109,15 @@ def parent_of(
     parent = site.make(name, build)
     parent.set_layouts(LinkLayouts.plain(layout))
     parent.set_state(NodeState.READY)
+    return parent
+
+
+def announcing(
+    site: Site, *, name: str = PARENT, children: Sequence[str] = ("device-0",), run: str = RUN
+) -> ParentEndpoint:
+    """Return a parent that has announced its experiment."""
+    parent = parent_of(site, children, layout=layout_of(4000), name=name, run=run)
+    parent.announce(EXPERIMENT)
     return parent
 
 
