@@ -18,7 +18,7 @@ from common.protocol import serialization, topics
 from common.protocol.admission import SEEKERS_MOST, Refusal
 from common.protocol.messages import Alive, Message, NodeState, Presence, WhoIsThere
 from common.runtime import discovery
-from common.runtime.discovery import Found, Moved, check_carried, discover
+from common.runtime.discovery import Found, check_carried, discover
 from common.runtime.world import REAL, Host, World
 from deploy.brokers.broker import start
 from tests.helpers.nodes import (
@@ -172,55 +172,6 @@ async def test_a_node_of_another_release_is_named_with_both_versions_by_either_s
     found.cancel()
     await asyncio.wait((found,))
     assert caplog.messages == [f"device-0: institution-9 is of another release: {versions}"]
-
-
-# In a run
-
-
-@virtual
-async def test_a_child_follows_a_parent_that_went_on_to_another_run(site: SimulatedSite) -> None:
-    child = child_of(site, "device-0")
-    serving_child = serving(site, child, layout_of(4000), 0)
-    first = announcing(site)
-    async with together(living(site, first)):
-        await introduced(child)
-        site.kill(first)
-    second = announcing(site, run="run-2")
-    async with together(living(site, second)):
-        with pytest.raises(Moved) as moved:
-            await serving_child
-        assert moved.value.found == Found("run-2", second.identity.session, EXPERIMENT)
-
-
-@virtual
-async def test_a_child_stays_in_its_run_though_another_process_of_the_parents_name_answers_elsewhere(
-    site: SimulatedSite,
-) -> None:
-    """While its own parent lives, an answer from another run moves nobody."""
-    child = child_of(site, "device-0")
-    parent = announcing(site)
-    async with together(living(site, parent), serving(site, child, layout_of(4000), 0)):
-        await introduced(child)
-        alive = Alive(child.session.link.proofs.nonce, Presence(NodeState.READY, "institution"), EXPERIMENT)
-        site.inject(topics.inbox(LAB, "run-2", "device-0", PARENT), serialization.encode(alive, "stranger"))
-        await asyncio.sleep(60)
-
-
-@virtual
-async def test_a_child_of_a_run_that_ended_while_it_was_away_ends_with_it(site: SimulatedSite) -> None:
-    """The parent's last state stays on the broker for those that were away; FINISHED needs no proof of life."""
-    parent = announcing(site)
-    child = child_of(site, "device-0")
-    serving_child = serving(site, child, layout_of(4000), 0)
-
-    async def until_the_child_is_away() -> None:
-        await introduced(child)
-        site.link("device-0").change(cut=True)
-        await until(lambda: parent.session.coordinator.states()["device-0"] == "lost")
-
-    await living(site, parent, work=until_the_child_is_away())
-    site.link("device-0").change(cut=False)
-    await serving_child
 
 
 # Another process of the name

@@ -9,10 +9,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -34,8 +35,10 @@ from common.protocol.messages import Message, NodeState, Phase, Presence, Progre
 from common.storage.spool import Spool
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
+from deploy.local.namespaces import VethPair, joined
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import PATIENCE_S, folder_in, null_model, table, tensors
+from tests.helpers.netns import in_namespaces
 from tests.helpers.records import a_global_round
 from tests.helpers.roles import SMALL, Role, lab_of, task, until
 
@@ -54,25 +57,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
         yield one
 
 
-@pytest.fixture(scope="module")
-def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("experiment") / "faults.toml"
-    path.write_text(to_toml(parse(SMALL)))
+def written(folder: Path, tree: Mapping[str, Any]) -> Path:
+    """Write an experiment's file."""
+    path = folder / "experiment.toml"
+    path.write_text(to_toml(parse(tree)))
     return path
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> str:
-    """Return the digest of the final model of a run that nothing happened to."""
-    return null_model(parse(SMALL))
 
 
 @pytest.fixture(scope="module")
 def branch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the experiment of one institution and two devices, for labs that are started again and again."""
-    path = tmp_path_factory.mktemp("experiment") / "branch.toml"
-    path.write_text(to_toml(parse(BRANCH)))
-    return path
+    return written(tmp_path_factory.mktemp("experiment"), BRANCH)
 
 
 class Lab:
@@ -131,6 +126,15 @@ class Overheard:
             start = len(self._received)
             assert self._changed.wait_for(lambda: any(what(*one) for one in self._received[start:]), PATIENCE_S)
 
+    def states(self) -> dict[str, NodeState]:
+        """Return the last state of each node; of one that the broker has kept, at once."""
+        with self._changed:
+            return {
+                topic.node: said.state
+                for topic, said in self._received
+                if isinstance(topic, topics.StateTopic) and isinstance(said, Presence)
+            }
+
     def _on_message(self, _client: object, _data: object, message: mqtt.MQTTMessage) -> None:
         try:
             said = topics.parse(message.topic), serialization.decode(message.payload)[1]
@@ -184,12 +188,10 @@ def assert_bytes_of_one_run(folder: Path, *, lives: int, links: int = 2 + 4) -> 
             assert 0 <= int(row[column]) < lives * 1.2 * size * 8, column
 
 
-def test_every_role_killed_once_and_started_again_gives_the_same_model(
-    experiment: Path, undisturbed: str, served: BrokerProcess, tmp_path: Path
-) -> None:
+def test_every_role_killed_once_and_started_again_gives_the_same_model(served: BrokerProcess, tmp_path: Path) -> None:
     with ExitStack() as stack:
         overheard = stack.enter_context(overhearing(served))
-        lab = Lab(experiment, served, tmp_path, stack)
+        lab = Lab(written(tmp_path, SMALL), served, tmp_path, stack)
         cloud = lab.cloud()
         one, two = lab.institution("institution-0"), lab.institution("institution-1")
         some, others = lab.devices(0, 2), lab.devices(1, 3)
@@ -212,7 +214,7 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
         for role in (cloud, one, two, some, others):
             role.ends(0)
         assert folder_in(cloud.output()) == folder
-        assert model_digest(folder.parent) == undisturbed
+        assert model_digest(folder.parent) == null_model(parse(SMALL))
         assert [row["global_round"] for row in table(folder / "rounds.csv")] == ["1", "2", "3"]
         assert all(0.5 <= float(row["accuracy"]) <= 1 for row in table(folder / "rounds.csv"))
         assert_bytes_of_one_run(folder, lives=3)
@@ -229,18 +231,16 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
 ) -> None:
     from deploy.local.direct import run_in_process  # torch
 
-    experiment = parse({
+    tree = {
         "name": rule, "rounds": 4, "topology": {"institutions": 0, "devices": 8}, "model": {"name": "mlp_digits"},
         "data": {"partition": "dirichlet"}, "training": {"epochs": 40},
         "cloud": {"participation": 1.0 if killed else 0.5, "aggregation": {"name": rule}},
-    })  # fmt: skip
-    path = tmp_path / "two.toml"
-    path.write_text(to_toml(experiment))
-    direct = RunFolder.create(tmp_path / "direct", experiment, direct=True)
+    }  # fmt: skip
+    direct = RunFolder.create(tmp_path / "direct", parse(tree), direct=True)
     run_in_process(direct, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     with ExitStack() as stack:
         overheard = stack.enter_context(overhearing(served))
-        lab = Lab(path, served, tmp_path, stack, null=False)
+        lab = Lab(written(tmp_path, tree), served, tmp_path, stack, null=False)
         cloud = lab.cloud()
         groups = [["device-3"], ["device-0", "device-5"], [f"device-{i}" for i in (1, 2, 4, 6, 7)]]
         words = [[word for name in group for word in ("--name", name)] for group in groups]
@@ -274,8 +274,7 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
 def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_run(
     served: BrokerProcess, tmp_path: Path
 ) -> None:
-    short = tmp_path / "short.toml"
-    short.write_text(to_toml(parse(BRANCH | {"rounds": 1, "training": {"epochs": 1}})))
+    short = written(tmp_path, BRANCH | {"rounds": 1, "training": {"epochs": 1}})
     with ExitStack() as stack:
         overheard = stack.enter_context(overhearing(served))
         lab = Lab(short, served, tmp_path, stack)
@@ -292,6 +291,67 @@ def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_
         assert line.startswith("fedstrata: device-0: device-0 is already alive on broker")
         (row,) = table(folder_in(cloud.output()) / "rounds.csv")
         assert not row["missing"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_persistent_broker_that_loses_power_with_its_lab_holds_up_no_later_one(branch: Path, tmp_path: Path) -> None:
+    """All are killed at once; the broker comes back with the dead run's READY, and children before their cloud."""
+    if broker.choose() != "mosquitto":
+        pytest.skip("the store is mosquitto's")
+    (store := tmp_path / "store").mkdir()
+    settings = {
+        "persistence": "true", "persistence_location": f"{store}/",
+        "autosave_interval": 1, "autosave_on_changes": "true",
+    }  # fmt: skip
+    with ExitStack() as stack:
+        served = stack.enter_context(broker.start(directory=tmp_path, settings=settings))
+        first = Lab(written(tmp_path, BRANCH | {"rounds": 100_000}), served, tmp_path, stack)
+        roles = [first.cloud(), first.institution("institution-0"), first.devices(0, 1)]
+        with overhearing(served) as overheard:
+            until(lambda: [*overheard.states().values()].count(NodeState.READY) == 4, "the run")
+        time.sleep(0.5)
+        for process in (served.process, *(role.process for role in roles)):
+            process.kill()
+        served.process.wait()
+        again = stack.enter_context(broker.start(directory=tmp_path, port=served.port, settings=settings))
+        with overhearing(again) as overheard:
+            until(lambda: "cloud" in overheard.states(), "what the broker kept")
+            assert overheard.states()["cloud"] is NodeState.READY
+        (home := tmp_path / "second").mkdir()
+        second = Lab(branch, again, home, stack)
+        children = [second.institution("institution-0"), second.devices(0, 1)]
+        time.sleep(3.0)
+        for role in (second.cloud(), *children):
+            role.ends(0)
+        assert model_digest(second.runs) == null_model(parse(BRANCH))
+
+
+@pytest.mark.slow
+@in_namespaces
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_device_whose_large_packets_vanish_costs_a_quorum_its_deadlines(tmp_path: Path) -> None:
+    """Its uplink drops frames of more than 1,000 bytes: it reports and offers, but none of its chunks comes."""
+    quorum = {"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 1.0}}
+    transfer = {"inline_bytes": 0, "keepalive_s": 5}
+    lab_of_two = {"rounds": 3, "topology": BRANCH["topology"], "links": {"check": "off"}}
+    experiment = written(tmp_path, lab_of_two | {"institution": quorum, "transfer": transfer})
+    wire = VethPair(0, "device-0", "above", "below", up_mbit=50.0, down_mbit=50.0)
+    with ExitStack() as stack:
+        spaces = stack.enter_context(joined(("above", "below"), (wire,)))
+        spaces["below"].batch("tc", ["qdisc replace dev up0 root handle 1: tbf rate 50mbit burst 1000 limit 100000"])
+        with spaces["above"].entered():
+            served = stack.enter_context(broker.start(directory=tmp_path, host="0.0.0.0"))
+            lab = Lab(experiment, served, tmp_path, stack)
+            lab.address = f"{wire.parent_address}:{served.port}"
+            roles = [lab.cloud(), lab.institution("institution-0"), lab.devices(1)]
+        with spaces["below"].entered():
+            roles.append(lab.devices(0))
+        for role in roles:
+            role.ends(0)
+    (path,) = lab.runs.glob("*/devices.csv")
+    did = [(row["node"].rpartition("/")[2], row["local_rounds"]) for row in table(path)]
+    assert sorted(did) == [("device-0", "0")] * 3 + [("device-1", "1")] * 3
 
 
 def happened(role: Role, event: str) -> bool:

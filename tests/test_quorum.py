@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import pytest
 
 from common.errors import NoProgress, RunFailed
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
-from common.protocol.messages import Acknowledgement, Message, NodeState
-from common.runtime.child_endpoint import ChildEndpoint
 from tests.helpers.nodes import (
-    FINE,
     Facts,
     assert_models,
     child_of,
@@ -262,35 +258,6 @@ async def test_a_child_without_progress_is_given_up(site: SimulatedSite) -> None
 
 
 @virtual
-async def test_a_parent_that_comes_back_gets_at_once_what_is_offered(site: SimulatedSite) -> None:
-    layout = layout_of(4000)
-    parent = parent_of(site, ["device-0"], layout=layout)
-    child = child_of(site, "device-0")
-    send = parent.session.link.outbox.send
-
-    def swallow(peer: str, message: Message, now: float) -> float:
-        return now if isinstance(message, Acknowledgement) else send(peer, message, now)
-
-    parent.session.link.outbox.send = swallow  # type: ignore[method-assign]
-    async with together(living(site, parent), serving(site, child, layout, 0)):
-        await play(parent, drawn(layout, 1))
-        await asyncio.sleep(20)  # nobody acknowledges: it is offered again, less and less often
-        due = child.session.participant.next_deadline()
-        assert due is not None and due > child.now() + 1
-        reconnects = parent.connection.reconnects
-        results = _received(child)
-        site.break_connection(parent)
-        await until(lambda: parent.connection.reconnects > reconnects and parent.connection.up)
-        back = parent.now()
-        await until(lambda: _received(child) > results)
-        assert parent.now() - back < 0.5
-
-
-def _received(child: ChildEndpoint) -> int:
-    return child.session.link.counters.traffic(child.session.parent).sent_control_message
-
-
-@virtual
 async def test_the_goodbye_waits_for_a_slow_link(site: SimulatedSite) -> None:
     """A farewell that still waits for its link when a node ends would be lost, and its counts with it."""
     layout = layout_of(4000)
@@ -300,24 +267,3 @@ async def test_the_goodbye_waits_for_a_slow_link(site: SimulatedSite) -> None:
     async with together(living(site, parent)):
         await living(site, child, work=child.farewell((), timeout_s=30))
         assert "device-0" in parent.session.farewells
-
-
-@virtual
-async def test_a_goodbye_that_the_broker_loses_is_sent_again(site: SimulatedSite) -> None:
-    layout = layout_of(4000)
-    parent = parent_of(site, ["device-0"], layout=layout, transfer=FINE)
-    child = child_of(site, "device-0")
-    lost: list[Any] = []
-
-    def lossy(message: Any) -> bool:
-        if "/inbox/" in message.topic and len(lost) < 4:
-            lost.append(message)
-            return False
-        return True
-
-    site.network.filters.append(lossy)
-    async with together(living(site, parent)):
-        begun = child.now()
-        await living(site, child, work=child.farewell((), timeout_s=30))
-        assert child.session.goodbye_answered and child.now() - begun < 10
-        await until(lambda: parent.session.coordinator.states()["device-0"] != str(NodeState.READY))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,14 +21,12 @@ from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.protocol.messages import Announcement, NodeState
 from common.protocol.presence import Identity
-from common.runtime import discovery
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import Host, new_session
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
 from deploy.brokers.guard import Guard
-from device.training.trainer import Trainer
 from institution.agent import InstitutionAgent
 from tests.helpers.commands import PATIENCE_S
 from tests.helpers.nodes import nothing
@@ -133,54 +130,6 @@ async def test_an_institution_that_the_experiment_does_not_know_ends_with_4(addr
         async with announcing(address, "cloud", parse(SMALL), children=["institution-0"]):
             await agent.run()
     assert reported.value.exit_code == 4
-
-
-@in_real_time
-async def test_a_device_that_waits_in_vain_names_for_whom_and_who_is_there(
-    address: BrokerAddress, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(discovery, "COMPLAIN_S", 0.2)
-    there = announcing(address, "institution-0", parse(SMALL), children=["device-0"])
-    with caplog.at_level(logging.WARNING):
-        async with there:
-            waiting = asyncio.create_task(device(address, "device-0", "instituion-0"))
-            await true(lambda: caplog.messages)
-            waiting.cancel()
-            await asyncio.wait((waiting,))
-    (said,) = caplog.messages
-    for word in ("instituion-0", str(address), "institution-0"):
-        assert word in said
-
-
-@pytest.mark.parametrize("closing", [Closing(), Closing(rule="quorum", quorum=1, deadline_s=600.0)])
-@in_real_time
-async def test_a_device_without_its_data_ends_alone_and_the_lab_waits_and_names_it(
-    closing: Closing, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remedy = InvalidExperiment("data.root", "/no/where", "no MNIST there", "Fetch it.")
-
-    def prepare(_trainer: Trainer) -> None:
-        raise remedy
-
-    monkeypatch.setattr(Trainer, "prepare", prepare)
-    institution = InstitutionAgent("institution-0", Host(address, 10.0, Metrics()), child_broker=address)
-    names = ("device-0", "device-1")
-    experiment = parse(SMALL | {"topology": {"institutions": 1, "devices": 2}})
-    waits_for = [""]
-    async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
-        others = [
-            asyncio.create_task(institution.run()),
-            asyncio.create_task(cloud.gather(closing, waiting=waits_for.append)),
-        ]
-        devices = [asyncio.create_task(device(address, name, "institution-0")) for name in names]
-        await asyncio.wait(devices)
-        assert [task.exception() for task in devices] == [remedy, remedy]
-        reasons = [f"{name} gave up: {remedy}" for name in names]
-        await true(lambda: waits_for[-1] == f"institution-0 waits for {'; '.join(reasons)}")
-        assert not any(task.done() for task in others)
-    for task in others:
-        task.cancel()
-    await asyncio.wait(others)
 
 
 @in_real_time
