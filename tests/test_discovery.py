@@ -15,7 +15,6 @@ from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol import serialization, topics
-from common.protocol.admission import SEEKERS_MOST, Refusal
 from common.protocol.messages import Alive, Message, NodeState, Presence, WhoIsThere
 from common.runtime import discovery
 from common.runtime.discovery import Found, check_carried, discover
@@ -27,12 +26,9 @@ from tests.helpers.nodes import (
     PARENT,
     RUN,
     announcing,
-    child_of,
-    introduced,
     layout_of,
     living,
     parent_of,
-    serving,
     together,
 )
 from tests.helpers.sites import SimulatedSite, until, virtual
@@ -116,28 +112,6 @@ async def test_a_child_that_finds_no_parent_warns_and_names_the_others(
         await asyncio.wait((found,))
     line = f"device-0 waits for institution-o of lab lab on broker broker:1883. Other parents: {PARENT}."
     assert caplog.messages == [line, line]  # after 10 s and 30 s
-
-
-@virtual
-async def test_unknown_seekers_are_answered_and_bounded(site: SimulatedSite) -> None:
-    parent = announcing(site)
-    child = child_of(site, "device-0")
-    async with together(living(site, parent), serving(site, child, layout_of(4000), 0)):
-        await introduced(child)
-        site.routed.clear()
-        for number in range(2 * SEEKERS_MOST):
-            question = serialization.encode(WhoIsThere(f"nonce-{number}"), "stranger")
-            site.inject(topics.seek(LAB, PARENT, f"stranger-{number}"), question)
-        await asyncio.sleep(5)
-        answers = [routed for routed in site.routed if "/inbox/" in routed.topic and "stranger" in routed.topic]
-        assert len(answers) == SEEKERS_MOST
-        assert parent.session.link.refusals.of(Refusal.FLOOD) == SEEKERS_MOST
-        site.routed.clear()
-        for _ in range(100):  # one that asks without end gets five answers a second
-            site.inject(topics.seek(LAB, PARENT, "stranger"), question)
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(1)
-        assert 5 <= sum("/inbox/" in routed.topic for routed in site.routed) <= 7
 
 
 def of_release(version: int, message: Message) -> bytes:

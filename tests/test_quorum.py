@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from common.errors import NoProgress, RunFailed
+from common.errors import RunFailed
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Closing
 from tests.helpers.nodes import (
@@ -25,47 +25,6 @@ from tests.helpers.nodes import (
 from tests.helpers.sites import SimulatedSite, until, virtual
 
 QUORUM_OF_ONE = Closing(rule="quorum", quorum=1, deadline_s=10.0)
-
-
-# Children that give up
-
-
-@virtual
-async def test_a_child_that_gives_up_ends_the_round_at_once_with_its_reason(site: SimulatedSite) -> None:
-    async def fail() -> None:
-        raise RunFailed("the disk is full")
-
-    layout = layout_of(4000)
-    names = ["device-0", "device-1"]
-    parent = parent_of(site, names, layout=layout)
-    async with together(living(site, parent), serving(site, child_of(site, "device-1"), layout, 1)):
-        failing = serving(site, child_of(site, "device-0"), layout, 0, fail)
-        begun = parent.now()
-        with pytest.raises(RunFailed, match="device-0 gave up: the disk is full"):
-            await play(parent, drawn(layout, 1))
-        assert parent.now() - begun < 5
-        await asyncio.wait((failing,))
-        assert isinstance(failing.exception(), RunFailed)
-
-
-@virtual
-async def test_a_child_that_gave_up_before_a_round_ends_it_at_once(site: SimulatedSite) -> None:
-    async def fail() -> None:
-        raise RunFailed("no data here")
-
-    layout = layout_of(4000)
-    names = ["device-0", "device-1"]
-    parent = parent_of(site, names, layout=layout)
-    failing = child_of(site, "device-0")
-    async with together(living(site, parent), serving(site, child_of(site, "device-1"), layout, 1)):
-        await until(lambda: parent.session.coordinator.states()["device-1"] == "ready")
-        with pytest.raises(RunFailed, match="no data here"):
-            await living(site, failing, work=fail())
-        await until(lambda: parent.session.coordinator.states()["device-0"] == "failed")
-        begun = parent.now()
-        with pytest.raises(RunFailed, match="device-0 gave up: no data here"):
-            await play(parent, drawn(layout, 1))
-        assert parent.now() == begun
 
 
 # Before the run begins
@@ -118,44 +77,6 @@ async def test_an_absent_child_is_waited_for_however_long_it_takes(site: Simulat
 
 
 @virtual
-async def test_a_child_that_prepares_is_waited_for_while_it_moves(site: SimulatedSite) -> None:
-    """And named where it does not; with one that waits for its own children, so are those."""
-    idle = TransferSettings(idle_s=20.0)
-    parent = parent_of(site, ["device-0"], layout=layout_of(4000), transfer=idle)
-    child = child_of(site, "device-0", transfer=idle, ready=False)
-    waited_for: list[str] = []
-    async with together(living(site, parent), living(site, child)):
-        gathering = asyncio.create_task(parent.gather(Closing(), waiting=waited_for.append))
-        for done in range(20):
-            child.preparing(done)
-            await asyncio.sleep(5)
-        assert not gathering.done() and waited_for[-1] == "device-0 prepares"
-        for _ in range(5):  # as an institution does, again and again
-            child.preparing(20, waits_for="device-7 has not joined yet")
-            child.session._prepare_at = child.now()
-            child.wake()
-            await asyncio.sleep(10)
-        assert not gathering.done() and waited_for[-1] == "device-0 waits for device-7 has not joined yet"
-        child.preparing(21)
-        with pytest.raises(NoProgress, match="cannot begin: device-0: no progress in preparing for 20 s"):
-            await gathering
-
-
-@virtual
-async def test_a_child_that_hangs_is_not_waited_for_where_the_others_are_enough(site: SimulatedSite) -> None:
-    idle = TransferSettings(idle_s=20.0)
-    parent = parent_of(site, ["device-0", "device-1"], layout=layout_of(4000), transfer=idle)
-    hanging = child_of(site, "device-0", transfer=idle, ready=False)
-    async with together(living(site, parent), living(site, hanging)):
-        gathering = asyncio.create_task(parent.gather(QUORUM_OF_ONE))
-        await asyncio.sleep(100)
-        assert not gathering.done()
-        async with together(living(site, child_of(site, "device-1", transfer=idle))):
-            await gathering
-        assert parent.session.readiness(parent.now()).hanging == {"device-0"}
-
-
-@virtual
 async def test_a_quorum_is_waited_for_before_the_clock_starts(site: SimulatedSite) -> None:
     parent = parent_of(site, ["device-0", "device-1"], layout=layout_of(4000))
     async with together(living(site, parent)):
@@ -177,6 +98,22 @@ async def test_with_a_quorum_there_the_others_have_until_the_deadline(site: Simu
 
 
 # In a round
+
+
+@virtual
+async def test_a_child_that_gives_up_ends_the_round_at_once_and_not_for_lack_of_progress(site: SimulatedSite) -> None:
+    async def fail() -> None:
+        raise RunFailed("the disk is full")
+
+    layout = layout_of(4000)
+    parent = parent_of(site, ["device-0", "device-1"], layout=layout)
+    async with together(living(site, parent), serving(site, child_of(site, "device-1"), layout, 1)):
+        failing, begun = serving(site, child_of(site, "device-0"), layout, 0, fail), parent.now()
+        with pytest.raises(RunFailed, match="device-0 gave up: the disk is full") as ended:
+            await play(parent, drawn(layout, 1))
+        assert type(ended.value) is RunFailed and parent.now() - begun < 5
+        await asyncio.wait((failing,))
+        assert isinstance(failing.exception(), RunFailed)
 
 
 @virtual
@@ -202,56 +139,6 @@ async def test_a_quorum_closes_by_its_deadline_and_late_results_are_answered(sit
         assert parent.session.coordinator.late == 1
         second = await play(parent, row, global_round=1, closing=Closing(rule="quorum", quorum=3, deadline_s=0.1))
         assert_models(second, row, layout=layout, places={"device-0": 0, "device-1": 1, "late": 2})
-
-
-@virtual
-async def test_a_child_known_to_be_lost_is_not_waited_for_once_the_quorum_is_there(site: SimulatedSite) -> None:
-    layout = layout_of(4000)
-    parent = parent_of(site, ["device-0", "device-1"], layout=layout)
-    lost = child_of(site, "device-1")
-    async with together(living(site, parent), serving(site, child_of(site, "device-0"), layout, 0)):
-        async with together(living(site, lost)):
-            await parent.gather(Closing())
-            site.kill(lost)
-        begun, row = parent.now(), drawn(layout, 1)
-        await until(lambda: parent.session.coordinator.states()["device-1"] == "lost")
-        played = await play(parent, row, closing=Closing(rule="quorum", quorum=1, deadline_s=500.0))
-        assert_models(played, row, layout=layout, places={"device-0": 0})
-        assert played.missing == ("device-1",) and parent.now() - begun < 60
-
-
-@virtual
-async def test_the_time_that_a_broker_was_away_is_nobodys_idleness(site: SimulatedSite) -> None:
-    """A child that makes no progress for 60 s before the broker goes and 60 s after it came is not idle for 120 s."""
-    layout, idle = layout_of(4000), TransferSettings(idle_s=100.0)
-    parent = parent_of(site, ["device-0"], layout=layout, transfer=idle)
-    child = child_of(site, "device-0", transfer=idle)
-
-    async def work_long() -> None:
-        await asyncio.sleep(200)
-
-    row = drawn(layout, 1)
-    async with together(living(site, parent), serving(site, child, layout, 0, work_long)):
-        playing = asyncio.create_task(play(parent, row))
-        await asyncio.sleep(60)
-        site.broker.kill()
-        await asyncio.sleep(60)
-        site.broker.start()
-        await asyncio.sleep(60)
-        assert not playing.done()
-        assert_models(await playing, row, layout=layout, places={"device-0": 0})
-
-
-@virtual
-async def test_a_child_without_progress_is_given_up(site: SimulatedSite) -> None:
-    layout, idle = layout_of(4000), TransferSettings(idle_s=100.0)
-    parent = parent_of(site, ["device-0"], layout=layout, transfer=idle)
-    child = child_of(site, "device-0", transfer=idle)
-    async with together(living(site, parent), serving(site, child, layout, 0, asyncio.Event().wait)):
-        begun = parent.now()
-        with pytest.raises(NoProgress, match=r"device-0 made no progress for 100 s \(its state is ready\)"):
-            await play(parent, drawn(layout, 1))
-        assert 100 <= parent.now() - begun < 105
 
 
 # The end
