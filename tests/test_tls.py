@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import ssl
-import subprocess
 import sys
 import time
 from base64 import b64encode
@@ -22,7 +21,6 @@ import pytest
 from cryptography import x509
 
 from common.errors import ConnectionFailed, InvalidExperiment
-from common.experiment.reading import load
 from common.host.processes import free_port, spawn, stop
 from common.metrics_server import SERVER_NAME
 from common.net.address import BrokerAddress
@@ -30,16 +28,13 @@ from common.net.bulk import Body
 from common.net.connection import BrokerConnection, Handlers
 from common.net.plain_client import reported_limits
 from common.net.tls import Tls, reason_of
-from common.protocol.messages import Target
-from common.runtime.exports import discovery
 from deploy.brokers import broker, nats
 from deploy.brokers.broker import BrokerProcess, Kind
 from deploy.brokers.guard import Guard
 from deploy.cli.serving import serve_metrics
 from deploy.console.login import Login, warn_of_end
 from deploy.kits.authority import CERTIFICATE_DAYS, RENEWED_DAYS, Authority, Issued
-from deploy.simulation.outcome import model_digest
-from tests.helpers.commands import DEMO, command, fedstrata, invoke, null_model, sets
+from tests.helpers.commands import invoke
 
 NOW = datetime.now(UTC)
 LONG_AGO = NOW - timedelta(days=1000)
@@ -140,18 +135,12 @@ def test_a_certificate_of_the_authority_connects_and_large_bodies_arrive(
 
 
 def test_a_certificate_of_the_future_names_the_clock_that_is_to_be_set(
-    home: Path, authority: Authority, ca: str, tmp_path: Path
+    authority: Authority, ca: str, tmp_path: Path
 ) -> None:
     soon = datetime.now(UTC) + timedelta(days=2)
     brokers = Tls(ca, *written(tmp_path, "b", authority.issue("broker", hosts=HERE, now=soon)))
-    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = brokers.server_context(clients=ssl.CERT_NONE).wrap_bio(to_server, to_client, server_side=True)
-    client = Tls(ca).client_context().wrap_bio(to_client, to_server, server_hostname=HERE[0])
-    for side in (client, server):
-        with suppress(ssl.SSLWantReadError):
-            side.do_handshake()
     with pytest.raises(ssl.SSLCertVerificationError) as refused:
-        client.do_handshake()
+        handshake(brokers.server_context(clients=ssl.CERT_NONE), Tls(ca).client_context(), host=HERE[0])
     assert "is not yet valid by this machine's clock. Set that" in reason_of(refused.value)
 
 
@@ -179,40 +168,6 @@ def test_what_is_refused_and_with_which_line(
         assert "\n" not in str(failure.value)
     with pytest.raises(ConnectionFailed, match="certificate is refused: Hostname mismatch"):
         connect(served.port, own, host="localhost")
-
-
-@pytest.mark.parametrize(
-    "kind", ["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)], indirect=True, scope="module"
-)
-def test_a_lab_of_nodes_with_certificates_has_the_model_of_one_without(
-    home: Path, authority: Authority, ca: str, served: BrokerProcess, tmp_path: Path
-) -> None:
-    for name in NODES:
-        written(tmp_path, name, authority.issue(name))
-    env = {
-        "FEDSTRATA_BROKER": f"localhost,127.0.0.1:{served.port}",  # nobody is at the first
-        "FEDSTRATA_TLS_CA": ca,
-        "FEDSTRATA_TLS_CERT": str(tmp_path / "{name}.crt"),
-        "FEDSTRATA_TLS_KEY": str(tmp_path / "{name}.key"),
-    }
-    words = [
-        ("institution", "--name", "institution-0"),
-        ("device", "--name", "device-0", "--name", "device-1", "--parent", "institution-0"),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in env.items():
-            patch.setenv(name, value)
-        roles = [subprocess.Popen(command(*each, null=True), stderr=subprocess.PIPE) for each in words]
-        pairs = ["topology.institutions=1", "topology.devices=2", "rounds=2"]
-        try:
-            done = fedstrata("cloud", DEMO, "--runs", tmp_path, "--format", "json", *sets(*pairs), null=True)
-            assert done.returncode == 0, done.stderr
-            assert [role.wait(30) for role in roles] == [0, 0]
-        finally:
-            for role in roles:
-                role.kill()
-                role.communicate()
-    assert model_digest(tmp_path) == null_model(load(DEMO, pairs))
 
 
 # Options
@@ -557,14 +512,6 @@ def test_metrics_beyond_this_machine_are_refused_without(capsys: pytest.CaptureF
         asyncio.run(serve(insecure=False))
     asyncio.run(serve(insecure=True))
     assert "as --insecure allows" in capsys.readouterr().err
-
-
-def test_targets_say_which_are_reached_by_tls() -> None:
-    found = discovery([Target("device-0", "https://10.0.0.1:9464")], load(DEMO).tree, cloud="127.0.0.1:9464", run="r")
-    assert [(each["targets"], each["labels"].get("__scheme__")) for each in found] == [
-        (["127.0.0.1:9464"], None),
-        (["10.0.0.1:9464"], "https"),
-    ]
 
 
 def test_a_broker_that_others_reach_needs_logins_and_tls(tmp_path: Path) -> None:
