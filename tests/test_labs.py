@@ -10,7 +10,6 @@ from typing import Any
 
 import aiomqtt
 import pytest
-from safetensors.numpy import load_file
 
 from cloud.agent import CloudAgent
 from cloud.results import RunFolder
@@ -24,31 +23,23 @@ from common.protocol.messages import Announcement, NodeState, Presence
 from common.protocol.serialization import encode
 from common.runtime.world import Host
 from deploy.brokers import broker
-from deploy.local.direct import run_in_process
 from deploy.simulation.hardware import (
-    Durations,
-    SimulatedEvaluator,
-    SimulatedHardware,
     SimulatedMember,
     SimulatedPool,
 )
+from deploy.simulation.outcome import model_digest
 from deploy.watching.follower import Follower
 from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs
 from device.agent import DeviceAgent
 from device.jobs import Prepared
 from institution.agent import InstitutionAgent
-from tests.helpers.commands import invoke
-from tests.helpers.real_workload import RealWorkload
-from tests.helpers.sites import in_real_time, real
+from tests.helpers.commands import invoke, null_model
+from tests.helpers.null_roles import evaluator, hardware
+from tests.helpers.sites import in_real_time
 
-LABS = {"north": 1, "south": 2}  # and the seed of each
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "rounds": 2,
-    "model": {"name": "mlp_digits"},
-    "transfer": {"inline_bytes": 0, "chunk_bytes": 32_768},  # chunks, too, go by topics of the lab
-}
+TINY: dict[str, Any] = {"rounds": 2, "transfer": {"inline_bytes": 0}}  # chunks, too, go by topics of the lab
+LABS = {lab: parse({**TINY, "training": {"epochs": epochs}}) for lab, epochs in (("north", 1), ("south", 2))}
 
 
 @pytest.fixture
@@ -76,19 +67,11 @@ class Seen:
         self.found.set()
 
 
-def new_folder(root: Path, seed: int, *, direct: bool = False) -> RunFolder:
-    return RunFolder.create(root, parse({**TINY, "seed": seed}), direct=direct)
-
-
-def model_of(folder: RunFolder) -> dict[str, bytes]:
-    return {name: entry.tobytes() for name, entry in load_file(folder.path / "model.safetensors").items()}
-
-
 class WatchedPool(SimulatedPool):
     """Devices that train once a watch has found the run: a tiny lab would end before."""
 
-    def __init__(self, hardware: SimulatedHardware, watched: asyncio.Event) -> None:
-        super().__init__(hardware)
+    def __init__(self, watched: asyncio.Event) -> None:
+        super().__init__(hardware())
         self.watched = watched
 
     def member(self, node: str) -> SimulatedMember:
@@ -105,19 +88,11 @@ class WatchedMember(SimulatedMember):
 
 async def run_lab(lab: str, folder: RunFolder, address: BrokerAddress, watched: asyncio.Event) -> None:
     """Run a cloud, an institution and a device under the names that every lab of the test has."""
-    hardware = SimulatedHardware(RealWorkload(folder.experiment), Durations(0.0, 0.0, 0.0, 0.0), seed=1)
     cloud_host, institution_host, device_host = (Host(address, 10.0, Metrics(), lab=lab) for _ in range(3))
     async with asyncio.TaskGroup() as group:
-        cloud = CloudAgent(
-            folder,
-            cloud_host,
-            resume=False,
-            observe=lambda event, facts: None,
-            evaluator=lambda *_: SimulatedEvaluator(hardware),
-        )
+        cloud = CloudAgent(folder, cloud_host, resume=False, observe=lambda *_: None, evaluator=evaluator)
         institution = InstitutionAgent("institution-0", institution_host, child_broker=address)
-        pool = WatchedPool(hardware, watched)
-        device = DeviceAgent("device-0", device_host, parent="institution-0", pool=pool)
+        device = DeviceAgent("device-0", device_host, parent="institution-0", pool=WatchedPool(watched))
         for role in (cloud, institution, device):
             group.create_task(role.run())
 
@@ -131,37 +106,31 @@ async def collect(address: BrokerAddress, ready: asyncio.Event, found: list[topi
             found.append(topics.parse(message.topic.value))
 
 
-def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp_path: Path) -> None:
-    folders = {lab: new_folder(tmp_path / lab, seed) for lab, seed in LABS.items()}
+@in_real_time
+async def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp_path: Path) -> None:
+    folders = {lab: RunFolder.create(tmp_path / lab, experiment) for lab, experiment in LABS.items()}
     found: list[topics.Topic] = []
-    seen: dict[str, Seen] = {}
-
-    async def run() -> None:
-        ready = asyncio.Event()
-        collecting = asyncio.create_task(collect(address, ready, found))
-        await ready.wait()
-        async with asyncio.TaskGroup() as group:
-            for lab, folder in folders.items():
-                seen[lab] = Seen()
-                watch = Follower([address], lab=lab, run=None, connect_timeout_s=10.0)
-                group.create_task(watch.follow(seen[lab]))
-                group.create_task(run_lab(lab, folder, address, seen[lab].found))
-        collecting.cancel()
-        await asyncio.wait((collecting,))
-        assert collecting.cancelled()  # every topic was known
-
-    real(run())
+    seen, ready = {lab: Seen() for lab in LABS}, asyncio.Event()
+    collecting = asyncio.create_task(collect(address, ready, found))
+    await ready.wait()
+    async with asyncio.TaskGroup() as group:
+        for lab, folder in folders.items():
+            watch = Follower([address], lab=lab, run=None, connect_timeout_s=10.0)
+            group.create_task(watch.follow(seen[lab]))
+            group.create_task(run_lab(lab, folder, address, seen[lab].found))
+    collecting.cancel()
+    await asyncio.wait((collecting,))
+    assert collecting.cancelled()  # every topic was known
     inside = [
         topic for topic in found if not isinstance(topic, topics.SeekTopic | topics.HereTopic | topics.WatchTopic)
     ]
     runs = {lab: {topic.run for topic in inside if topic.lab == lab} for lab in {topic.lab for topic in found}}
     assert runs == {lab: {folder.run} for lab, folder in folders.items()}
-    for lab, seed in LABS.items():
-        assert seen[lab].runs == {folders[lab].run} and seen[lab].events[-1] == "end"
-        alone = new_folder(tmp_path / "alone", seed, direct=True)
-        run_in_process(alone, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        assert model_of(folders[lab]) == model_of(alone)
-    assert model_of(folders["north"]) != model_of(folders["south"])
+    for lab, folder in folders.items():
+        assert seen[lab].runs == {folder.run} and seen[lab].events[-1] == "end"
+    digests = {lab: model_digest(tmp_path / lab) for lab in LABS}
+    assert digests == {lab: await asyncio.to_thread(null_model, experiment) for lab, experiment in LABS.items()}
+    assert digests["north"] != digests["south"]
 
 
 async def keep(address: BrokerAddress, lab: str, run: str, *, state: NodeState | None) -> None:
