@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 import select
 import socket
@@ -13,9 +12,11 @@ import urllib.error
 import urllib.request
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -46,10 +47,19 @@ NODE = NodeLabels("institution", "institution-0", parent="region-0")
 LABELS = 'node="institution-0",parent="region-0",role="institution"'
 
 
+def get(metrics: Metrics, path: str, **headers: str) -> tuple[int, str]:
+    """Return status and text of a reply."""
+    request = urllib.request.Request(f"http://127.0.0.1:{metrics.serve('127.0.0.1', 0)}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
 def scrape(metrics: Metrics) -> list[str]:
-    port = metrics.serve("127.0.0.1", 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        return [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return [line for line in get(metrics, "/metrics")[1].splitlines() if not line.startswith("#")]
 
 
 def test_an_institution_has_one_total_of_its_two_connections() -> None:
@@ -133,17 +143,6 @@ def test_the_last_look_is_waited_for_only_where_somebody_looks() -> None:
     asyncio.run(looks.wait_for_next())  # nobody ever came
 
 
-def health(metrics: Metrics) -> tuple[int, str]:
-    """Return status and text of /healthz."""
-    port = metrics.serve("127.0.0.1", 0)
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 class Hand:
     """A clock that is set by hand."""
 
@@ -159,12 +158,12 @@ async def test_a_process_is_healthy_while_its_loop_runs() -> None:
     clock = Hand()
     metrics = Metrics()
     metrics.heartbeat = Heartbeat(clock)
-    assert health(metrics) == (503, "the event loop has not begun\n")
+    assert get(metrics, "/healthz") == (503, "the event loop has not begun\n")
     metrics.heartbeat.beat()
     clock.now += HANGS_S
-    assert health(metrics) == (200, "ok\n")
+    assert get(metrics, "/healthz") == (200, "ok\n")
     clock.now += 1.25
-    assert health(metrics) == (503, f"the event loop last ran {HANGS_S + 1.25:.1f} s ago\n")
+    assert get(metrics, "/healthz") == (503, f"the event loop last ran {HANGS_S + 1.25:.1f} s ago\n")
 
 
 def test_a_loop_beats_as_long_as_it_runs() -> None:
@@ -186,7 +185,7 @@ def test_a_loop_beats_as_long_as_it_runs() -> None:
 def test_a_role_serves_its_health() -> None:
     async def ask() -> tuple[int, str]:
         metrics, _ = serve_metrics("127.0.0.1:0", broker=BrokerAddress("127.0.0.1"), login=Login(), insecure=False)
-        return await asyncio.to_thread(health, metrics)
+        return await asyncio.to_thread(get, metrics, "/healthz")
 
     assert asyncio.run(ask()) == (200, "ok\n")
 
@@ -309,29 +308,20 @@ def test_one_request_is_enough_if_it_states_its_interval(header: str, patience_s
     assert looks.patience_s() == patience_s
 
 
-def test_the_end_waits_until_the_empty_list_was_fetched_once() -> None:
+@in_real_time
+async def test_the_end_waits_until_the_empty_list_was_fetched_once() -> None:
     """One earlier request for the targets, by a Prometheus that asks every 20 s, is enough to be waited for."""
     metrics = Metrics()
     metrics.serve_targets(lambda asked: [{"targets": ["10.0.0.1:9464"], "labels": {}}])
-    port = metrics.serve("127.0.0.1", 0)
-
-    def ask() -> list[object]:
-        url, every = f"http://127.0.0.1:{port}/sd", {"X-Prometheus-Refresh-Interval-Seconds": "20"}
-        with urllib.request.urlopen(urllib.request.Request(url, headers=every), timeout=10) as answer:
-            found: list[object] = json.load(answer)
-            return found
-
-    async def end() -> list[object]:
-        assert await asyncio.to_thread(ask) != []
-        ending = asyncio.create_task(metrics.last_discovery())
-        await asyncio.sleep(0)
-        assert not ending.done()
-        found = await asyncio.to_thread(ask)
-        async with asyncio.timeout(INTERVALS):
-            await ending
-        return found
-
-    assert asyncio.run(end()) == []
+    ask = partial(get, metrics, "/sd", **{"X-Prometheus-Refresh-Interval-Seconds": "20"})
+    assert (await asyncio.to_thread(ask))[1] != "[]"
+    ending = asyncio.create_task(metrics.last_discovery())
+    await asyncio.sleep(0)
+    assert not ending.done()
+    found = await asyncio.to_thread(ask)
+    async with asyncio.timeout(INTERVALS):
+        await ending
+    assert found == (200, "[]")
 
 
 @in_real_time
@@ -386,34 +376,29 @@ def test_a_process_is_counted_with_those_it_started_and_never_goes_back(tmp_path
     ]
 
 
+def filling(**values: int) -> Callable[..., int]:
+    """Return a function of NVML that fills its last argument, which is by reference."""
+
+    def call(*arguments: Any) -> int:
+        for name, value in values.items():
+            setattr(arguments[-1]._obj, name, value)
+        return 0
+
+    return call
+
+
 class Driver:
     """NVML with one GPU that reports its memory and its use, and no temperature."""
 
-    def nvmlInit_v2(self) -> int:
-        return 0
-
-    def nvmlDeviceGetCount_v2(self, count: object) -> int:
-        count._obj.value = 1  # type: ignore[attr-defined]
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: object) -> int:
-        handle._obj.value = 7  # type: ignore[attr-defined]
-        return 0
-
-    def nvmlDeviceGetMemoryInfo(self, handle: object, memory: object) -> int:
-        memory._obj.total, memory._obj.used = 80 << 30, 3 << 30  # type: ignore[attr-defined]
-        return 0
-
-    def nvmlDeviceGetUtilizationRates(self, handle: object, used: object) -> int:
-        used._obj.gpu = 25  # type: ignore[attr-defined]
-        return 0
+    nvmlInit_v2 = filling()
+    nvmlDeviceGetCount_v2 = filling(value=1)
+    nvmlDeviceGetHandleByIndex_v2 = filling(value=7)
+    nvmlDeviceGetMemoryInfo = filling(total=80 << 30, used=3 << 30)
+    nvmlDeviceGetUtilizationRates = filling(gpu=25)
+    nvmlDeviceGetTotalEnergyConsumption = filling(value=1_234_500)
 
     def nvmlDeviceGetTemperature(self, handle: object, sensor: int, celsius: object) -> int:
         return 3  # not supported
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, millijoules: object) -> int:
-        millijoules._obj.value = 1_234_500  # type: ignore[attr-defined]
-        return 0
 
 
 class EarlierDriver:
