@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -109,15 +110,15 @@ class Order:
     `scores`: score it before, on the device's test samples; without epochs it is not trained. `scores_trained`: score
     what training makes of it, too.
     `progress(steps_done, steps_total)` is called in the thread of the training, every half second and at the end.
-    `cancelled`: set, it ends the training between two steps. `folder`: the state of a trainer that
-    keeps one, which the training changes. `noise`: the key of DP-SGD's noise, empty if it comes from the seed.
+    `cancelled`: set, it ends the training between two steps. `folder`: the state of a trainer that keeps one, which the
+    training changes. `noise`: the key of DP-SGD's noise, empty if it comes from the seed.
     """
 
     row: Row
     out: Row
     epochs: int
     local_round: int
-    progress: Progress
+    progress: Progress = lambda done, of: None
     cancelled: threading.Event = field(default_factory=threading.Event)
     scores: bool = False
     scores_trained: bool = False
@@ -195,6 +196,15 @@ class Job(PoolRequest):
 
 Work: TypeAlias = tuple[HostedDevice, Order]
 Done: TypeAlias = Callable[[int, Ending], None]
+
+
+@contextmanager
+def failure_to(done: Done, number: int) -> Iterator[None]:
+    """Let an error of one device's training be its outcome, and none of the others'."""
+    try:
+        yield
+    except (FedstrataError, Cancelled) as error:
+        done(number, error)
 
 
 class DeviceTrainers(Protocol):

@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -64,6 +63,7 @@ from deploy.sweeps.schema import Measure
 from tests.helpers import commands
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import PROFILE, examples, slow
+from tests.helpers.plain import first_model, trained, trainer_of
 
 LAB: dict[str, Any] = {
     "name": "scored",
@@ -256,18 +256,15 @@ def test_a_task_without_epochs_is_one_of_runs_whose_devices_score() -> None:
 
 
 def test_held_out_samples_are_never_trained_on() -> None:
-    from device.training.trainer import Trainer
-
     lab = parse(merged(LAB, {"evaluation": {"at": "devices", "held_out": 0.2}}))
     split = splits.split_of(lab)
     for name, part in zip(lab.tree.devices, split.partitions, strict=True):
-        trainer = Trainer(lab, node=name, accelerator="cpu")
-        trainer.prepare()
+        trainer = trainer_of(lab, name)
         local = trainer._prepared.local
         assert local.tests is not None
         trained, tested = set(local.samples.tolist()), set(local.tests.samples.tolist())
         assert not trained & tested and trained | tested == set(part.tolist())
-        assert len(tested) == trainer.tests == round(0.2 * len(part))
+        assert len(tested) == trainer.facts.tests == round(0.2 * len(part))
     again = parse(merged(LAB, {"evaluation": {"at": "devices", "held_out": 0.2}, "seed": 6}))
     assert splits.split_of(again).digest != split.digest  # everything is drawn from the seed
 
@@ -407,13 +404,9 @@ def test_devices_without_a_task_have_a_row_if_they_score(tmp_path: Path) -> None
 
 def trained_alone(lab: Experiment, node: str) -> tuple[float, float]:
     """Return score and loss of a device's first training on its test samples, in plain PyTorch."""
-    from device.training.trainer import Trainer
-
-    trainer, never = Trainer(lab, node=node, accelerator="cpu"), threading.Event()
-    trainer.prepare()
-    first, layout = learning.ModelTester(lab).first, trainer.layout
-    out = layout.empty()
-    trainer.train(first, out, epochs=lab.training.epochs, local_round=0, progress=lambda *_: None, cancelled=never)
+    trainer = trainer_of(lab, node)
+    layout = trainer.layout
+    out, _ = trained(trainer, first_model(lab), epochs=lab.training.epochs)
     data = datasets.load(lab.data)
     module = models.of(lab, inputs=data.inputs).eval()
     module.load_state_dict({name: torch.from_numpy(view.copy()) for name, view in layout.views(out).items()})

@@ -30,6 +30,7 @@ from common.methods.rule import Rule, link_layouts
 from common.model.layout import ModelLayout, Row, Section
 from common.model.refinement import Refiner, RoundModels
 from common.randomness import Purpose, generator
+from device.jobs import Order
 from device.training.batches import uniform_numbers
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
@@ -392,7 +393,7 @@ def test_a_device_returns_how_many_samples_of_each_label_it_has() -> None:
         trainer.prepare()
         links = trainer.vectors.links
         row, out = np.zeros(links.down.row_bytes, np.uint8), np.zeros(links.up.row_bytes, np.uint8)
-        trainer.train(row, out, epochs=1, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+        trainer.train(Order(row, out, 1, 0))
         found.append(links.up.extras_of(out)[LABEL_COUNTS])
         assert found[-1].sum() == trainer.samples
     labels = datasets.load(experiment.data, node="cloud").train_labels

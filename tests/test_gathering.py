@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -39,12 +38,12 @@ from device.jobs import (
 from device.pool.executors import Executor, Thread, Worker
 from device.pool.pool import Pool
 from device.pool.trainers import Trainers
-from device.training.trainer import Trainer
 from device.vmapped import loop, trainer
 from device.vmapped.loop import Turn
 from device.vmapped.loop import train as train_together
 from device.vmapped.models import Recipe, VmappedModels
 from tests.helpers.examples import slow
+from tests.helpers.plain import row_of, trained, trainer_of
 
 QUICK = {"batch_size": 50, "learning_rate": 0.05}
 
@@ -63,8 +62,7 @@ def rows_of(lab: schema.Experiment) -> tuple[ModelLayout, list[Row]]:
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     layout, rows = models.layout_of(module), []
     for k in range(4):
-        row = layout.empty()
-        models.write_row(module, layout, row)
+        row = row_of(module)
         noise = generator(1, Purpose.NOISE, str(k)).standard_normal(layout.parameters, np.float32)
         layout.floats(row)[: layout.parameters] += np.float32(0.01) * noise
         row.flags.writeable = False
@@ -81,10 +79,7 @@ def alone(lab: schema.Experiment, k: int, *, epochs: int, local_round: int) -> t
 def _alone(lab_json: str, k: int, epochs: int, local_round: int) -> tuple[Row, LocalResult]:
     lab = reading.parse(lab_json)
     row = rows_of(lab)[1][k]
-    trainer = Trainer(lab, node=f"device-{k}", accelerator="cpu")
-    trainer.prepare()
-    out, never = trainer.layout.empty(), threading.Event()
-    result = trainer.train(row, out, epochs=epochs, local_round=local_round, progress=lambda *_: None, cancelled=never)
+    out, result = trained(trainer_of(lab, f"device-{k}"), row, epochs=epochs, local_round=local_round)
     out.flags.writeable = False
     return out, result
 
@@ -101,8 +96,7 @@ class Work:
         self.outs = [self.layout.empty() for _ in self.rows]
         self.endings: list[Ending | None] = [None] * 4
         self.orders = [
-            Order(row, out, 1 + k % 2, rounds[k], lambda *_: None, threading.Event())
-            for k, (row, out) in enumerate(zip(self.rows, self.outs, strict=True))
+            Order(row, out, 1 + k % 2, rounds[k]) for k, (row, out) in enumerate(zip(self.rows, self.outs, strict=True))
         ]
 
     def train(self, trainers: Trainers | None = None) -> list[TrainingPath]:
@@ -115,7 +109,7 @@ class Work:
     @staticmethod
     def scored(lab: schema.Experiment, k: int, out: Row) -> ScoreSums:
         """Return the sums of a model, as of one that device k receives."""
-        order = Order(out, out, 0, 0, lambda *_: None, threading.Event(), scores=True)
+        order = Order(out, out, 0, 0, scores=True)
         found: list[Any] = []
         Trainers().train([(HostedDevice(lab, "", f"device-{k}"), order)], "cpu", lambda _, how: found.append(how))
         return replace(found[0].tests.received, seconds=0.0)
@@ -145,13 +139,13 @@ def test_models_are_scored_before_they_are_trained_together() -> None:
     only.orders = [replace(order, scores=True, epochs=0) for order in only.orders]
     tasks = [(HostedDevice(lab, "only", f"device-{k}"), order) for k, order in enumerate(only.orders)]
     Trainers().train(tasks, "cpu", only.endings.__setitem__)
-    for k, (trained, scored) in enumerate(zip(plain.endings, only.endings, strict=True)):
-        assert isinstance(trained, LocalResult) and isinstance(scored, LocalResult)
+    for k, (mine, scored) in enumerate(zip(plain.endings, only.endings, strict=True)):
+        assert isinstance(mine, LocalResult) and isinstance(scored, LocalResult)
         assert scored.tests is not None and scored.steps == 0 and scored.tests.seconds > 0
-        assert trained.tests is not None and scored.tests.received is not None
+        assert mine.tests is not None and scored.tests.received is not None
         received = None if k == 1 else replace(scored.tests.received, seconds=0.0)
         after = None if k == 2 else Work.scored(lab, k, plain.outs[k])
-        assert trained.tests.lasting(0.0) == ScoredModels(received, after)
+        assert mine.tests.lasting(0.0) == ScoredModels(received, after)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +445,7 @@ def played(
                 await member.prepare(experiment())
             for count in rounds:
                 some = members[:count]
-                work = [member.train(Order(row, row, 1, 0, lambda *_: None)) for member in some]
+                work = [member.train(Order(row, row, 1, 0)) for member in some]
                 await asyncio.gather(*work)
 
     asyncio.run(play())

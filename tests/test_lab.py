@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,11 +22,11 @@ from common.model.codecs import codec_of
 from deploy.brokers import broker
 from deploy.simulation.hardware import NullWorkload
 from deploy.simulation.outcome import model_digest
-from device.training.trainer import Trainer
 from tests.helpers import direct
 from tests.helpers.commands import DEMO, PATIENCE_S, command, null_model, run_lab, sets, table, tensors
 from tests.helpers.examples import slow
 from tests.helpers.null_lab import MODEL_BYTES
+from tests.helpers.plain import first_model, trained, trainer_of
 
 SMALL = (
     "topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2", "training.batch_size=50",
@@ -198,21 +197,12 @@ def test_neither_the_embedded_broker_nor_an_emulated_slower_machine_changes_the_
 
 def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
     """Return the float columns of two-layer FedAvg over all devices, in one process and in float64."""
-    module = models.build(experiment.model.name, experiment.seed, inputs=Inputs((1, 8, 8), 10))
-    layout = models.layout_of(module)
-    row, out = layout.empty(), layout.empty()
-    models.write_row(module, layout, row)
-    trainers = []
-    for name in experiment.tree.devices:
-        trainers.append(Trainer(experiment, node=name, accelerator="cpu"))
-        trainers[-1].prepare()
+    row, trainers = first_model(experiment), [trainer_of(experiment, name) for name in experiment.tree.devices]
+    layout = trainers[0].layout
     for global_round in range(experiment.rounds):
         total = np.zeros(layout.columns)
         for trainer in trainers:
-            trainer.train(
-                row, out, epochs=experiment.training.epochs, local_round=global_round,
-                progress=lambda *_: None, cancelled=threading.Event(),
-            )  # fmt: skip
+            out, _ = trained(trainer, row, epochs=experiment.training.epochs, local_round=global_round)
             total += trainer.samples * layout.floats(out).astype(np.float64)
         layout.floats(row)[:] = total / sum(trainer.samples for trainer in trainers)
     return layout.floats(row).astype(np.float64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +24,7 @@ from common.experiment.training import OBJECTIVES, CrossEntropy, FedProx, Traini
 from common.learning import datasets, models
 from common.model.layout import Row
 from deploy.planning import trainings
+from device.jobs import Order
 from device.training import trainer
 from device.training.objectives import table
 from device.training.objectives.objective import Minibatch, Objective
@@ -226,7 +226,7 @@ def trained(lab: Experiment) -> tuple[bytes, float]:
     row, out = trainer.layout.empty(), trainer.layout.empty()
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     models.write_row(module, trainer.layout, row)
-    result = trainer.train(row, out, epochs=2, local_round=1, progress=lambda *_: None, cancelled=threading.Event())
+    result = trainer.train(Order(row, out, 2, 1))
     return bytes(out), result.loss
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import cache
 from typing import Any
 
@@ -86,7 +85,8 @@ TRAINED = {
 KINDS = (  # of each kind of oddness one or two; the rest is slow
     "Net", "LinearOfItsOwn", "LSTMOfItsOwn", "Rebound", "StepCounter", "LateCounter", "closure", "Remembers",
     "ScaledByHook", "BackwardHook", "HookInside", "FrozenPart", "PythonNoise", "TorchNoise", "InPlaceDropout", "Viewed",
-    "Normed", "Squeezes", "CentresTheBatch", "scripted", "Tied", "Scale", "counter", "Lazy", "Volume", "FixedAttribute",
+    "Normed", "Squeezes", "CentresTheBatch", "scripted", "Tied", "Scale", "counter", "Lazy", "Unused",
+    "Volume", "FixedAttribute",
 )  # fmt: skip
 REFUSED = {
     "AllFrozen": "it has no parameter that is trained",
@@ -151,7 +151,7 @@ def _round(
 ) -> list[tuple[Row, LocalResult]]:
     outs = [layout.empty() for layout in layouts]
     ended: dict[int, Ending] = {}
-    orders = [Order(first, out, epochs, ROUND, lambda *_: None, threading.Event()) for out in outs]
+    orders = [Order(first, out, epochs, ROUND) for out in outs]
     trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
     found = []
     for number, out in enumerate(outs):

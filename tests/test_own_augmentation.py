@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from common.experiment.schema import Experiment
 from device.jobs import VARIABLE, VmappedMode, vmapped_mode
 from device.training import batches
 from device.training.trainer import Trainer
+from tests.helpers.plain import first_model, trained, trainer_of
 from tests.helpers.steps import batches_of
 
 HERE = "tests.test_own_augmentation"
@@ -132,14 +132,8 @@ def test_it_is_made_anew_for_each_local_round() -> None:
 
 
 def test_a_trainer_gives_the_same_model_twice() -> None:
-    lab, outs = experiment("Noise", most=9), []
-    for _ in range(2):
-        trainer = Trainer(lab, node="device-1", accelerator="cpu")
-        trainer.prepare()
-        row = np.zeros(trainer.layout.row_bytes, np.uint8)
-        outs.append(trainer.layout.empty())
-        trainer.train(row, outs[-1], epochs=2, local_round=3, progress=lambda *_: None, cancelled=threading.Event())
-    assert np.array_equal(*outs)
+    lab = experiment("Noise", most=9)
+    assert np.array_equal(*(trained(trainer_of(lab, "device-1"), first_model(lab))[0] for _ in range(2)))
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_frozen_statistics_of_a_norm_begin_each_training_as_they_were_built() ->
     trainer.prepare()
     row, outs = ModelTester(lab).first, [trainer.layout.empty() for _ in range(2)]
     for out in outs:
-        trainer.train(row, out, epochs=1, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+        trainer.train(Order(row, out, 1, 0))
     assert np.array_equal(*outs)
     assert not trainer.layout.counters
 
@@ -353,7 +353,7 @@ def test_the_proximal_term_is_of_the_exchanged_parameters_alone(tmp_path: Path) 
         row = np.zeros(vectors.links.down.row_bytes + vectors.kept_bytes, np.uint8)
         row[: first.layout.row_bytes] = first.first
         out = np.zeros_like(row)
-        trainer.train(row, out, epochs=1, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+        trainer.train(Order(row, out, 1, 0))
         moved = first.layout.floats(out) - first.layout.floats(row)
         personal = out[-vectors.kept_bytes + 4 :].view(np.float32) - first.parts.first.view(np.float32)
         found[mu] = float(np.linalg.norm(moved)), float(np.linalg.norm(personal))

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +21,12 @@ from common.accounting.child_report import TrainingPath
 from common.errors import AcceleratorLost, InvalidExperiment, RunFailed
 from common.experiment import reading, schema
 from common.host.accelerators import choose, may_have_gpu
-from common.learning import datasets, models, splits
+from common.learning import splits
 from common.model.layout import ModelLayout, Row, Section
 from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared
 from device.pool.executors import Executor, Thread, Worker
 from device.pool.pool import Member, Pool
-from device.training.trainer import Trainer
+from tests.helpers.plain import first_model, trained, trainer_of
 
 T = TypeVar("T")
 PATIENCE_S = 110.0
@@ -73,21 +72,10 @@ def experiment(model: str = "cnn_digits", devices: int = 4, **training: Any) -> 
     return reading.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
 
 
-def initial(lab: schema.Experiment) -> Row:
-    module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
-    layout = models.layout_of(module)
-    row = layout.empty()
-    models.write_row(module, layout, row)
-    return row
-
-
-def alone(lab: schema.Experiment, node: str, row: Row, *, epochs: int, local_round: int) -> tuple[Row, LocalResult]:
-    trainer = Trainer(lab, node=node, accelerator="cpu")
-    trainer.prepare()
-    out = trainer.layout.empty()
-    never = threading.Event()
-    result = trainer.train(row, out, epochs=epochs, local_round=local_round, progress=lambda *_: None, cancelled=never)
-    return out, result
+def alone(
+    lab: schema.Experiment, node: str, row: Row, *, epochs: int = 1, local_round: int = 0
+) -> tuple[Row, LocalResult]:
+    return trained(trainer_of(lab, node), row, epochs=epochs, local_round=local_round)
 
 
 # Who trains when: lanes that only write down
@@ -160,7 +148,7 @@ def fake_pool(notes: Notes, *, accelerator: str = "cpu", slots: int | None = 1, 
 
 def trains(member: Member, row: Row | None = None) -> asyncio.Task[LocalResult]:
     rows = LAYOUT.empty() if row is None else row, LAYOUT.empty()
-    return asyncio.create_task(member.train(Order(*rows, 1, 0, lambda *_: None)))
+    return asyncio.create_task(member.train(Order(*rows, 1, 0)))
 
 
 async def settle() -> None:
@@ -396,7 +384,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
     what = experiment(batch_size=20, momentum=0.9)
-    row = initial(what)
+    row = first_model(what)
     row.flags.writeable = False
     nodes = [f"device-{i}" for i in range(4)]
 
@@ -405,7 +393,7 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
             member = lab.member(node)
             prepared = await member.prepare(what)
             out = prepared.layout.empty()
-            return prepared, await member.train(Order(row, out, 2, 3, lambda *_: None)), out
+            return prepared, await member.train(Order(row, out, 2, 3)), out
 
         return await asyncio.gather(*map(one, nodes))
 
@@ -420,13 +408,13 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
 
 def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
     what = experiment()
-    row = initial(what)
+    row = first_model(what)
 
     async def play() -> tuple[LocalResult, Row]:
         async with Pool(accelerator="cpu", slots=1, devices=2) as pool:
             member = pool.member("device-1")
             out = (await member.prepare(what)).layout.empty()
-            result = await member.train(Order(row, out, 1, 2, lambda *_: None))
+            result = await member.train(Order(row, out, 1, 2))
             assert [type(lane) for lane in pool._executors] == [Thread]
             with pytest.raises(InvalidExperiment, match="device-9"):
                 await pool.member("device-9").prepare(what)
@@ -438,7 +426,7 @@ def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
 
 def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab) -> None:
     what = experiment()
-    row = initial(what)
+    row = first_model(what)
     seen: list[tuple[int, int]] = []
 
     async def play() -> Row:
@@ -464,21 +452,21 @@ def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab) -> 
 
     before: set[int] = set()
     out = lab.do(play())
-    assert np.array_equal(out, alone(what, "device-0", row, epochs=1, local_round=0)[0])
+    assert np.array_equal(out, alone(what, "device-0", row)[0])
     assert 0 < seen[0][0] < seen[0][1] == 3_600_000 and seen[-1] == (36, 36)
     assert lab.pids() == before
 
 
 def test_what_was_forgotten_is_made_again(lab: Lab) -> None:
     what = experiment("mlp_digits")
-    row = initial(what)
+    row = first_model(what)
 
     async def joins_twice(member: Member) -> list[Row]:
         outs = []
         for _ in range(2):
             await member.prepare(what)
             outs.append(np.zeros_like(row))
-            await member.train(Order(row, outs[-1], 1, 0, lambda *_: None))
+            await member.train(Order(row, outs[-1], 1, 0))
             member.leave()
         return outs
 
@@ -503,18 +491,16 @@ async def train_moody(lab: Lab, what: schema.Experiment, row: Row, *, order: str
     out = (await member.prepare(what)).layout.empty()
     if order:
         lab.order(order)
-    await member.train(Order(row, out, 1, 0, lambda *_: None))
+    await member.train(Order(row, out, 1, 0))
     return out
 
 
 def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody: schema.Experiment) -> None:
-    row = initial(moody)
+    row = first_model(moody)
     lab.do(train_moody(lab, moody, row))
     before = lab.pids()
     lab.order("kill")
-    assert np.array_equal(
-        lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, local_round=0)[0]
-    )
+    assert np.array_equal(lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row)[0])
     assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
 
 
@@ -529,21 +515,19 @@ def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody
 def test_a_training_that_ends_two_workers_fails_and_spares_the_others(
     order: str, reason: str, lab: Lab, moody: schema.Experiment
 ) -> None:
-    row = initial(moody)
+    row = first_model(moody)
     lab.order(order, 2)
     with pytest.raises(RunFailed, match=f"trained device-0 {reason}"):
         lab.do(train_moody(lab, moody, row))
-    assert np.array_equal(
-        lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, local_round=0)[0]
-    )
+    assert np.array_equal(lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row)[0])
 
 
 def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moody: schema.Experiment) -> None:
-    lab.do(train_moody(lab, moody, initial(moody)))
+    lab.do(train_moody(lab, moody, first_model(moody)))
     before = lab.pids()
     with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller"):
-        lab.do(train_moody(lab, moody, initial(moody), order="exhaust"))
-    lab.do(train_moody(lab, moody, initial(moody)))
+        lab.do(train_moody(lab, moody, first_model(moody), order="exhaust"))
+    lab.do(train_moody(lab, moody, first_model(moody)))
     assert lab.pids() == before
 
 
@@ -551,11 +535,11 @@ def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moo
 def test_a_model_that_fails_is_reported_with_its_place_and_spares_the_worker(
     order: str, error: str, lab: Lab, moody: schema.Experiment
 ) -> None:
-    lab.do(train_moody(lab, moody, initial(moody)))
+    lab.do(train_moody(lab, moody, first_model(moody)))
     before = lab.pids()
     lab.order(order, 100)  # in the trial of the model, or in its training if this worker has tried it
     with pytest.raises(InvalidExperiment) as caught:
-        lab.do(train_moody(lab, moody, initial(moody)))
+        lab.do(train_moody(lab, moody, first_model(moody)))
     file = lab.folder / "moody.py"
     line = next(i for i, text in enumerate(file.read_text().splitlines()) if f"do-{order}" in text) + 2
     problem, _, where = str(caught.value).partition(f"with {error}")
@@ -564,7 +548,7 @@ def test_a_model_that_fails_is_reported_with_its_place_and_spares_the_worker(
     (frame,) = caught.value.frames
     assert frame.startswith(f"{file}:{line}, in Moody.forward: ") and caught.value.exit_code == 4
     (lab.folder / f"do-{order}").unlink()
-    lab.do(train_moody(lab, moody, initial(moody)))
+    lab.do(train_moody(lab, moody, first_model(moody)))
     assert lab.pids() == before
 
 
@@ -572,13 +556,13 @@ def test_a_model_that_fails_is_reported_with_its_place_and_spares_the_worker(
 def test_a_worker_whose_accelerator_fails_for_good_is_replaced_and_its_training_done_again(
     lab: Lab, moody: schema.Experiment
 ) -> None:
-    row = initial(moody)
+    row = first_model(moody)
     lab.do(train_moody(lab, moody, row))
     before = lab.pids()
     lab.order("lose")
     again = lab.do(train_moody(lab, moody, row))
     assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
-    assert np.array_equal(again, alone(moody, "device-0", row, epochs=1, local_round=0)[0])
+    assert np.array_equal(again, alone(moody, "device-0", row)[0])
 
 
 def test_an_accelerator_that_fails_for_good_ends_a_process_that_trains_in_a_thread(
@@ -592,7 +576,7 @@ def test_an_accelerator_that_fails_for_good_ends_a_process_that_trains_in_a_thre
             lab.order("lose")
             for each in (member, other):
                 with pytest.raises(AcceleratorLost, match=r"^CUDA error: an illegal memory access was"):
-                    await each.train(Order(initial(moody), out, 1, 0, lambda *_: None))
+                    await each.train(Order(first_model(moody), out, 1, 0))
             assert pool.failure is not None and member.failure is pool.failure
 
     asyncio.run(play())
@@ -612,7 +596,7 @@ def test_what_cannot_be_trained_fails_with_its_parts_and_spares_the_worker(lab: 
         job = Job(
             device=HostedDevice(what, what.digest, node),
             place=0,
-            order=Order(initial(what), initial(what), 1, 0, lambda *_: None, threading.Event()),
+            order=Order(first_model(what), first_model(what), 1, 0),
         )
         await lab.pool.submit(job)
 

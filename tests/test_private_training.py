@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +25,8 @@ from device.pool.module_trainers import ModuleTrainers
 from device.training.batches import blocks
 from device.training.private import GradientNoise, PrivateSteps, add_clipped
 from device.training.trainer import Trainer
+from tests.helpers import plain
+from tests.helpers.plain import first_model, trainer_of
 
 SAMPLE: Final[dict[str, Any]] = {
     "unit": "sample", "clip_norm": 0.5, "noise_multiplier": 0.8, "delta": 1e-5, "noise": "seeded"
@@ -46,27 +47,13 @@ def experiment(privacy: Mapping[str, Any] = {}, **tables: Any) -> Experiment:
 
 
 def prepared(made: Experiment) -> Trainer:
-    trainer = Trainer(made, node=NODE, accelerator="cpu")
-    trainer.prepare()
-    return trainer
-
-
-def first(trainer: Trainer, made: Experiment) -> Row:
-    row = np.zeros(trainer.layout.row_bytes, np.uint8)
-    module = models.of(made, inputs=trainer._prepared.local.inputs)
-    models.write_row(module, trainer.layout, row)
-    return row
+    return trainer_of(made, NODE)
 
 
 def trained(
     trainer: Trainer, row: Row, *, epochs: int = 2, local_round: int = 3, noise: bytes = b""
 ) -> tuple[Row, LocalResult]:
-    out = np.zeros_like(row)
-    result = trainer.train(
-        row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None,
-        cancelled=threading.Event(), noise=noise,
-    )  # fmt: skip
-    return out, result
+    return plain.trained(trainer, row, epochs=epochs, local_round=local_round, noise=noise)
 
 
 def plain_gradient(module: nn.Module, inputs: Tensor, labels: Tensor, *, clip_norm: float) -> list[Tensor]:
@@ -125,7 +112,7 @@ def test_a_local_round_is_that_of_a_plain_loop_over_single_samples(name: str, ob
     training = {**TRAINING, "objective": {"name": objective} | ({"mu": 0.3} if objective == "fedprox" else {})}
     made = experiment(model={"name": name}, training=training)
     trainer = prepared(made)
-    row = first(trainer, made)
+    row = first_model(made)
     out, result = trained(trainer, row)
     batches = list(blocks(trainer._prepared.local, made, node=NODE, epochs=2, local_round=3))
     noise = SeededNoise(made.seed, Purpose.PRIVACY, NODE, 3)
@@ -138,7 +125,7 @@ def test_a_local_round_is_that_of_a_plain_loop_over_single_samples(name: str, ob
 def test_poisson_batches_are_those_of_a_plain_loop() -> None:
     made = experiment({"sampling_rate": 0.1})
     trainer = prepared(made)
-    row, local = first(trainer, made), trainer._prepared.local
+    row, local = first_model(made), trainer._prepared.local
     key = bytes(range(32))
     out, result = trained(trainer, row, noise=key)
     noise, sizes = SecretNoise(key), []
@@ -159,7 +146,7 @@ def test_poisson_batches_are_those_of_a_plain_loop() -> None:
 def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
     made = experiment({"sampling_rate": 0.006}, training={**TRAINING, "momentum": 0.0})
     trainer = prepared(made)
-    row = first(trainer, made)
+    row = first_model(made)
     out, result = trained(trainer, row, epochs=1)
     assert result.steps == 167 and np.isfinite(weights_in(trainer, out)).all()
 
@@ -173,7 +160,7 @@ def test_batches_of_less_than_one_sample_are_refused() -> None:
 def test_samples_beyond_the_memory_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = experiment()
     trainer = prepared(made)
-    row = first(trainer, made)
+    row = first_model(made)
     whole, _ = trained(trainer, row)
     monkeypatch.setattr("device.training.private.NUMBERS_MOST", 5 * trainer.layout.parameters)
     parts, _ = trained(trainer, row)
@@ -202,7 +189,7 @@ def test_no_sample_moves_a_step_by_more_than_the_bound() -> None:
 def test_the_same_key_gives_the_same_bits_and_another_others() -> None:
     made = experiment({"noise": "system"})
     trainer = prepared(made)
-    row = first(trainer, made)
+    row = first_model(made)
     once, again, other = (trained(trainer, row, noise=key)[0] for key in (b"a" * 32, b"a" * 32, b"b" * 32))
     assert np.array_equal(once, again) and not np.array_equal(once, other)
 
@@ -214,8 +201,8 @@ def test_devices_that_could_be_vmapped_train_one_after_another(monkeypatch: pyte
     for device in devices:
         trainers.prepare(device, "cpu")
     trainer = prepared(made)
-    row, outs = first(trainer, made), [np.zeros(trainer.layout.row_bytes, np.uint8) for _ in devices]
-    orders = [Order(row, out, 2, 3, lambda done, of: None) for out in outs]
+    row, outs = first_model(made), [np.zeros(trainer.layout.row_bytes, np.uint8) for _ in devices]
+    orders = [Order(row, out, 2, 3) for out in outs]
     trainers.train(list(zip(devices, orders, strict=True)), "cpu", lambda number, how: found.update({number: how}))
     assert all(isinstance(how, LocalResult) and how.path == "in-process" for how in found.values())
     assert np.array_equal(outs[1], trained(trainer, row)[0])
@@ -292,7 +279,7 @@ def test_a_step_of_an_lstm_is_that_of_a_plain_loop() -> None:
 def test_each_sample_has_its_own_dropout_mask() -> None:
     made = experiment({"noise_multiplier": 0.0, "clip_norm": 100.0}, model={"name": f"{__name__}:Dropping"})
     trainer = prepared(made)
-    row = first(trainer, made)
+    row = first_model(made)
     once, again = (trained(trainer, row)[0] for _ in range(2))
     assert np.array_equal(once, again) and not np.array_equal(once, trained(trainer, row, local_round=4)[0])
 
@@ -303,7 +290,7 @@ def test_neither_clipping_nor_noise_takes_the_recorded_steps(tmp_path: Path) -> 
         "tiers": [{**made.tiers[0].model_dump(mode="json"), "privacy": {}}]
     })  # fmt: skip
     one, other = prepared(made), prepared(plain)
-    row = first(one, made)
+    row = first_model(made)
     assert np.array_equal(trained(one, row)[0], trained(other, row)[0])
 
 
@@ -311,6 +298,6 @@ def test_wide_clipping_without_noise_is_sgd() -> None:
     made = experiment({"clip_norm": 1e6, "noise_multiplier": 0.0})
     plain = experiment({"clip_norm": None, "noise_multiplier": 0.0})
     one, other = prepared(made), prepared(plain)
-    row = first(one, made)
+    row = first_model(made)
     found, expected = (weights_in(each, trained(each, row)[0]) for each in (one, other))
     np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from torch.nn import functional
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.training import TrainingSettings
-from common.learning import datasets, models
+from device.jobs import Order
 from device.training import network, sgd
 from device.training.recording import NotRecordable, Program, program_of
 from device.training.sgd import LocalSteps, run_sgd
 from device.training.trainer import Trainer
+from tests.helpers.plain import first_model, trainer_of
 
 Forward = Callable[[nn.Linear, Tensor], Tensor]
 
@@ -54,16 +54,12 @@ def lab_of(model: str, objective: Mapping[str, Any], **keys: Any) -> Experiment:
 
 def trained(lab: Experiment) -> tuple[dict[int, bool], bytes, float]:
     """Train two rounds in one trainer, each of batches of 10, 10 and 4 samples; say which sizes have a program."""
-    trainer = Trainer(lab, node="device-0", accelerator="cpu")
-    trainer.prepare()
+    trainer = trainer_of(lab)
     row, out = trainer.vectors.received.empty(), trainer.vectors.returned.empty()
     row[:] = 0
-    first = models.build(lab.model.name, 1, inputs=datasets.load(lab.data).inputs)
-    models.write_row(first, trainer.layout, row[: trainer.layout.row_bytes])
+    row[: trainer.layout.row_bytes] = first_model(lab)
     for local_round in (0, 1):
-        result = trainer.train(
-            row, out, epochs=3, local_round=local_round, progress=lambda *_: None, cancelled=threading.Event()
-        )
+        result = trainer.train(Order(row, out, 3, local_round))
         row = row.copy()
         row[: trainer.layout.row_bytes] = out[: trainer.layout.row_bytes]
     programs = trainer._prepared.source.programs
@@ -298,7 +294,7 @@ def test_a_users_model_is_recorded_only_where_that_makes_no_difference(
         row, out = trainer.layout.empty(), trainer.layout.empty()
         row[:] = 0
         assert {bool(p) for p in trainer._prepared.source.programs.values()} == ({recorded} if choice else set())
-        result = trainer.train(row, out, epochs=3, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+        result = trainer.train(Order(row, out, 3, 0))
         outcomes.append((bytes(out), result.loss, result.steps))
     assert outcomes[0] == outcomes[1]
 

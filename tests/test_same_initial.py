@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,7 +79,7 @@ def test_in_common_steps_devices_begin_as_alone(monkeypatch: pytest.MonkeyPatch)
     def trained(path: TrainingPath) -> list[Any]:
         trainers, devices = Trainers(), [HostedDevice(lab, lab.digest, node) for node in nodes]
         rows = [tester.layout.empty() for _ in nodes]
-        orders = [Order(tester.first, row, 1, 0, lambda *_: None, threading.Event()) for row in rows]
+        orders = [Order(tester.first, row, 1, 0) for row in rows]
         ended: dict[int, Ending] = {}
         for device in devices:
             trainers.prepare(device, "cpu")

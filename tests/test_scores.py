@@ -24,6 +24,7 @@ from common.learning.evaluation import ModelTester, accelerator_of, evaluate, sc
 from common.learning.inputs import Inputs
 from common.learning.losses import loss_of, try_loss
 from common.model.layout import LinkLayouts
+from device.jobs import Order
 from device.training.batches import load_local_dataset
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
@@ -260,7 +261,7 @@ def test_training_of_numbers_is_a_plain_loop(objective: str, tmp_path: Path, mon
     trainer = Trainer(experiment, node="device-1", accelerator="cpu")
     trainer.prepare()
     row, out = (np.zeros(trainer.layout.row_bytes, np.uint8) for _ in range(2))
-    trainer.train(row, out, epochs=2, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+    trainer.train(Order(row, out, 2, 0))
     weights = {"weight": torch.zeros(1, 3, requires_grad=True), "bias": torch.zeros(1, requires_grad=True)}
     optimiser = torch.optim.SGD(weights.values(), 0.05, momentum=0.9)
     local = load_local_dataset(experiment, "device-1", accelerator=torch.device("cpu"))

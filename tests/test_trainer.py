@@ -20,7 +20,6 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import reading, schema
@@ -30,89 +29,42 @@ from common.host.accelerators import is_lost, out_of_memory
 from common.learning import computing, datasets, models, splits
 from common.learning.computing import resolve_accelerator
 from common.learning.evaluation import evaluate
-from common.learning.inputs import Inputs
 from common.learning.nets import Dropout
-from common.model.layout import Row
 from common.randomness import Purpose, generator
-from device.jobs import Cancelled, LocalResult
+from device.jobs import Cancelled
 from device.training import sgd
 from device.training import trainer as trainer_module
+from device.training.batches import LocalDataset, load_local_dataset
 from device.training.trainer import Trainer
+from tests.helpers.plain import first_model, row_of, trained, trainer_of
 
 
-def experiment(*, model: str = "mlp_digits", devices: int = 4, **training: Any) -> schema.Experiment:
+def experiment(*, model: str = "mlp_digits", devices: int = 12, **training: Any) -> schema.Experiment:
     return reading.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
-
-
-def make(lab: schema.Experiment, node: str = "device-0", accelerator: str = "cpu") -> Trainer:
-    trainer = Trainer(lab, node=node, accelerator=accelerator)
-    trainer.prepare()
-    return trainer
-
-
-def initial(lab: schema.Experiment) -> Row:
-    module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
-    layout = models.layout_of(module)
-    row = layout.empty()
-    models.write_row(module, layout, row)
-    return row
-
-
-def run(
-    trainer: Trainer,
-    row: Row,
-    *,
-    epochs: int = 1,
-    local_round: int = 0,
-    progress: trainer_module.Progress = lambda *_: None,
-) -> tuple[Row, LocalResult]:
-    out = trainer.layout.empty()
-    result = trainer.train(
-        row, out, epochs=epochs, local_round=local_round, progress=progress, cancelled=threading.Event()
-    )
-    return out, result
-
-
-class _Order(torch.utils.data.Sampler[int]):
-    """The trainer's own shuffle, for the plain loop."""
-
-    def __init__(self, draw: np.random.Generator, samples: int) -> None:
-        self.draw, self.samples = draw, samples
-
-    def __iter__(self) -> Any:
-        return iter(self.draw.permutation(self.samples).tolist())
-
-    def __len__(self) -> int:
-        return self.samples
 
 
 def plain_loop(lab: schema.Experiment, *, epochs: int, local_round: int) -> tuple[nn.Module, float]:
     """Train device-0 as a textbook does."""
-    data = datasets.load(lab.data)
+    data, training = datasets.load(lab.data), lab.training
     parts = splits.partition(data.train_labels.numpy(), data=lab.data, tree=lab.tree, seed=lab.seed)
     part = torch.from_numpy(parts[0])
     images = (data.train_images[part].float() * data.scale - data.mean[0]) / data.std[0]
-    order = _Order(generator(lab.seed, Purpose.BATCHES, "device-0", local_round), len(part))
-    loader = DataLoader(TensorDataset(images, data.train_labels[part]), lab.training.batch_size, sampler=order)
-    module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
-    training = lab.training
+    labels, order = data.train_labels[part], generator(lab.seed, Purpose.BATCHES, "device-0", local_round)
+    module = models.build(lab.model.name, lab.seed, inputs=data.inputs)
     optimiser = torch.optim.SGD(
-        module.parameters(),
-        training.learning_rate,
-        training.momentum,
-        weight_decay=training.weight_decay,
+        module.parameters(), training.learning_rate, training.momentum, weight_decay=training.weight_decay,
         nesterov=training.nesterov,
-    )
+    )  # fmt: skip
     for _ in range(epochs):
         total = 0.0
-        for some_images, some_labels in loader:
+        for some in torch.from_numpy(order.permutation(len(part))).split(training.batch_size):
             optimiser.zero_grad()
-            loss = functional.cross_entropy(module(some_images), some_labels)
+            loss = functional.cross_entropy(module(images[some]), labels[some])
             torch.autograd.backward(loss)
             if training.clip_norm:
                 nn.utils.clip_grad_norm_(module.parameters(), training.clip_norm)
             optimiser.step()
-            total += loss.item() * len(some_labels)
+            total += loss.item() * len(some)
     return module, total / len(part)
 
 
@@ -129,14 +81,13 @@ def plain_loop(lab: schema.Experiment, *, epochs: int, local_round: int) -> tupl
 @pytest.mark.parametrize("model", ["cnn_digits", "mlp_digits"])
 def test_equals_a_plain_loop(model: str, training: dict[str, Any]) -> None:
     lab = experiment(model=model, **training)
-    trainer = make(lab)
-    out, result = run(trainer, initial(lab), epochs=2, local_round=3)
+    trainer = trainer_of(lab)
+    out, result = trained(trainer, first_model(lab), epochs=2, local_round=3)
     module, loss = plain_loop(lab, epochs=2, local_round=3)
-    wanted = trainer.layout.empty()
-    models.write_row(module, trainer.layout, wanted)
+    wanted = row_of(module)
     floats, wanted_floats = trainer.layout.floats(out), trainer.layout.floats(wanted)
     np.testing.assert_allclose(floats, wanted_floats, rtol=0, atol=1e-6)
-    assert np.abs(wanted_floats - trainer.layout.floats(initial(lab))).max() > 1e-3
+    assert np.abs(wanted_floats - trainer.layout.floats(first_model(lab))).max() > 1e-3
     assert result.loss == pytest.approx(loss, abs=1e-6)
 
 
@@ -156,11 +107,10 @@ def test_every_kind_of_layer_is_trained_as_in_a_plain_loop(model: str, shape: li
     size = {"dataset": "synthetic", "classes": 4, "image_shape": shape, "samples": 8 * steps, "test_samples": 1}
     training = {"batch_size": 8, "momentum": 0.9, "weight_decay": 0.01}
     lab = reading.parse({"data": size, "model": {"name": model}, "training": training})
-    trainer = make(lab)
-    out, result = run(trainer, initial(lab), epochs=1)
+    trainer = trainer_of(lab)
+    out, result = trained(trainer, first_model(lab), epochs=1)
     module, loss = plain_loop(lab, epochs=1, local_round=0)
-    wanted = trainer.layout.empty()
-    models.write_row(module, trainer.layout, wanted)
+    wanted = row_of(module)
     # Where rounding moves one value over a ReLU's kink, some of the gradients behind it differ by more.
     apart = np.abs(trainer.layout.floats(out) - trainer.layout.floats(wanted))
     assert np.quantile(apart, 0.99) < 2e-5 and apart.max() < 1e-3
@@ -170,15 +120,15 @@ def test_every_kind_of_layer_is_trained_as_in_a_plain_loop(model: str, shape: li
 
 def test_partial_last_batch_is_kept() -> None:
     lab = experiment(batch_size=50)
-    trainer = make(lab)
-    assert trainer.samples == 360  # 7 batches of 50, one of 10
-    _, result = run(trainer, initial(lab), epochs=2)
-    assert (result.samples, result.steps) == (360, 16)
+    trainer = trainer_of(lab)
+    assert trainer.samples == 120  # 2 batches of 50, one of 20
+    _, result = trained(trainer, first_model(lab), epochs=2)
+    assert (result.samples, result.steps) == (120, 6)
 
 
 def test_the_loss_is_the_last_epochs() -> None:
     lab = experiment(learning_rate=1e-9)  # nothing is learnt: the mean over an epoch is the model's loss
-    _, result = run(make(lab), initial(lab), epochs=3)
+    _, result = trained(trainer_of(lab), first_model(lab), epochs=3)
     data = datasets.load(lab.data)
     parts = splits.partition(data.train_labels.numpy(), data=lab.data, tree=lab.tree, seed=lab.seed)
     whole = evaluate(
@@ -189,56 +139,49 @@ def test_the_loss_is_the_last_epochs() -> None:
     )
     assert result.loss == pytest.approx(whole.loss, rel=1e-5)
     quick = experiment(learning_rate=0.05)
-    row = initial(quick)
-    losses = [run(make(quick), row, epochs=epochs)[1].loss for epochs in (1, 2, 3)]
+    row = first_model(quick)
+    losses = [trained(trainer_of(quick), row, epochs=epochs)[1].loss for epochs in (1, 2, 3)]
     assert losses[0] > losses[1] > losses[2]
-
-
-def test_rounds_and_nodes_shuffle_differently() -> None:
-    lab = experiment()
-    row = initial(lab)
-    trainer = make(lab)
-    first, again, later = (run(trainer, row, local_round=local_round)[0] for local_round in (0, 0, 1))
-    assert np.array_equal(first, again), "something was carried over from the round before"
-    assert not np.array_equal(first, later)
-    assert not np.array_equal(first, run(make(lab, "device-1"), row)[0])
 
 
 def test_bits_do_not_depend_on_who_trains_at_the_same_time() -> None:
     lab = experiment(model="cnn_digits", batch_size=20)
-    row = initial(lab)
+    row = first_model(lab)
     row.flags.writeable = False
-    trainers = [make(lab, f"device-{i}") for i in range(4)]
-    alone = [run(trainer, row, epochs=2)[0] for trainer in trainers]
+    trainers = [trainer_of(lab, f"device-{i}") for i in range(4)]
+    alone = [trained(trainer, row, epochs=2)[0] for trainer in trainers]
     with ThreadPoolExecutor(4) as pool:
-        together = [out for out, _ in pool.map(lambda trainer: run(trainer, row, epochs=2), trainers)]
+        together = [out for out, _ in pool.map(lambda trainer: trained(trainer, row, epochs=2), trainers)]
     for lone, joint in zip(alone, together, strict=True):
         assert np.array_equal(lone, joint)
 
 
+def local(lab: schema.Experiment, node: str) -> LocalDataset:
+    return load_local_dataset(lab, node, accelerator=torch.device("cpu"))
+
+
 def test_devices_share_the_images() -> None:
-    lab = experiment()
-    first, second = make(lab), make(lab, "device-1")
-    assert first._prepared.local.images.data_ptr() == second._prepared.local.images.data_ptr()
+    first, second = (local(experiment(), node) for node in ("device-0", "device-1"))
+    assert first.images.data_ptr() == second.images.data_ptr()
 
 
 def test_compute_threads_are_one() -> None:
     lab = experiment()
-    trainer = make(lab)
+    trainer = trainer_of(lab)
     torch.set_num_threads(2)
-    run(trainer, initial(lab))
+    trained(trainer, first_model(lab))
     assert torch.get_num_threads() == 1
 
 
 def test_each_thread_that_trains_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     lab = experiment()
-    trainer, row = make(lab), initial(lab)
+    trainer, row = trainer_of(lab), first_model(lab)
     monkeypatch.setattr(trainer_module, "set_up", lambda *_: threads.append(threading.get_ident()))
     for _ in range(2):
         with ThreadPoolExecutor(1) as pool:
             threads.append(pool.submit(threading.get_ident).result())
-            pool.submit(run, trainer, row).result()
+            pool.submit(trained, trainer, row).result()
     assert threads[0] == threads[1] and threads[2] == threads[3]
 
 
@@ -310,12 +253,6 @@ def test_a_gpu_computes_in_tf32_only_where_the_experiment_has_it(monkeypatch: py
         assert settings() == (False, False, False, False)
 
 
-def test_on_a_cpu_tf32_is_fp32() -> None:
-    for model in ("cnn_digits", "mlp_digits"):
-        lab, same = (experiment(model=model, precision=precision) for precision in ("fp32", "tf32"))
-        assert np.array_equal(run(make(lab), initial(lab))[0], run(make(same), initial(lab))[0])
-
-
 @pytest.mark.parametrize(
     ("text", "memory"),
     [
@@ -380,75 +317,32 @@ def test_a_gpu_on_which_nothing_is_computed_is_named_once(
     assert accelerators.choose("auto", ["cpu", "cuda:0", name]) == ("cuda:0",) and len(caplog.messages) == 1
 
 
-def test_batch_norm_trains_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(name: str, seed: int, **_: object) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
-
-    monkeypatch.setattr(models, "build", small)
-    lab = experiment()
-    trainer = make(lab)
-    out, result = run(trainer, initial(lab))
-    views = trainer.layout.views(out)
-    assert views["1.num_batches_tracked"] == result.steps == 36
-    assert np.abs(views["1.running_mean"]).max() > 0
-
-
-class _Unused(nn.Module):
-    """A layer in front that is never called, dropout, and two that work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(64, 3)
-        self.drop = Dropout()
-        self.work = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.work(self.drop(x))
-        return logits
-
-
-def test_layers_without_gradient_stay_and_the_others_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(1)
-    source = _Unused()
-    monkeypatch.setattr(models, "build", lambda *_, **__: copy.deepcopy(source))
-    lab = experiment(weight_decay=0.1, momentum=0.9)
-    trainer = make(lab)
-    row = trainer.layout.empty()
-    models.write_row(source, trainer.layout, row)
-    before, after = trainer.layout.views(row), trainer.layout.views(run(trainer, row)[0])
-    assert np.array_equal(before["unused.weight"], after["unused.weight"])
-    assert np.abs(before["work.1.weight"] - after["work.1.weight"]).max() > 1e-2
-
-
 def test_dropout_depends_on_seed_node_and_round_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(1)
-    source = _Unused()
+    source = nn.Sequential(Dropout(), nn.Flatten(), nn.Linear(64, 10))
     monkeypatch.setattr(models, "build", lambda *_, **__: copy.deepcopy(source))
     lab = experiment(batch_size=1000)  # one batch: the order of the samples matters to dropout alone
-    trainers = [make(lab), make(lab), make(lab, "device-1")]
-    row = trainers[0].layout.empty()
-    models.write_row(source, trainers[0].layout, row)
+    trainers = [trainer_of(lab), trainer_of(lab), trainer_of(lab, "device-1")]
+    row = row_of(source)
     torch.manual_seed(2)
-    first, again, other = (run(trainer, row)[0] for trainer in trainers)
+    first, again, other = (trained(trainer, row)[0] for trainer in trainers)
     assert np.array_equal(first, again) and not np.array_equal(first, other)
-    assert not np.array_equal(first, run(trainers[0], row, local_round=1)[0])
+    assert not np.array_equal(first, trained(trainers[0], row, local_round=1)[0])
 
 
 def test_progress_is_monotone_and_ends_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "PROGRESS_S", 0.0)
     seen: list[tuple[int, int]] = []
     lab = experiment(recorded=False)
-    _, result = run(make(lab), initial(lab), epochs=2, progress=lambda *args: seen.append(args))
-    assert seen == sorted(seen) and seen[-1] == (72, 72) and len(seen) > 70
-    assert {total for _, total in seen} == {72} and result.steps == 72
+    _, result = trained(trainer_of(lab), first_model(lab), epochs=2, progress=lambda *args: seen.append(args))
+    assert seen == sorted(seen) and seen[-1] == (24, 24) and len(seen) > 22
+    assert {total for _, total in seen} == {24} and result.steps == 24
 
 
 def test_progress_is_rare() -> None:
     seen: list[tuple[int, int]] = []
     lab = experiment()
-    run(make(lab), initial(lab), progress=lambda *args: seen.append(args))
-    assert len(seen) < 36 and seen[-1] == (36, 36)
+    trained(trainer_of(lab), first_model(lab), progress=lambda *args: seen.append(args))
+    assert len(seen) < 12 and seen[-1] == (12, 12)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -457,9 +351,9 @@ def test_cancelled_between_steps_then_trained_again(recorded: bool, monkeypatch:
     monkeypatch.setattr(sgd, "RUN_S", 0.0)
     monkeypatch.setattr(sgd, "FIRST_STEPS", 1)
     lab = experiment(recorded=recorded)
-    row = initial(lab)
-    trainer = make(lab)
-    wanted, _ = run(trainer, row)
+    row = first_model(lab)
+    trainer = trainer_of(lab)
+    wanted, _ = trained(trainer, row)
     cancelled = threading.Event()
     steps: list[int] = []
 
@@ -469,9 +363,9 @@ def test_cancelled_between_steps_then_trained_again(recorded: bool, monkeypatch:
             cancelled.set()
 
     with pytest.raises(Cancelled):
-        trainer.train(row, trainer.layout.empty(), epochs=1, local_round=0, progress=progress, cancelled=cancelled)
+        trained(trainer, row, progress=progress, cancelled=cancelled)
     assert steps[-1] == 5
-    assert np.array_equal(run(trainer, row)[0], wanted)
+    assert np.array_equal(trained(trainer, row)[0], wanted)
 
 
 def test_unknown_accelerator_lists_what_is_there() -> None:
@@ -482,10 +376,10 @@ def test_unknown_accelerator_lists_what_is_there() -> None:
 
 
 def test_unknown_node_and_model_that_does_not_fit() -> None:
-    with pytest.raises(InvalidExperiment, match="device-9"):
-        Trainer(experiment(), node="device-9", accelerator="cpu")
+    with pytest.raises(InvalidExperiment, match="device-99"):
+        Trainer(experiment(), node="device-99", accelerator="cpu")
     with pytest.raises(InvalidExperiment, match="lenet5"):
-        make(experiment(model="lenet5"))
+        trainer_of(experiment(model="lenet5"))
 
 
 @pytest.mark.parametrize(
@@ -495,7 +389,7 @@ def test_exhausted_memory_fails_the_run_and_spares_the_trainer(
     monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     lab = experiment(recorded=False)
-    trainer = make(lab)
+    trainer = trainer_of(lab)
 
     def exhausted(*_: object, **__: object) -> None:
         raise error
@@ -503,35 +397,24 @@ def test_exhausted_memory_fails_the_run_and_spares_the_trainer(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_fused_sgd_", exhausted)
         with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller") as caught:
-            run(trainer, initial(lab))
+            trained(trainer, first_model(lab))
     assert caught.value.__context__ is None
-    assert run(trainer, initial(lab))[1].steps == 36
+    assert trained(trainer, first_model(lab))[1].steps == 12
 
 
-def test_learns_the_digits() -> None:
-    lab = experiment(model="cnn_digits", devices=1)
-    data = datasets.load(lab.data)
-    trainer = make(lab)
-    out, _ = run(trainer, initial(lab), epochs=4)
-    module = models.build("cnn_digits", 9, inputs=data.inputs)
-    models.read_row(module, trainer.layout, out)
-    module.train()
-    result = evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser())
-    assert result.score >= 0.93 and result.loss < 0.3 and module.training
-    by_one = evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser(), batch_size=1)
-    assert by_one.score == result.score and by_one.loss == pytest.approx(result.loss, rel=1e-5)
-
-
-def write_leaf(root: Path) -> None:
-    text = "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings and arrows "
+def write_leaf(root: Path, **rows: int) -> None:
+    """Write LEAF's Shakespeare of some users with so many rows, for training and again for the test."""
+    text = (
+        2 * "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings and arrows "
+    )
     for part in ("train", "test"):
         users = {}
-        for i, name in enumerate(("HAMLET", "OPHELIA", "YORICK")):
-            starts = range(i, i + 4 + i)
+        for i, (name, count) in enumerate((rows or {"HAMLET": 4, "OPHELIA": 5, "YORICK": 6}).items()):
+            starts = range(i, i + count)
             users[name] = {"x": [text[j : j + 80] for j in starts], "y": [text[j + 80] for j in starts]}
         folder = root / "shakespeare" / "data" / part
         folder.mkdir(parents=True)
-        tree = {"users": [*users], "num_samples": [83] * 3, "user_data": users}
+        tree = {"users": [*users], "num_samples": [len(user["y"]) for user in users.values()], "user_data": users}
         (folder / "all.json").write_text(json.dumps(tree))
 
 
@@ -544,16 +427,15 @@ def test_text_is_trained_and_evaluated(tmp_path: Path) -> None:
         "training": {"learning_rate": 0.5, "batch_size": 3},
     }
     lab = reading.parse(tree)
-    trainers = [make(lab, f"device-{i}") for i in range(3)]
-    assert [trainer.samples for trainer in trainers] == [4, 5, 6]
-    row = initial(lab)
-    out, result = run(trainers[2], row, epochs=5)
-    assert np.array_equal(out, run(make(lab, "device-2"), row, epochs=5)[0])
+    assert [len(local(lab, f"device-{i}").samples) for i in range(3)] == [4, 5, 6]
+    row, trainer = first_model(lab), trainer_of(lab, "device-2")
+    out, result = trained(trainer, row, epochs=5)
+    assert np.array_equal(out, trained(trainer, row, epochs=5)[0])
     data = datasets.load(lab.data)
     module = models.build("char_lstm", 1, inputs=data.inputs)
     losses = []
     for state in (row, out):
-        models.read_row(module, trainers[2].layout, state)
+        models.read_row(module, trainer.layout, state)
         losses.append(evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser()).loss)
     assert losses[1] < losses[0] - 0.2 and result.steps == 10
 
@@ -576,12 +458,7 @@ def test_a_device_trains_on_all_images_of_its_own(tmp_path: Path) -> None:
         "model": {"name": "cnn_fedavg"},
         "topology": {"devices": 2},
     }
-    lab = reading.parse(tree)
-    trainers = [make(lab, f"device-{i}") for i in range(2)]
-    assert [trainer.samples for trainer in trainers] == [5, 3]
-    row = trainers[0].layout.empty()
-    models.write_row(models.build("cnn_fedavg", 1, inputs=Inputs((3, 16, 16), 2)), trainers[0].layout, row)
-    assert run(trainers[0], row)[1].steps == 1
+    assert [len(local(reading.parse(tree), f"device-{i}").samples) for i in range(2)] == [5, 3]
 
 
 def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
@@ -595,12 +472,12 @@ def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
         for root in (tmp_path / "cloud", tmp_path / "{node}")
     )
     for node in ("device-0", "device-1"):
-        assert torch.equal(make(shared, node)._prepared.local.samples, make(own, node)._prepared.local.samples)
+        assert torch.equal(local(shared, node).samples, local(own, node).samples)
 
 
 def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = experiment(deterministic=True, recorded=False)
-    trainer = make(lab)
+    trainer = trainer_of(lab)
 
     def refused(*_: object, **__: object) -> None:
         raise RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you")
@@ -608,113 +485,49 @@ def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_fused_sgd_", refused)
         with pytest.raises(InvalidExperiment, match=r"^training\.deterministic = True: adaptive.*cuda has no.*false"):
-            run(trainer, initial(lab))
+            trained(trainer, first_model(lab))
         patch.setattr(torch, "_fused_sgd_", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
         with pytest.raises(RuntimeError, match="size"):
-            run(trainer, initial(lab))
-    assert np.array_equal(run(trainer, initial(lab))[0], run(make(experiment()), initial(lab))[0])
+            trained(trainer, first_model(lab))
+    assert np.array_equal(trained(trainer, first_model(lab))[0], trained(trainer_of(experiment()), first_model(lab))[0])
 
 
 def test_a_global_rounds_rounds_have_its_learning_rate() -> None:
     schedule = {"name": "step", "warmup": 1, "every": 1, "factor": 0.5}
     tree = {"topology": {"devices": 4}, "institution": {"rounds": 3}, "rounds": 4}
     lab = reading.parse({**tree, "training": {"learning_rate": 0.04, "schedule": schedule}})
-    row = initial(lab)
-    for local_round, rate in ((0, 0.02), (2, 0.02), (3, 0.04), (6, 0.02), (11, 0.01)):
-        constant = reading.parse({**tree, "training": {"learning_rate": rate}})
-        wanted, _ = run(make(constant), row, local_round=local_round)
-        assert np.array_equal(run(make(lab), row, local_round=local_round)[0], wanted)
+    assert [lab.learning_rate_in(local_round) for local_round in (0, 2, 3, 6, 11)] == [0.02, 0.02, 0.04, 0.02, 0.01]
+    constant = reading.parse({**tree, "training": {"learning_rate": 0.01}})
+    one, other = (trained(trainer_of(each), first_model(lab), local_round=11)[0] for each in (lab, constant))
+    assert np.array_equal(one, other)
 
 
 @pytest.mark.parametrize(("model", "batch_size"), [("cnn_digits", 10), ("cnn_digits", 20), ("mlp_digits", 20)])
 def test_bf16_is_near_to_fp32_and_the_same_again(model: str, batch_size: int) -> None:
     lab, low = (experiment(model=model, batch_size=batch_size, precision=precision) for precision in ("fp32", "bf16"))
-    row = initial(lab)
-    wanted, result = run(make(lab), row)
-    trainer = make(low)
-    out, in_low = run(trainer, row)
-    assert np.array_equal(out, run(make(low), row)[0])
+    row = first_model(lab)
+    wanted, result = trained(trainer_of(lab), row)
+    trainer = trainer_of(low)
+    out, in_low = trained(trainer, row)
+    assert np.array_equal(out, trained(trainer_of(low), row)[0])
     apart = np.abs(trainer.layout.floats(out) - trainer.layout.floats(wanted))
     moved = np.abs(trainer.layout.floats(wanted) - trainer.layout.floats(row))
     assert 0 < np.linalg.norm(apart) < 0.1 * np.linalg.norm(moved)
     assert in_low.loss == pytest.approx(result.loss, rel=2e-2) and in_low.loss != result.loss
 
 
-def test_on_a_cpu_linear_layers_stay_fp32_in_small_batches() -> None:
-    lab = experiment(model="mlp_digits", batch_size=10)
-    low = experiment(model="mlp_digits", batch_size=10, precision="bf16")
-    assert np.array_equal(run(make(lab), initial(lab))[0], run(make(low), initial(lab))[0])
-
-
-@pytest.mark.parametrize("augmentation", [{"flip": True}, {"crop": 1}, {"flip": True, "crop": 2}])
-def test_augmentation_is_of_the_seed_the_node_and_the_round(augmentation: dict[str, Any]) -> None:
+@pytest.mark.parametrize("augmentation", [{}, {"flip": True}, {"crop": 1}, {"flip": True, "crop": 2}])
+def test_order_and_augmentation_are_of_the_node_and_the_round(augmentation: dict[str, Any]) -> None:
     lab = experiment(augmentation=augmentation)
-    row = initial(lab)
-    trainer = make(lab)
-    first, again, later = (run(trainer, row, local_round=local_round)[0] for local_round in (0, 0, 1))
-    assert np.array_equal(first, again) and not np.array_equal(first, later)
-    assert not np.array_equal(first, run(make(experiment()), row)[0])
+    row = first_model(lab)
+    trainer = trainer_of(lab)
+    first, again, later = (trained(trainer, row, local_round=local_round)[0] for local_round in (0, 0, 1))
+    assert np.array_equal(first, again), "something was carried over from the round before"
+    assert not np.array_equal(first, later) and not np.array_equal(first, trained(trainer_of(lab, "device-1"), row)[0])
+    assert np.array_equal(first, trained(trainer_of(experiment()), row)[0]) == (not augmentation)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-def test_on_a_gpu_nearly_the_same_and_nothing_left_behind() -> None:
-    lab = experiment(model="cnn_digits", batch_size=50)
-    row = initial(lab)
-    wanted, result = run(make(lab), row)
-    trainer = make(lab, accelerator="cuda")
-    run(trainer, row)
-    before = torch.cuda.memory_allocated()
-    out, on_gpu = run(trainer, row)
-    assert torch.cuda.memory_allocated() == before
-    assert on_gpu.loss == pytest.approx(result.loss, rel=1e-2)
-    np.testing.assert_allclose(trainer.layout.floats(out), trainer.layout.floats(wanted), rtol=0, atol=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-@pytest.mark.parametrize("model", ["cnn_digits", "mlp_digits"])
-@pytest.mark.parametrize("training", [{}, {"precision": "bf16"}, {"augmentation": {"flip": True, "crop": 1}}])
-def test_on_a_gpu_deterministic_training_gives_the_same_bits(model: str, training: dict[str, Any]) -> None:
-    lab = experiment(model=model, deterministic=True, **training)
-    row = initial(lab)
-    try:
-        first, again = (run(make(lab, accelerator="cuda"), row, epochs=2)[0] for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.deterministic = False
-    assert np.array_equal(first, again)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-def test_on_a_gpu_fp32_has_the_accuracy_of_fp32_beside_other_precisions() -> None:
-    """TF32 rounds inputs to 11 bits: a convolution of 576 products is some 1e-4 off, one in fp32 1e-6."""
-    gpu = torch.device("cuda", 0)
-    source = torch.Generator().manual_seed(1)
-    images, weights = (torch.randn(shape, generator=source) for shape in ((8, 64, 16, 16), (64, 64, 3, 3)))
-    exact = functional.conv2d(images.double(), weights.double())
-    errors = {}
-    with restored():
-        for precision in ("tf32", "fp32", "bf16", "fp32"):
-            computing.set_up(gpu, TrainingSettings.model_validate({"precision": precision}))
-            found = functional.conv2d(images.to(gpu), weights.to(gpu)).cpu().double()
-            errors[precision] = float((found - exact).norm() / exact.norm())
-    assert errors["fp32"] < 5e-6
-    if torch.cuda.get_device_capability(gpu) >= (8, 0):
-        assert errors["tf32"] > 1e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-@pytest.mark.parametrize("precision", ["bf16", "tf32"])
-def test_on_a_gpu_less_precise_is_near_to_fp32(precision: str) -> None:
-    lab = experiment(model="cnn_digits")
-    row = initial(lab)
-    wanted, result = run(make(lab, accelerator="cuda"), row)
-    trainer = make(experiment(model="cnn_digits", precision=precision), accelerator="cuda")
-    out, in_low = run(trainer, row)
-    apart = np.abs(trainer.layout.floats(out) - trainer.layout.floats(wanted))
-    moved = np.abs(trainer.layout.floats(wanted) - trainer.layout.floats(row))
-    assert 0 < np.linalg.norm(apart) < 0.1 * np.linalg.norm(moved)
-    assert in_low.loss == pytest.approx(result.loss, rel=2e-2)
+@pytest.mark.parametrize(("model", "low"), [("cnn_digits", "tf32"), ("mlp_digits", "tf32"), ("mlp_digits", "bf16")])
+def test_on_a_cpu_tf32_is_fp32_and_so_are_linear_layers_in_small_batches(model: str, low: str) -> None:
+    labs = [experiment(model=model, batch_size=10, precision=precision) for precision in ("fp32", low)]
+    assert np.array_equal(*(trained(trainer_of(lab), first_model(lab))[0] for lab in labs))

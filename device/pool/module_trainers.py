@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from common.errors import FedstrataError
 from common.learning.computing import resolve_accelerator
 from common.learning.inputs import Inputs
 from device.jobs import (
-    Cancelled,
     Done,
     Ending,
     Examined,
@@ -18,6 +15,7 @@ from device.jobs import (
     Prepared,
     VmappedMode,
     Work,
+    failure_to,
     vmapped_mode,
 )
 from device.training.network import NetworkSource
@@ -39,8 +37,7 @@ class ModuleTrainers:
         mode = vmapped_mode(device.experiment, accelerator)
         if mode is not VmappedMode.NEVER:
             self._vmapped_trainer(accelerator).prepare(device, sure=mode is VmappedMode.ALWAYS)
-        kept_bytes = trainer.vectors.kept_bytes
-        return Prepared(trainer.layout, trainer.samples, trainer.partition, kept_bytes, trainer.tests)
+        return trainer.facts
 
     def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
         """Train the models of devices of one experiment; `done` gets each one's number and outcome.
@@ -48,31 +45,26 @@ class ModuleTrainers:
         Raises what `Trainer.prepare` raises.
         """
         trainers = [self._trainer(device, accelerator) for device, _ in work]
-        received = self._examined(trainers, work, done)
+        received: dict[int, Examined] = {}
+        for number, (_, order) in enumerate(work):
+            with failure_to(done, number):
+                received[number] = trainers[number].examine(order)
         left = set(received)
-        if not work[0][1].epochs and work[0][1].scores:  # the models are not trained
+        if not work[0][1].epochs:  # the models are not trained
             for number in left:
                 done(number, received[number].of(LocalResult(trainers[number].samples, None, 0, 0.0, 0.0)))
             return
-        work = [
-            (device, replace(order, row=trainer.start(order.row, local_round=order.local_round)))
-            for (device, order), trainer in zip(work, trainers, strict=True)
-        ]
-        mode = vmapped_mode(work[0][0].experiment, accelerator)
-        together = [number for number, trainer in enumerate(trainers) if number in left and not trainer.joins]
+        work = [(device, trainer.start(order)) for (device, order), trainer in zip(work, trainers, strict=True)]
 
         def finish(number: int, how: Ending) -> None:
-            (_, order), trained = work[number], None
-            try:
-                if isinstance(how, LocalResult) and order.scores_trained:
-                    trained = trainers[number].examine_trained(
-                        order.out, progress=order.progress, cancelled=order.cancelled
-                    )
-            except (FedstrataError, Cancelled) as error:
-                how = error
-            done(number, received[number].of(how, trained) if isinstance(how, LocalResult) else how)
+            if not isinstance(how, LocalResult):
+                done(number, how)
+                return
+            with failure_to(done, number):
+                done(number, received[number].of(how, trainers[number].examine_trained(work[number][1])))
 
-        if mode is not VmappedMode.NEVER and together:
+        together = [number for number in sorted(left) if not trainers[number].joins]
+        if vmapped_mode(work[0][0].experiment, accelerator) is not VmappedMode.NEVER and together:
             ended = list[tuple[int, Ending]]()  # scored when the group has released the accelerator's memory
 
             def end(place: int, how: Ending) -> None:
@@ -83,43 +75,12 @@ class ModuleTrainers:
                 else:
                     finish(number, how)
 
-            alike = [work[number] for number in together]
-            self._vmapped_trainer(accelerator).train(alike, end)
+            self._vmapped_trainer(accelerator).train([work[number] for number in together], end)
             for each in ended:
                 finish(*each)
         for number in sorted(left):
-            (_, order), trainer = work[number], trainers[number]
-            try:
-                result = trainer.train(
-                    order.row,
-                    order.out,
-                    epochs=order.epochs,
-                    local_round=order.local_round,
-                    progress=order.progress,
-                    cancelled=order.cancelled,
-                    noise=order.noise,
-                )
-            except (FedstrataError, Cancelled) as error:
-                finish(number, error)
-            else:
-                finish(number, result)
-
-    @staticmethod
-    def _examined(trainers: Sequence[Trainer], work: Sequence[Work], done: Done) -> dict[int, Examined]:
-        """Examine the models received; return what was found, by the numbers of the devices that go on."""
-        found = {}
-        for number, (_, order) in enumerate(work):
-            try:
-                found[number] = trainers[number].examine(
-                    order.row,
-                    scores=order.scores,
-                    trains=order.epochs > 0,
-                    progress=order.progress,
-                    cancelled=order.cancelled,
-                )
-            except (FedstrataError, Cancelled) as error:
-                done(number, error)
-        return found
+            with failure_to(done, number):
+                finish(number, trainers[number].train(work[number][1]))
 
     def forget(self, digest: str) -> None:
         """Drop an experiment's trainers."""

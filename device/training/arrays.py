@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from common.accounting.costs import DeviceCosts
-from common.errors import FedstrataError, InvalidExperiment
+from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.topology import number_of
 from common.host.offload import repeated
@@ -20,7 +20,7 @@ from common.model.layout import Row
 from common.model.scores import ScoredModels, ScoreSums, packed_sums
 from common.model.trainer import LocalTask, TrainerCode, TrainingSite
 from common.randomness import Purpose, torch_seed
-from device.jobs import Cancelled, Done, HostedDevice, LocalResult, Order, Prepared, Work
+from device.jobs import Cancelled, Done, HostedDevice, LocalResult, Order, Prepared, Work, failure_to
 
 LOOK_S: Final = 1.0
 BUSY_SHARE: Final = 0.05  # of a core; a training that waits for ever uses less
@@ -140,12 +140,8 @@ class ArrayTrainers:
         """Train for devices of one experiment, one after another. Raises InvalidExperiment."""
         for number, (device, order) in enumerate(work):
             training, _ = self._of(device, accelerator)
-            try:
-                result = training.train(order)
-            except (FedstrataError, Cancelled) as error:
-                done(number, error)
-            else:
-                done(number, result)
+            with failure_to(done, number):
+                done(number, training.train(order))
 
     def forget(self, digest: str) -> None:
         """Drop an experiment's trainings."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -35,9 +35,6 @@ from device.training.objectives.table import objective_of
 from device.training.recording import NotRecordable, Program, program_of
 from device.training.sgd import FeaturesAt, Forward, LocalSteps, features_of, forward_of, keep_linear_fp32
 from device.training.vectors import TaskVectors
-
-if TYPE_CHECKING:
-    from device.training.private import GradientNoise, PrivateSteps
 
 RECORDED_PARAMETERS: Final = 2_000_000  # of the largest model whose steps are recorded: in larger ones kernels take all
 TRIAL_NOISE: Final = 0.1  # of the vectors behind a model: as large as gradients
@@ -100,8 +97,6 @@ class Network:
         vectors: Mapping[str, Sequence[Tensor]],
     ) -> LocalSteps:
         """Return the steps of a training from the module's present weights, at this learning rate."""
-        if self.kept is None:
-            self.module.train()
         tensors = self.tensors(parts)
         return LocalSteps(
             self.forward,
@@ -115,17 +110,6 @@ class Network:
             head=self.head,
             personal=tensors.personal,
         )
-
-    def private_steps(
-        self, experiment: Experiment, parts: ModelParts, *, rate: float, private: GradientNoise
-    ) -> PrivateSteps:
-        """Return the steps of a training by DP-SGD from the module's present weights, at this learning rate."""
-        from device.training.private import PrivateSteps  # imports torch.func
-
-        if self.kept is None:
-            self.module.train()
-        weights = models.weights_of(self.module, parts.whole)
-        return PrivateSteps(self.module, weights, experiment, learning_rate=rate, private=private)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,6 @@ process-global generator. Several trainers may live in one process and train at 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -47,15 +46,13 @@ from common.model.layout import ModelLayout, Row
 from common.model.parts import given_arrays
 from common.model.scores import CLASSES_MOST, R2, TARGETS_MOST, ScoreSums
 from common.randomness import Purpose, torch_seed
-from device.jobs import Cancelled, Examined, LocalResult, Progress
+from device.jobs import Cancelled, Examined, LocalResult, Order, Prepared
 from device.training.batches import LocalDataset, blocks, dropout_seed, load_local_dataset, uniform_numbers
 from device.training.network import Network, NetworkSource, record, source_of, vector_tensors
 from device.training.objectives.table import objective_of
-from device.training.sgd import NO_PROGRAMS, run_sgd
+from device.training.private import GradientNoise, PrivateSteps, check_module, poisson_batches, refuse
+from device.training.sgd import NO_PROGRAMS, Steps, run_sgd
 from device.training.vectors import TaskVectors, finish, vectors_of
-
-if TYPE_CHECKING:
-    from device.training.private import GradientNoise
 
 PROGRESS_S = 0.5
 TRIED_SAMPLES: Final = 8
@@ -156,52 +153,37 @@ class Trainer:
         return len(self._prepared.local.samples)
 
     @property
-    def tests(self) -> int:
-        """The number of this device's test samples, once prepared."""
-        tests = self._prepared.local.tests
-        return 0 if tests is None else len(tests.samples)
-
-    @property
-    def partition(self) -> str:
-        """The digest of the whole data split, once prepared; empty if nothing is split."""
-        return self._prepared.local.partition
+    def facts(self) -> Prepared:
+        """The device's facts, once prepared."""
+        local, vectors = self._prepared.local, self._prepared.vectors
+        tests = 0 if local.tests is None else len(local.tests.samples)
+        return Prepared(self.layout, self.samples, local.partition, vectors.kept_bytes, tests)
 
     @calls_own_code
-    def start(self, row: Row, *, local_round: int) -> Row:
-        """Return the row with which a training begins: `row`, or with this device's own initial model in its place.
+    def start(self, order: Order) -> Order:
+        """Return the order with which a training begins: `order`, or with this device's own initial model in its row.
 
         The latter in the first local round of a run without `model.same_initial`. The vectors behind the model, and
-        the personal arrays, are those of `row`. Raises InvalidExperiment.
+        the personal arrays, are those of the order. Raises InvalidExperiment.
         """
-        if self._experiment.model.same_initial or local_round:
-            return row
-        made, start = self._prepared, row.copy()
+        if self._experiment.model.same_initial or order.local_round:
+            return order
+        made, row = self._prepared, order.row.copy()
         module = models.anew(self._experiment, inputs=made.local.inputs, node=self._node)
-        models.write_row(module, made.source.parts.exchanged, start)
-        return start
+        models.write_row(module, made.source.parts.exchanged, row)
+        return replace(order, row=row)
 
     @calls_own_code
-    def train(
-        self,
-        row: Row,
-        out: Row,
-        *,
-        epochs: int,
-        local_round: int,
-        progress: Progress,
-        cancelled: threading.Event,
-        noise: bytes = b"",
-    ) -> LocalResult:
-        """Train the model in `row` for `epochs` and write it into `out`; both have `vectors` behind the model.
+    def train(self, order: Order) -> LocalResult:
+        """Train as ordered; `row` and `out` have `vectors` behind the model.
 
         `row` is read-only. `local_round` counts local rounds over the whole run: global round * local rounds + i.
-        `progress(steps_done, steps_total)` is called from this thread every half second and at the end. Raises
-        Cancelled, RunFailed if the accelerator's memory does not suffice, and InvalidExperiment if training should be
-        deterministic and cannot be. `noise`: as in `Order`. The trainer can be used again after any of these.
+        Raises Cancelled, RunFailed if the accelerator's memory does not suffice, and InvalidExperiment if training
+        should be deterministic and cannot be. The trainer can be used again after any of these.
         """
-        made, experiment = self._prepared, self._experiment
+        made, epochs, local_round = self._prepared, order.epochs, order.local_round
         exhausted = False
-        set_up(self._accelerator, experiment.training)
+        set_up(self._accelerator, self._experiment.training)
         network = made.source.network()
         total = epochs * self._steps_in_epoch(made.local)
         start, cpu_start = time.monotonic(), time.thread_time()
@@ -212,19 +194,16 @@ class Trainer:
             now = time.monotonic()
             if now - reported >= PROGRESS_S:
                 self._synchronise()  # steps that are only queued are no progress
-                progress(steps, total)
+                order.progress(steps, total)
                 reported = now
-            if cancelled.is_set():
+            if order.cancelled.is_set():
                 raise Cancelled
 
-        private = self._gradient_noise(made.local, noise, local_round)
+        private = self._gradient_noise(made.local, order.noise, local_round)
         some = self._batches(made.local, private, epochs=epochs, local_round=local_round)
         try:
-            losses, steps = self._trained(
-                made, network, some, row=row, out=out, last_epoch=epochs - 1, local_round=local_round, watch=watch,
-                private=private,
-            )  # fmt: skip
-            progress(steps, total)
+            losses, steps = self._trained(made, network, some, order, watch=watch, private=private)
+            order.progress(steps, total)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -238,41 +217,35 @@ class Trainer:
         return LocalResult(self.samples, losses / self.samples, steps, train_s, wait_s=0.0, costs=costs)
 
     @calls_own_code
-    def examine(
-        self, row: Row, *, scores: bool, trains: bool, progress: Progress, cancelled: threading.Event
-    ) -> Examined:
-        """Return the sums of the model in `row`, uint8, over this device's test samples, if it `scores` and has some.
+    def examine(self, order: Order) -> Examined:
+        """Return the sums of the model in `row` over this device's test samples, if it scores and has some.
 
-        If it `trains` and its parent's rule reads that, also those over its training samples. In fp32, with the module
-        in eval mode, as the cloud evaluates. `progress(batches_done, batches)` is called from this thread every half
-        second. Raises Cancelled, and what `train` raises.
+        If it trains and its parent's rule reads that, also those over its training samples. In fp32, with the module
+        in eval mode, as the cloud evaluates. Progress is reported in batches. Raises what `train` raises.
         """
         local, rule = self._prepared.local, self._experiment.tier_above(self._node).aggregation
-        reads_losses, start = trains and rule.reads_losses, None
-        if not (scores or reads_losses):
+        reads_losses, start = order.epochs > 0 and rule.reads_losses, None
+        if not (order.scores or reads_losses):
             return Examined()
-        model = self._prepared.vectors.begin(row)
-        tests = self._tested(model, progress, cancelled) if scores else None
+        model = self._prepared.vectors.begin(order.row)
+        tests = self._tested(model, order) if order.scores else None
         if reads_losses:
             parts = [(local.images[some], local.labels[some]) for some in torch.split(local.samples, EXAMINED_SAMPLES)]
-            start = self._sums(model, parts, progress=progress, cancelled=cancelled)
+            start = self._sums(model, parts, order)
         return Examined(tests, start)
 
     @calls_own_code
-    def examine_trained(self, out: Row, *, progress: Progress, cancelled: threading.Event) -> ScoreSums | None:
-        """Return the sums of the model that `train` has written into `out`, like `examine`."""
-        return self._tested(self._prepared.vectors.trained(out), progress, cancelled)
+    def examine_trained(self, order: Order) -> ScoreSums | None:
+        """Return the sums of the model that `train` has written into `out`, like `examine`, if that is ordered."""
+        return self._tested(self._prepared.vectors.trained(order.out), order) if order.scores_trained else None
 
-    def _tested(self, model: Row, progress: Progress, cancelled: threading.Event) -> ScoreSums | None:
+    def _tested(self, model: Row, order: Order) -> ScoreSums | None:
         """Return the sums of a model, as training has it, over the test samples, None without any."""
         if (tests := self._prepared.local.tests) is None:
             return None
-        parts = [(tests.images[tests.samples], tests.labels[tests.samples])]
-        return self._sums(model, parts, progress=progress, cancelled=cancelled)
+        return self._sums(model, [(tests.images[tests.samples], tests.labels[tests.samples])], order)
 
-    def _sums(
-        self, model: Row, parts: Sequence[tuple[Tensor, Tensor]], *, progress: Progress, cancelled: threading.Event
-    ) -> ScoreSums:
+    def _sums(self, model: Row, parts: Sequence[tuple[Tensor, Tensor]], order: Order) -> ScoreSums:
         """Return the sums of a model, as training has it, over some samples and labels, and their seconds."""
         made, experiment, begun = self._prepared, self._experiment, time.monotonic()
         set_up(self._accelerator, experiment.training)
@@ -286,9 +259,9 @@ class Trainer:
             nonlocal batches_done, reported
             batches_done += 1
             if (now := time.monotonic()) - reported >= PROGRESS_S:
-                progress(batches_done, total)
+                order.progress(batches_done, total)
                 reported = now
-            if cancelled.is_set():
+            if order.cancelled.is_set():
                 raise Cancelled
 
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
@@ -331,17 +304,14 @@ class Trainer:
         made: _Prepared,
         network: Network,
         some: Batches,
+        order: Order,
         *,
-        row: Row,
-        out: Row,
-        last_epoch: int,
-        local_round: int,
         watch: Callable[[int], None],
-        private: GradientNoise | None = None,
+        private: GradientNoise | None,
     ) -> tuple[float, int]:
-        """Train on some batches, from `row` into `out`; return the sum of the last epoch's losses, and the steps."""
+        """Train on some batches as ordered; return the sum of the last epoch's losses, and the steps."""
         experiment, module, parts, vectors = self._experiment, network.module, made.source.parts, made.vectors
-        inner = vectors.begin(row)
+        local_round, out, inner = order.local_round, order.out, vectors.begin(order.row)
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round) if self._own else 0
         with seeded(own_seed, self._accelerator) if self._own else nullcontext(), self._deterministic():
             network.tensors(parts).row.read(inner)
@@ -354,12 +324,18 @@ class Trainer:
                 for name, vector in vectors.inner.read(inner).items()
             }
             rate = experiment.learning_rate_in(local_round)
-            losses, steps = run_sgd(
-                network.steps(experiment, parts, rate=rate, vectors=given)
-                if private is None
-                else network.private_steps(experiment, parts, rate=rate, private=private),
+            if network.kept is None:
+                module.train()
+            steps: Steps
+            if private is None:
+                steps = network.steps(experiment, parts, rate=rate, vectors=given)
+            else:
+                weights = models.weights_of(module, parts.whole)
+                steps = PrivateSteps(module, weights, experiment, learning_rate=rate, private=private)
+            losses, taken = run_sgd(
+                steps,
                 some,
-                last_epoch=last_epoch,
+                last_epoch=order.epochs - 1,
                 watch=watch,
                 uniform=uniform_numbers(
                     experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
@@ -372,8 +348,10 @@ class Trainer:
             network.tensors(parts).row.write(trained)
             if vectors.personal:
                 vectors.end(trained, out)
-            finish(experiment, vectors, made.local, row, out, node=self._node, steps=steps, local_round=local_round)
-        return float(losses), steps
+            finish(
+                experiment, vectors, made.local, order.row, out, node=self._node, steps=taken, local_round=local_round
+            )
+        return float(losses), taken
 
     @property
     def _privacy(self) -> PrivacySettings:
@@ -389,8 +367,6 @@ class Trainer:
         privacy, experiment = self._privacy, self._experiment
         if not privacy.on_samples or privacy.clip_norm is None:
             return None
-        from device.training.private import GradientNoise  # imports torch.func
-
         noise = noise_of(key, seed=experiment.seed, node=self._node, number=local_round)
         expected = None if privacy.sampling_rate is None else privacy.sampling_rate * len(local.samples)
         return GradientNoise(privacy.clip_norm, privacy.multiplier, noise, expected)
@@ -400,8 +376,6 @@ class Trainer:
         rate = self._privacy.sampling_rate
         if private is None or rate is None:
             return blocks(local, self._experiment, node=self._node, epochs=epochs, local_round=local_round)
-        from device.training.private import poisson_batches
-
         return poisson_batches(
             local, self._experiment, node=self._node, epochs=epochs, local_round=local_round, rate=rate,
             noise=private.noise,
@@ -409,8 +383,6 @@ class Trainer:
 
     def _check_private(self, source: NetworkSource, *, samples: int) -> None:
         """Check that a batch may expect a sample, and that no layer mixes samples. Raises InvalidExperiment."""
-        from device.training.private import check_module  # imports torch.func
-
         if (rate := self._privacy.sampling_rate) is not None and rate * samples < 1:
             key = f"{self._experiment.key(self._experiment.tiers[-1])}.privacy.sampling_rate"
             problem = f"{self._node} has {samples} samples, so a batch would have less than one"
@@ -419,8 +391,6 @@ class Trainer:
 
     def _try_private(self, made: _Prepared) -> None:
         """Try DP-SGD on random samples. Raises InvalidExperiment if the model cannot."""
-        from device.training.private import refuse
-
         try:
             self._tried(made, min(2, self._experiment.training.batch_size))
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -486,10 +456,10 @@ class Trainer:
             with own.guarded(own_code(self._experiment), problem=problem, everything=True):
                 try:
                     once = [(0, given[None], labels[None])]
+                    private, order = self._gradient_noise(local, b"", 0), Order(row, out, 1, 0)
                     self._trained(
-                        replace(made, local=local), network, once, row=row, out=out, last_epoch=0, local_round=0,
-                        watch=lambda _: None, private=self._gradient_noise(local, b"", 0),
-                    )  # fmt: skip
+                        replace(made, local=local), network, once, order, watch=lambda _: None, private=private
+                    )
                 except RuntimeError as error:
                     self._explain(error, network)
                     raise

@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -81,9 +80,7 @@ async def speed(workers: int) -> None:
     def alone(row: Any, out: Any) -> tuple[float, float]:
         start, cpu_start = time.monotonic(), time.thread_time()
         for local_round in range(4):
-            lone.train(
-                row, out, epochs=EPOCHS, local_round=local_round, progress=lambda *_: None, cancelled=threading.Event()
-            )
+            lone.train(Order(row, out, EPOCHS, local_round))
         samples = 4 * EPOCHS * lone.samples
         return samples / (time.monotonic() - start), samples / (time.thread_time() - cpu_start)
 

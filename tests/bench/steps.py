@@ -11,7 +11,6 @@ python tests/bench/steps.py
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable
 
@@ -71,11 +70,10 @@ def alone(lab: Experiment) -> Callable[[], float]:
     trainer.prepare()
     row, out = trainer.layout.empty(), trainer.layout.empty()
     models.write_row(models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs), trainer.layout, row)
-    never = threading.Event()
 
     def train() -> float:
         begun = time.process_time()
-        steps = trainer.train(row, out, epochs=1, local_round=0, progress=lambda *_: None, cancelled=never).steps
+        steps = trainer.train(Order(row, out, 1, 0)).steps
         return (time.process_time() - begun) / steps * 1e3
 
     return train

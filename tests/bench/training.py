@@ -14,7 +14,6 @@ import os
 import platform
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from common.experiment import reading, schema
 from common.host.memory import keep_large_buffers
 from common.learning import datasets, models
 from common.randomness import Purpose, generator
+from device.jobs import Order
 from device.training.trainer import Trainer
 
 DEVICE = "device-0"
@@ -119,8 +119,7 @@ def ours(lab: schema.Experiment) -> Callable[[], float]:
     trainer.prepare()
     row, out = trainer.layout.empty(), trainer.layout.empty()
     models.write_row(models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs), trainer.layout, row)
-    never = threading.Event()
-    return lambda: trainer.train(row, out, epochs=1, local_round=0, progress=lambda *_: None, cancelled=never).loss
+    return lambda: trainer.train(Order(row, out, 1, 0)).loss
 
 
 def take_turns(connection: Connection, case: Case, *, textbook: bool) -> None:

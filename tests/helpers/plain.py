@@ -1,29 +1,54 @@
-"""A textbook's training of an experiment's own model on one device."""
+"""One device's training: by its trainer, and as a textbook does it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from common.experiment import schema
+from common.experiment.own import is_own
 from common.learning import datasets, models
 from common.learning.computing import seeded
 from common.model.layout import Row
 from common.randomness import Purpose, torch_seed
+from device.jobs import LocalResult, Order
 from device.training import batches
+from device.training.trainer import Trainer
 from tests.helpers.steps import batches_of
 
 
 def first_model(lab: schema.Experiment) -> Row:
     """Return the initial model."""
-    module = models.anew(lab, inputs=datasets.load(lab.data).inputs)
+    make = models.anew if is_own(lab.model.name) else models.of
+    return row_of(make(lab, inputs=datasets.load(lab.data).inputs))
+
+
+def row_of(module: nn.Module) -> Row:
+    """Return a module's flat model."""
     layout = models.layout_of(module)
     row = layout.empty()
     models.write_row(module, layout, row)
     return row
+
+
+def trainer_of(lab: schema.Experiment, node: str = "device-0", *, accelerator: str = "cpu") -> Trainer:
+    """Return a device's trainer, which is prepared."""
+    trainer = Trainer(lab, node=node, accelerator=accelerator)
+    trainer.prepare()
+    return trainer
+
+
+def trained(
+    trainer: Trainer, row: Row, *, epochs: int = 1, local_round: int = 0, **more: Any
+) -> tuple[Row, LocalResult]:
+    """Return what a trainer makes of a model, and its result; `more`: of its order."""
+    out = np.zeros(trainer.vectors.links.up.row_bytes + trainer.vectors.kept_bytes, np.uint8)
+    return out, trainer.train(Order(row, out, epochs, local_round, **more))
 
 
 def plain_training(
@@ -31,12 +56,9 @@ def plain_training(
 ) -> tuple[Row, int]:
     """Return the model and the steps of a plain PyTorch loop from a model; `joins`: see LocalDataset."""
     module = models.anew(lab, inputs=datasets.load(lab.data).inputs)
-    layout = models.layout_of(module)
-    models.read_row(module, layout, row)
+    models.read_row(module, models.layout_of(module), row)
     steps = train_plainly(module, lab, node, epochs=epochs, local_round=local_round, joins=joins)
-    out = layout.empty()
-    models.write_row(module, layout, out)
-    return out, steps
+    return row_of(module), steps
 
 
 def train_plainly(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 from common.experiment.schema import Experiment
 from common.learning import splits
 from common.learning.evaluation import ModelTester
 from common.model.layout import ModelLayout, Row
+from device.jobs import Order
 from device.training.trainer import Trainer
 
 
@@ -32,7 +32,7 @@ class RealWorkload:
 
     def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
         """Return the numbers of a device's training and test samples."""
-        return self._trainer(node).samples, self._trainer(node).tests
+        return self._trainer(node).samples, self._trainer(node).facts.tests
 
     def kept_bytes(self, experiment: Experiment) -> int:
         """Return those of any device."""
@@ -40,11 +40,7 @@ class RealWorkload:
 
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Train for `epochs`."""
-        never = threading.Event()
-        trainer = self._trainer(node)
-        done = trainer.train(
-            row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None, cancelled=never
-        )
+        done = self._trainer(node).train(Order(row, out, epochs, local_round))
         return done.loss, done.steps
 
     def evaluate(self, row: Row) -> tuple[float, float]:
