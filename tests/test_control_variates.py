@@ -31,11 +31,12 @@ from common.model.parts import ModelParts
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Task
 from common.storage.spool import Spool
-from device.memory import DeviceMemory
+from device.jobs import Order
 from device.training.batches import load_local_dataset
 from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
 from device.training.vectors import finish, vectors_of
+from device.training.work import DeviceMemory
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
@@ -250,7 +251,7 @@ def finished(
     for name, vector in task.read(row).items():
         vector[:] = vectors[name]
     local = load_local_dataset(experiment, "device-0", accelerator=torch.device("cpu"))
-    finish(experiment, task, local, row, out, node="device-0", steps=steps, local_round=0)
+    finish(experiment, task, local, Order(row, out, 1, 0), node="device-0", steps=steps)
     return task.returned.extras_of(out)
 
 
@@ -271,7 +272,7 @@ def test_vmapped_training_takes_the_same_steps(name: str) -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_vmapped_path_without_the_vectors_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are zeros in a first task: the check must not start from those."""
-    recipe, turns = objective_checks._vmapped(training(name))
+    recipe, turns = objective_checks.vmapped_trial(training(name))
     assert calibration.problem_of(recipe, turns) == ""
     real = calibration.LocalSteps
 

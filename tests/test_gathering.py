@@ -17,7 +17,7 @@ from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.learning import datasets, models
-from common.model.layout import ModelLayout, Row, Section
+from common.model.layout import ModelLayout, Row
 from common.model.scores import ScoredModels, ScoreSums
 from common.randomness import Purpose, generator
 from device import jobs
@@ -26,10 +26,8 @@ from device.jobs import (
     Cancelled,
     Ending,
     HostedDevice,
-    Job,
     LocalResult,
     Order,
-    Prepared,
     VmappedMode,
     gather,
     most_together,
@@ -44,6 +42,7 @@ from device.vmapped.loop import train as train_together
 from device.vmapped.models import Recipe, VmappedModels
 from tests.helpers.examples import slow
 from tests.helpers.plain import row_of, trained, trainer_of
+from tests.test_pool import Notes, fake_pool, members_of, trains
 
 QUICK = {"batch_size": 50, "learning_rate": 0.05}
 
@@ -387,69 +386,22 @@ def test_always_is_refused_for_a_model_that_cannot_be_vmapped(monkeypatch: pytes
 
 def test_executors_without_work_share_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "QUIET_S", 0.02)
-    lanes = played([4], slots=2, devices=12)
-    assert [len(names) for lane in lanes for names in lane.begun] == [2, 2]
+    assert sizes_of([4], slots=2, devices=12) == [2, 2]
 
 
-class _Lane:
-    """A lane that writes down whom it trains together."""
-
-    def __init__(self, path: TrainingPath = TrainingPath.VMAPPED) -> None:
-        self.path = path
-        self.accelerator = "?"
-        self.begun: list[list[str]] = []
-
-    def most(self, _: object) -> int:
-        return 100
-
-    async def start(self) -> None:
-        pass
-
-    async def accelerators(self) -> Sequence[str]:
-        return ["cpu", "cuda:0"]
-
-    async def prepare(self, device: HostedDevice) -> Prepared:
-        return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 7, "")
-
-    async def train(self, jobs: Sequence[Job]) -> None:
-        self.begun.append([job.device.node for job in jobs])
-        for _ in range(20):  # a training takes longer than the others need to take theirs
-            await asyncio.sleep(0)
-        for job in jobs:
-            job.finish(LocalResult(7, 0.5, 1, 0.0, 0.0, self.path))
-
-    async def close(self) -> None:
-        pass
-
-
-def played(
-    rounds: Sequence[int],
-    *,
-    slots: int,
-    devices: int,
-    accelerator: str = "cpu",
-    path: TrainingPath = TrainingPath.VMAPPED,
-) -> list[_Lane]:
-    """Let the first so many devices of a pool train in each round, all at once; return its lanes."""
-    lanes: list[_Lane] = []
-
-    def lane() -> _Lane:
-        lanes.append(_Lane(path))
-        return lanes[-1]
+def sizes_of(rounds: Sequence[int], *, slots: int, devices: int, accelerator: str = "cpu") -> list[int]:
+    """Let the first so many devices of a pool train in each round, all at once; return the sizes of the groups."""
+    notes = Notes(["cpu", "cuda:0"])
+    notes.gate.set()
 
     async def play() -> None:
-        row = np.zeros(8, np.uint8)
-        async with Pool(accelerator=accelerator, slots=slots, devices=devices, thread=lane, worker=lane) as pool:
-            members = [pool.member(f"device-{k}") for k in range(devices)]
-            for member in members:
-                await member.prepare(experiment())
+        async with fake_pool(notes, accelerator=accelerator, slots=slots, devices=devices) as pool:
+            members = await members_of(pool, [f"device-{k}" for k in range(devices)])
             for count in rounds:
-                some = members[:count]
-                work = [member.train(Order(row, row, 1, 0)) for member in some]
-                await asyncio.gather(*work)
+                await asyncio.gather(*map(trains, members[:count]))
 
     asyncio.run(play())
-    return lanes
+    return sorted((len(names) for _, names in notes.begun), reverse=True)
 
 
 @pytest.mark.parametrize(("slots", "sizes"), [(1, [4, 3]), (2, [2, 2, 2, 1])])
@@ -459,8 +411,7 @@ def test_a_gpus_lane_waits_for_those_who_come_together(
     monkeypatch.setattr(jobs, "QUIET_S", 0.02)
     monkeypatch.setattr("device.pool.pool.may_have_gpu", lambda: True)
     # In the first round nobody waits longer, in the second only a moment for the fourth.
-    lanes = played([4, 3], slots=slots, devices=4, accelerator="auto")
-    assert sorted((len(names) for lane in lanes for names in lane.begun), reverse=True) == sorted(sizes, reverse=True)
+    assert sizes_of([4, 3], slots=slots, devices=4, accelerator="auto") == sizes
 
 
 def test_gathering_ends_when_all_are_there_or_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,6 @@ class Notes:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     lanes: list[FakeLane] = field(default_factory=list)
     begun: list[tuple[str, list[str]]] = field(default_factory=list)
-    most: int = 1
     failure: Exception | None = None
 
     def lane(self) -> FakeLane:
@@ -98,16 +97,11 @@ class Notes:
 
 
 class FakeLane:
-    path = TrainingPath.VMAPPED
-
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
         self.accelerator = "?"
         self.closed = False
         self.forgotten: list[str] = []
-
-    def most(self, _: object) -> int:
-        return self.notes.most
 
     async def start(self) -> None:
         if self.notes.failure:
@@ -133,7 +127,7 @@ class FakeLane:
                 job.fail(Cancelled())
             else:
                 job.order.progress(1, 1)
-                job.finish(LocalResult(7, 0.5, 1, 0.0, 0.0, self.path))
+                job.finish(LocalResult(7, 0.5, 1, 0.0, 0.0, TrainingPath.VMAPPED))
 
     def forget(self, digest: str) -> None:
         self.forgotten.append(digest)
@@ -239,7 +233,8 @@ def test_a_training_alone_costs_no_look_at_those_that_wait(monkeypatch: pytest.M
     monkeypatch.setattr(Pool, "_share", counted_share)
 
     async def play(most: int) -> int:
-        notes = Notes(["cpu"], most=most)
+        monkeypatch.setattr("device.pool.pool.most_together", lambda *_: most)
+        notes = Notes(["cpu"])
         notes.gate.set()
         async with fake_pool(notes, devices=50) as pool:
             members = await members_of(pool, [f"device-{number}" for number in range(50)])
@@ -255,9 +250,10 @@ def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch: pyte
         """Wait for nobody."""
 
     monkeypatch.setattr("device.pool.pool.gather", at_once)
+    monkeypatch.setattr("device.pool.pool.most_together", lambda *_: 3)
 
     async def play() -> None:
-        notes = Notes(["cpu"], most=3)
+        notes = Notes(["cpu"])
         other = experiment(learning_rate=0.5)
         async with fake_pool(notes, devices=6) as pool:
             members = await members_of(pool, ["a", "b", "c", "d", "e"])

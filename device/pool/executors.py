@@ -17,23 +17,18 @@ import numpy as np
 from common.accounting.child_report import TrainingPath
 from common.accounting.costs import DeviceCosts
 from common.errors import AcceleratorLost
-from common.experiment.schema import Experiment
 from common.host.offload import offload
 from common.host.subprocess_channel import ReplaceableProcess, SubprocessChannel, error_in
 from common.model.layout import ModelLayout
 from common.model.scores import ScoredModels
-from device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared, most_together
+from device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
 from device.pool.trainers import Trainers
 
 
 class Executor(Protocol):
-    """Trains jobs on its accelerator, at most `most` at once; more than one if it may train similar jobs vmapped."""
+    """Trains jobs on its accelerator: one, or similar ones that may be trained vmapped."""
 
-    path: TrainingPath
     accelerator: str
-
-    def most(self, experiment: Experiment) -> int:
-        """Return how many of its jobs may be trained together. Raises InvalidExperiment."""
 
     async def start(self) -> None:
         """Start; PyTorch is imported when it is needed. Raises RunFailed."""
@@ -57,23 +52,17 @@ class Executor(Protocol):
 class Thread:
     """A thread of this process: for machines without the memory for two processes."""
 
-    path = TrainingPath.IN_PROCESS
-
     def __init__(self) -> None:
         self.accelerator = "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._trainers = Trainers()
-
-    def most(self, experiment: Experiment) -> int:
-        """Return how many of its jobs may be trained together. Raises InvalidExperiment."""
-        return most_together(experiment, self.accelerator)
 
     async def start(self) -> None:
         """Do nothing: the thread starts with its first work."""
 
     async def accelerators(self) -> Sequence[str]:
         """Import torch and ask it for the accelerators."""
-        return await offload(_accelerators, executor=self._thread)
+        return await offload(self._trainers.accelerators, executor=self._thread)
 
     async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment."""
@@ -103,13 +92,6 @@ class Thread:
         self._thread.shutdown(wait=False)
 
 
-def _accelerators() -> Sequence[str]:
-    from common.learning.computing import accelerators  # imports torch: seconds, and 250 MB
-
-    there: Sequence[str] = accelerators()
-    return there
-
-
 def _from_thread(order: Order) -> Order:
     """Return the order with progress reported from another thread."""
     loop, progress = asyncio.get_running_loop(), order.progress
@@ -129,8 +111,6 @@ _T = TypeVar("_T")
 class Worker:
     """Worker process, replaced if it is killed or loses its accelerator; a job is retried once."""
 
-    path = TrainingPath.WORKERS
-
     def __init__(self) -> None:
         self.accelerator = "cpu"
         self._process = ReplaceableProcess(
@@ -138,10 +118,6 @@ class Worker:
         )
         self._known: set[str] = set()  # digests of the experiments that were sent to the process
         self._jobs = 0
-
-    def most(self, experiment: Experiment) -> int:
-        """Return how many of its jobs may be trained together. Raises InvalidExperiment."""
-        return most_together(experiment, self.accelerator)
 
     @property
     def pid(self) -> int | None:
@@ -223,7 +199,7 @@ class Worker:
                 tests = None if tests is None else ScoredModels.from_json(tests)
                 result = replace(LocalResult(*facts), tests=tests, start_loss=start_loss, costs=DeviceCosts(**costs))
                 vmapped = result.path == TrainingPath.VMAPPED
-                job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else self.path))
+                job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else TrainingPath.WORKERS))
             else:
                 error = error_in(reply["failure"]) or Cancelled()
                 if isinstance(error, AcceleratorLost):

@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 from common.errors import AcceleratorLost
 from common.experiment.schema import Experiment
 from common.host.accelerators import choose, may_have_gpu
-from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather
+from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather, most_together
 from device.pool.energy import EnergyShares
 from device.pool.executors import Executor, Thread, Worker
 
@@ -106,7 +106,7 @@ class Pool:
 
     def trains_together(self, experiment: Experiment) -> bool:
         """Whether devices of an experiment may be trained vmapped here, once the accelerators are known."""
-        return any(executor.most(experiment) > 1 for executor in self._executors)
+        return any(most_together(experiment, executor.accelerator) > 1 for executor in self._executors)
 
     def member(self, node: str) -> Member:
         """Add one of this process's devices."""
@@ -220,8 +220,7 @@ class Pool:
         """Return how many requests like this one the executor may take at once."""
         if not isinstance(request, Job):
             return 1
-        device = request.device
-        if (most := executor.most(device.experiment)) == 1:
+        if (most := most_together(request.device.experiment, executor.accelerator)) == 1:
             return 1
         return min(most, self._share(executor))
 
@@ -232,10 +231,8 @@ class Pool:
     def _share(self, executor: Executor) -> int:
         """Return the number of devices of an executor if all executors of its accelerator have equal shares."""
         executors = sum(other.accelerator == executor.accelerator for other in self._executors)
-        places = [
-            place for place in range(self._members) if self._places[place % len(self._places)] == executor.accelerator
-        ]
-        return max(1, -(-len(places) // executors))
+        places = (self._places[place % len(self._places)] for place in range(self._members))
+        return max(1, -(-sum(place == executor.accelerator for place in places) // executors))
 
 
 class Member:

@@ -23,6 +23,13 @@ class Trainers:
     def __init__(self) -> None:
         self._made: dict[str, DeviceTrainers] = {}
 
+    @staticmethod
+    def accelerators() -> list[str]:
+        """Import PyTorch: seconds, and 250 MB. Return the accelerators of this machine."""
+        from common.learning.computing import accelerators
+
+        return accelerators()
+
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment."""
         return self._of(device.experiment).prepare(device, accelerator)

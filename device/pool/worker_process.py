@@ -59,7 +59,8 @@ class WorkerServer:
                 elif "train" in request:
                     self._train(request["train"], request["row_bytes"], request["out_bytes"])
                 elif "accelerators" in request:
-                    self._channel.send(accelerators=_accelerators())
+                    with frozen_imports():
+                        self._channel.send(accelerators=self._trainers.accelerators())
                 else:
                     self._channel.send(ready=True)
             except Exception as error:  # noqa: BLE001 - the agent passes it on
@@ -103,13 +104,6 @@ class WorkerServer:
         if "cancel" in request and (event := self._cancelled.get(request["cancel"])) is not None:
             event.set()
         return "cancel" in request
-
-
-def _accelerators() -> list[str]:
-    with frozen_imports():
-        from common.learning.computing import accelerators
-
-    return accelerators()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -36,6 +36,14 @@ class Changes:
     def to(self, device: torch.device) -> Changes:
         """Return the same changes on another device."""
         return Changes(self.flips.to(device), self.shifts.to(device))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Changes | None]) -> Changes | None:
+        """Return the changes of all images of all parts, None if no part has any."""
+        some = [part for part in parts if part is not None]
+        if not some:
+            return None
+        return cls(torch.cat([part.flips for part in some]), torch.cat([part.shifts for part in some]))
 
 
 def draw_changes(

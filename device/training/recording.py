@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from math import isfinite
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -103,7 +104,7 @@ class Recording:
 
     def equals(self, other: Recording) -> bool:
         """Return whether both are the same operations on the same constants."""
-        same = len(self.constants) == len(other.constants) and all(map(_is, self.constants, other.constants))
+        same = len(self.constants) == len(other.constants) and all(map(is_, self.constants, other.constants))
         return same and (self.text, self.numbers, self.lists) == (other.text, other.numbers, other.lists)
 
 
@@ -146,43 +147,30 @@ def program_of(
     the same before and after. `hidden` returns what the user's own code keeps beside it: a step that changes that is
     not recorded.
     """
-    before = _copies(state)
+    before, kept = _copies(state), hidden()
+    recordings, expected = [], _no_losses(state)
     try:
-        return _tried(step, state, batches, rate=rate, before=before, hidden=hidden)
+        for batch in batches:
+            with _Looks() as looks, Recorder() as recorder:
+                loss = step(batch)
+            if looks.seen:
+                raise NotRecordable("code reads values of tensors")
+            expected.add_(loss, alpha=len(batch[0]))
+            recordings.append(_recording(recorder.operations, state, batch, loss))
+        if hidden() != kept:
+            raise NotRecordable("code keeps something beside the state, or draws random numbers")
+        first, second = recordings
+        if not first.equals(second):
+            raise NotRecordable("the operations differ from batch to batch")
+        program = Program(_compiled(first.text), first, _forms(batches[0]))
+        after, losses = _copies(state), _no_losses(state)
+        _restore(state, before)
+        program.run(state, [torch.stack(each) for each in zip(*batches, strict=True)], rate=rate, losses=losses)
+        if not all(map(torch.equal, (*state, losses), (*after, expected))):
+            raise NotRecordable("the program makes other bits")
+        return program
     finally:
         _restore(state, before)
-
-
-def _tried(
-    step: Step,
-    state: Sequence[Tensor],
-    batches: Sequence[Sequence[Tensor]],
-    *,
-    rate: float,
-    before: Sequence[Tensor],
-    hidden: Callable[[], bytes],
-) -> Program:
-    kept = hidden()
-    recordings, expected = [], _no_losses(state)
-    for batch in batches:
-        with _Looks() as looks, Recorder() as recorder:
-            loss = step(batch)
-        if looks.seen:
-            raise NotRecordable("code reads values of tensors")
-        expected.add_(loss, alpha=len(batch[0]))
-        recordings.append(_recording(recorder.operations, state, batch, loss))
-    if hidden() != kept:
-        raise NotRecordable("code keeps something beside the state, or draws random numbers")
-    first, second = recordings
-    if not first.equals(second):
-        raise NotRecordable("the operations differ from batch to batch")
-    program = Program(_compiled(first.text), first, _forms(batches[0]))
-    after, losses = _copies(state), _no_losses(state)
-    _restore(state, before)
-    program.run(state, [torch.stack(each) for each in zip(*batches, strict=True)], rate=rate, losses=losses)
-    if not all(map(torch.equal, (*state, losses), (*after, expected))):
-        raise NotRecordable("the program makes other bits")
-    return program
 
 
 def _forms(batch: Sequence[Tensor]) -> list[object]:
@@ -259,7 +247,7 @@ class _Writer:
                 self.lines.append(f"torch.ops.aten.{name.removeprefix('_foreach_')}({', '.join(arguments)})")
             return
         arguments = [self.text(value) for value in operation.args]
-        if operation.call is _POOL_BACKWARD and _is_channels_last(operation.args[1]):
+        if operation.call is _POOL_BACKWARD and operation.args[1].is_contiguous(memory_format=torch.channels_last):
             # With a gradient in another order torch would reorder all that the kernel reads and writes.
             arguments[0] = f"torch.ops.aten.contiguous({arguments[0]}, memory_format=torch.channels_last)"
         for key, value in operation.kwargs.items():
@@ -341,14 +329,6 @@ def _compiled(text: str) -> Loop:
 
     loop: Loop = CompilationUnit(text).loop
     return loop
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _is(one: Tensor, other: Tensor) -> bool:
-    return one is other
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

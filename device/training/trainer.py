@@ -348,9 +348,7 @@ class Trainer:
             network.tensors(parts).row.write(trained)
             if vectors.personal:
                 vectors.end(trained, out)
-            finish(
-                experiment, vectors, made.local, order.row, out, node=self._node, steps=taken, local_round=local_round
-            )
+            finish(experiment, vectors, made.local, order, node=self._node, steps=taken)
         return float(losses), taken
 
     @property

@@ -30,6 +30,7 @@ from common.methods.rule import link_layouts
 from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.model.parts import ModelParts
 from common.runtime.uploads import UploadEncoder
+from device.jobs import Order
 from device.training.batches import LocalDataset
 from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
@@ -180,15 +181,14 @@ def finish(
     experiment: Experiment,
     vectors: TaskVectors,
     local: LocalDataset,
-    row: Row,
-    out: Row,
+    order: Order,
     *,
     node: str,
     steps: int,
-    local_round: int,
 ) -> None:
     """Write the vectors behind a trained model, which the objective makes of those that training began with."""
     if vectors.expected:
+        row, out, local_round = order.row, order.out, order.local_round
         columns, rate = slice(0, vectors.layout.parameters), experiment.learning_rate_in(local_round)
         encoder = UploadEncoder.of(experiment, node, vectors.layout)
         uploaded = _uploaded(encoder, row, out, local_round=local_round)

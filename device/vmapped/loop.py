@@ -223,11 +223,8 @@ class Batches:
             return tensor.to(recipe.accelerator)
 
         self._samples = to(torch.cat([turn.visits.places for turn in turns])[numbers])
-        changes = [turn.visits.changes for turn in turns if turn.visits.changes is not None]
-        self._changes = None
-        if changes:
-            flips, shifts = torch.cat([each.flips for each in changes]), torch.cat([each.shifts for each in changes])
-            self._changes = Changes(to(flips[numbers]), to(shifts[numbers]))
+        changes = Changes.joined(turn.visits.changes for turn in turns)
+        self._changes = None if changes is None else changes[numbers].to(recipe.accelerator)
         self._uniform, self._numbers = None, numbers
         if uniform := [turn.visits.uniform for turn in turns if turn.visits.uniform is not None]:
             self._uniform, self._numbers = to(torch.cat(uniform).to(self._dtype)), to(numbers)

@@ -10,6 +10,7 @@ the user's own code keeps beside a model's state would be shared by devices that
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -224,13 +225,11 @@ class VmappedModels:
 
     def part(self, start: int, stop: int) -> VmappedModels:
         """Return the places from start to stop as a separate state, on the CPU until it is moved."""
-        made = object.__new__(VmappedModels)
-        made._recipe, made._objective, made._head = self._recipe, self._objective, self._head
-        made._layers, made._hidden = self._layers.part(start, stop), self._hidden
+        made = copy.copy(self)
+        made._layers = self._layers.part(start, stop)
         made._weights, made._received, made._buffers = (
             _part(tensors, start, stop) for tensors in (self._weights, self._received, self._buffers)
         )
-        made._optimizer = self._optimizer
         made._moments = {slot: _part(parts, start, stop) for slot, parts in self._moments.items()}
         made._vectors = {name: _part(tensors, start, stop) for name, tensors in self._vectors.items()}
         made._losses = self._losses[start:stop].cpu()
@@ -341,8 +340,8 @@ class VmappedLayers:
 
     def part(self, start: int, stop: int) -> VmappedLayers:
         """Return those of the places from start to stop."""
-        made = object.__new__(VmappedLayers)
-        made._dropouts, made._lstms, made._sources = self._dropouts, self._lstms, self._sources[start:stop]
+        made = copy.copy(self)
+        made._sources = self._sources[start:stop]
         return made
 
 

@@ -75,12 +75,6 @@ class VmappedSchedule:
             totals[step.places] += 1
         return totals
 
-    @cached_property
-    def useful_share(self) -> float:
-        """The fraction of the computed slots that have a sample."""
-        useful = sum(int(step.counts.sum()) for step in self.steps)
-        return useful / sum(len(step.places) * step.width for step in self.steps)
-
     def after(self, done: int, places: Integers) -> VmappedSchedule:
         """Return the schedule after `done` steps for some places, ascending int64 [s], which become 0, 1 .."""
         anew = np.full(len(self.order), -1, np.int64)

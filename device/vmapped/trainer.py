@@ -64,8 +64,8 @@ class VmappedTrainer:
     def train(self, work: Sequence[Work], done: Done) -> list[int]:
         """Train devices together; `done` gets each one's number and outcome. Return the others' numbers.
 
-        If a step fails, the devices that are not done
-        are returned, and later rounds of the experiment are not vmapped. Raises AcceleratorLost.
+        If a step fails, the devices that are not done are returned, and later rounds of the experiment are not vmapped.
+        Raises AcceleratorLost.
         """
         first, _ = work[0]
         left = list(range(len(work)))
@@ -197,17 +197,13 @@ class _Shared:
         """Return a device's order as a turn of vmapped training."""
         local = self._local[device.node]
         begin, samples = self._held[local.images.data_ptr()]
-        visited = list(
-            orders(local, self._experiment, node=device.node, epochs=order.epochs, local_round=order.local_round)
-        )
+        experiment, node, local_round = self._experiment, device.node, order.local_round
+        visited = list(orders(local, experiment, node=node, epochs=order.epochs, local_round=local_round))
         places = torch.cat([places for places, _ in visited])
-        changes = [changes for _, changes in visited if changes is not None]
-        numbers = uniform_numbers(
-            self._experiment, self._draws, node=device.node, local_round=order.local_round, device=CPU
-        )
+        numbers = uniform_numbers(experiment, self._draws, node=node, local_round=local_round, device=CPU)
         visits = Visits(
             begin + torch.searchsorted(samples, places),
-            _joined(changes) if changes else None,
+            Changes.joined(changes for _, changes in visited),
             None if numbers is None else numbers(len(places)),
         )
         load = Load(len(local.samples), order.epochs)
@@ -217,31 +213,11 @@ class _Shared:
                 done(how)
                 return
             self._vectors.end(how.row, order.out)
-            local_round = order.local_round
-            finish(
-                self._experiment,
-                self._vectors,
-                local,
-                order.row,
-                order.out,
-                node=device.node,
-                steps=how.steps,
-                local_round=local_round,
-            )
-            seconds = (how.train_s, how.wall_s - how.train_s)
-            done(
-                LocalResult(
-                    load.samples,
-                    how.loss,
-                    how.steps,
-                    *seconds,
-                    TrainingPath.VMAPPED,
-                    how.wall_s,
-                    costs=DeviceCosts(cpu_s=how.cpu_s),
-                )
-            )
+            finish(experiment, self._vectors, local, order, node=node, steps=how.steps)
+            did = (how.loss, how.steps, how.train_s, how.wall_s - how.train_s, TrainingPath.VMAPPED, how.wall_s)
+            done(LocalResult(load.samples, *did, costs=DeviceCosts(cpu_s=how.cpu_s)))
 
-        seed = dropout_seed(self._experiment, node=device.node, local_round=order.local_round)
+        seed = dropout_seed(experiment, node=node, local_round=local_round)
         return Turn(self._vectors.begin(order.row), load, visits, order.progress, order.cancelled, end, seed)
 
     def trial(self, recipe: Recipe, turn: Turn) -> int:
@@ -255,7 +231,3 @@ class _Shared:
                 self._most = most_in_memory(recipe, turn)
                 log.info("%s: at most %d together", name, self._most)
         return self._most
-
-
-def _joined(changes: Sequence[Changes]) -> Changes:
-    return Changes(torch.cat([each.flips for each in changes]), torch.cat([each.shifts for each in changes]))
