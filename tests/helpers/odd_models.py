@@ -24,13 +24,27 @@ class Net(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3)
         self.last = nn.Linear(144, 10)
+        self.change()
+
+    def change(self) -> None:
+        """Change something of a new model."""
 
     def features(self, x: Tensor) -> Tensor:
         return torch.tanh(self.conv(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.features(x).flatten(1))
-        return out
+        return self.last(self.features(x).flatten(1))
+
+
+def changed(change: Callable[[Net], object]) -> Callable[..., nn.Module]:
+    """Return a function that makes a changed `Net`."""
+
+    def build(**_: Any) -> nn.Module:
+        net = Net()
+        change(net)
+        return net
+
+    return build
 
 
 def _standardised(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
@@ -43,54 +57,53 @@ def _standardised(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
 
 
 class WeightStandardised(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.wide = nn.Conv2d(1, 16, 3)  # a first layer that a CPU would compute as a matrix product
-        self.wide.forward = _standardised(self.wide)  # type: ignore[method-assign]
+        self.wide.forward = _standardised(self.wide)
         self.whole = nn.Conv2d(16, 10, 6)  # a kernel as large as its input
-        self.whole.forward = _standardised(self.whole)  # type: ignore[method-assign]
+        self.whole.forward = _standardised(self.whole)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.features(x).flatten(1)) + self.whole(torch.tanh(self.wide(x))).flatten(1)
 
 
 class LinearOfItsOwn(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         layer = self.last
-        layer.forward = lambda x: functional.linear(x, layer.weight.round(decimals=2), layer.bias) + x.mean()  # type: ignore[method-assign]
+        layer.forward = lambda x: functional.linear(x, layer.weight.round(decimals=2), layer.bias) + x.mean()
 
 
-class NormOfItsOwn(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4)
-        self.norm.forward = lambda x: 3 * nn.BatchNorm2d.forward(self.norm, x)  # type: ignore[method-assign]
-
+class _WithNorm(Net):
     def features(self, x: Tensor) -> Tensor:
         return torch.tanh(self.norm(self.conv(x)))
 
 
-class LSTMOfItsOwn(nn.Module):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(8, 8, batch_first=True)
-        self.last = nn.Linear(64, 10)
-        rnn = self.rnn
-        rnn.forward = lambda x: nn.LSTM.forward(rnn, 2 * x)  # type: ignore[assignment, misc]
+class NormOfItsOwn(_WithNorm):
+    def change(self) -> None:
+        self.norm = nn.BatchNorm2d(4)
+        self.norm.forward = lambda x: 3 * nn.BatchNorm2d.forward(self.norm, x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.rnn(x.squeeze(1))[0].flatten(1))
-        return out
+
+class _Recurrent(Net):
+    def change(self) -> None:
+        del self.conv
+        self.rnn, self.last = self.recurrent(), nn.Linear(64, 10)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.rnn(x.squeeze(1))[0]
+
+
+class LSTMOfItsOwn(_Recurrent):
+    def recurrent(self) -> nn.LSTM:
+        rnn = nn.LSTM(8, 8, batch_first=True)
+        rnn.forward = lambda x: nn.LSTM.forward(rnn, 2 * x)
+        return rnn
 
 
 class RunningMean(Net):
     """A buffer that is not in the state, and changes."""
 
-    mean: Tensor
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.register_buffer("mean", torch.zeros(1, 8, 8), persistent=False)
 
     def features(self, x: Tensor) -> Tensor:
@@ -107,8 +120,7 @@ class Rebound(RunningMean):
 
 
 class StepCounter(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.steps = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,7 +144,7 @@ def closure(**_: Any) -> nn.Module:
         seen[0] += net.training
         return inner(x) / seen[0] if seen[0] else inner(x)
 
-    net.forward = forward  # type: ignore[method-assign]
+    net.forward = forward
     return net
 
 
@@ -144,8 +156,7 @@ class Config:
 
 
 class ObjectState(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.config = Config()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,8 +167,7 @@ class ObjectState(Net):
 class Remembers(Net):
     """The last batch's mean output, as a list of tensors."""
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,40 +178,19 @@ class Remembers(Net):
         return out + before
 
 
-class FrozenByHook(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        assert self.last.bias is not None
-        self.last.bias.register_hook(torch.zeros_like)
-
-
-class ScaledByHook(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.conv.weight.register_hook(lambda grad: grad.transpose(2, 3).contiguous().transpose(2, 3) * 0.5)
-
-
-class AfterAccumulation(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.last.weight.register_post_accumulate_grad_hook(_halved)
-
-
 def _halved(weight: Tensor) -> None:
-    assert weight.grad is not None
     weight.grad.mul_(0.5)
 
 
-class BackwardHook(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.last.register_full_backward_hook(lambda _, given, __: tuple(each * 0.5 for each in given))
-
-
-class ForwardHook(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.last.register_forward_hook(lambda _, __, out: out * 0.5)
+FrozenByHook = changed(lambda net: net.last.bias.register_hook(torch.zeros_like))
+ScaledByHook = changed(
+    lambda net: net.conv.weight.register_hook(lambda grad: grad.transpose(2, 3).contiguous().transpose(2, 3) * 0.5)
+)
+AfterAccumulation = changed(lambda net: net.last.weight.register_post_accumulate_grad_hook(_halved))
+BackwardHook = changed(
+    lambda net: net.last.register_full_backward_hook(lambda _, given, __: tuple(each * 0.5 for each in given))
+)
+ForwardHook = changed(lambda net: net.last.register_forward_hook(lambda _, __, out: out * 0.5))
 
 
 class HookInside(Net):
@@ -212,23 +201,9 @@ class HookInside(Net):
         return out
 
 
-class FrozenPart(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.conv.requires_grad_(False)
-
-
-class FrozenBias(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        assert self.conv.bias is not None
-        self.conv.bias.requires_grad_(False)
-
-
-class AllFrozen(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+FrozenPart = changed(lambda net: net.conv.requires_grad_(False))
+FrozenBias = changed(lambda net: net.conv.bias.requires_grad_(False))
+AllFrozen = changed(lambda net: net.requires_grad_(False))
 
 
 class NumpyNoise(Net):
@@ -262,32 +237,25 @@ class SystemNoise(Net):
         return super().features(x) * float(np.random.default_rng().normal())
 
 
-class AlphaDropout(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+class _WithDropout(Net):
+    def features(self, x: Tensor) -> Tensor:
+        return self.drop(super().features(x))
+
+
+class AlphaDropout(_WithDropout):
+    def change(self) -> None:
         self.drop = nn.AlphaDropout()
 
-    def features(self, x: Tensor) -> Tensor:
-        out: Tensor = self.drop(super().features(x))
-        return out
 
-
-class DroppedLSTM(nn.Module):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.5)
-        self.last = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.rnn(x.squeeze(1))[0].flatten(1))
-        return out
+class DroppedLSTM(_Recurrent):
+    def recurrent(self) -> nn.LSTM:
+        return nn.LSTM(8, 8, 2, batch_first=True, dropout=0.5)
 
 
 class InPlaceDropout(Net):
     """A sum that sees what dropout in place leaves."""
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.drop = nn.Dropout(0.5, inplace=True)
 
     def features(self, x: Tensor) -> Tensor:
@@ -295,30 +263,23 @@ class InPlaceDropout(Net):
         return torch.tanh(self.drop(out) + out)
 
 
-class HookedDropout(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+class HookedDropout(_WithDropout):
+    def change(self) -> None:
         self.drop = nn.Dropout(0.5)
         self.drop.register_forward_hook(lambda _, __, out: out * 0.5)
-
-    def features(self, x: Tensor) -> Tensor:
-        out: Tensor = self.drop(super().features(x))
-        return out
 
 
 class Viewed(Net):
     """The usual view after a convolution, which needs its order in memory."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.features(x).view(-1, 144))
-        return out
+        return self.last(self.features(x).view(-1, 144))
 
 
 class Strided(Net):
     """Windows by strides that are right in one order in memory alone."""
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.second = nn.Conv2d(4, 4, 1)
 
     def features(self, x: Tensor) -> Tensor:
@@ -334,8 +295,7 @@ class Normed(nn.Module):
         self.last = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.norm(self.first(x.flatten(1)))))
-        return out
+        return self.last(torch.tanh(self.norm(self.first(x.flatten(1)))))
 
 
 class Squeezes(Net):
@@ -345,13 +305,9 @@ class Squeezes(Net):
         return super().forward(x).squeeze()
 
 
-class MomentumNone(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+class MomentumNone(_WithNorm):
+    def change(self) -> None:
         self.norm = nn.BatchNorm2d(4, momentum=None)
-
-    def features(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.norm(self.conv(x)))
 
 
 class CentresTheBatch(Net):
@@ -367,8 +323,7 @@ class SparseEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = (x * 4).long().clamp(0, 16)
-        out: Tensor = self.last(self.table(places).flatten(1))
-        return out
+        return self.last(self.table(places).flatten(1))
 
 
 class DenseEmbedding(SparseEmbedding):
@@ -378,7 +333,7 @@ class DenseEmbedding(SparseEmbedding):
 
 
 def scripted(**_: Any) -> nn.Module:
-    module: nn.Module = torch.jit.script(Normed())  # type: ignore[no-untyped-call]
+    module: nn.Module = torch.jit.script(Normed())
     return module
 
 
@@ -410,8 +365,7 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
-        return out
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
 
 
 class TwiceUsed(Tied):
@@ -423,8 +377,7 @@ class TwiceUsed(Tied):
 class Scale(Net):
     """A parameter without dimensions, and one without elements."""
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.empty = nn.Parameter(torch.zeros(0, 3))
 
@@ -432,56 +385,21 @@ class Scale(Net):
         return super().forward(x) * self.scale + self.empty.sum()
 
 
-def with_buffer(value: Tensor, *, persistent: bool = True) -> nn.Module:
-    net = Net()
-    net.register_buffer("mask", value, persistent=persistent)
-    return net
+def with_buffer(value: Tensor, *, persistent: bool = True) -> Callable[..., nn.Module]:
+    return changed(lambda net: net.register_buffer("mask", value.clone(), persistent=persistent))
 
 
-def bool_buffer(**_: Any) -> nn.Module:
-    return with_buffer(torch.ones(3, dtype=torch.bool))
-
-
-def bool_table(**_: Any) -> nn.Module:
-    return with_buffer(torch.ones(3, dtype=torch.bool), persistent=False)
-
-
-def half_buffer(**_: Any) -> nn.Module:
-    return with_buffer(torch.ones(3, dtype=torch.float16))
-
-
-def brain_buffer(**_: Any) -> nn.Module:
-    return with_buffer(torch.arange(3, dtype=torch.bfloat16))
-
-
-def double_buffer(**_: Any) -> nn.Module:
-    return with_buffer(torch.ones(3, dtype=torch.float64))
-
-
-def short_counter(**_: Any) -> nn.Module:
-    return with_buffer(torch.ones(3, dtype=torch.int32))
-
-
-def counter(**_: Any) -> nn.Module:
-    return with_buffer(torch.ones(3, dtype=torch.int64))
-
-
-class HalfParameter(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.extra = nn.Parameter(torch.zeros(3, dtype=torch.float16))
-
-
-class WeightNormed(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        parametrizations.weight_norm(self.last)
-
-
-class SpectralNormed(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        parametrizations.spectral_norm(self.last)
+bool_buffer = with_buffer(torch.ones(3, dtype=torch.bool))
+bool_table = with_buffer(torch.ones(3, dtype=torch.bool), persistent=False)
+half_buffer = with_buffer(torch.ones(3, dtype=torch.float16))
+brain_buffer = with_buffer(torch.arange(3, dtype=torch.bfloat16))
+double_buffer = with_buffer(torch.ones(3, dtype=torch.float64))
+short_counter = with_buffer(torch.ones(3, dtype=torch.int32))
+counter = with_buffer(torch.ones(3, dtype=torch.int64))
+HalfParameter = changed(lambda net: net.register_parameter("extra", nn.Parameter(torch.zeros(3, dtype=torch.float16))))
+WeightNormed = changed(lambda net: parametrizations.weight_norm(net.last))
+SpectralNormed = changed(lambda net: parametrizations.spectral_norm(net.last))
+Unused = changed(lambda net: net.add_module("spare", nn.Linear(3, 3)))
 
 
 class Lazy(nn.Module):
@@ -490,53 +408,39 @@ class Lazy(nn.Module):
         self.first, self.last = nn.LazyLinear(16), nn.LazyLinear(10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.first(x.flatten(1))))
-        return out
-
-
-class Unused(Net):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.spare = nn.Linear(3, 3)
+        return self.last(torch.tanh(self.first(x.flatten(1))))
 
 
 class Checkpointed(Net):
     def forward(self, x: Tensor) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        out: Tensor = self.last(checkpoint(self.features, x, use_reentrant=False).flatten(1))
-        return out
+        return self.last(checkpoint(self.features, x, use_reentrant=False).flatten(1))
 
 
 class FreezesAfterSteps(Net):
     """It stops training a layer after some steps."""
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            assert isinstance(self.steps, Tensor)
             self.steps += 1
             self.conv.requires_grad_(bool(self.steps < 3))
         return super().forward(x)
 
 
-class KeepsEval(Net):
+class KeepsEval(_WithNorm):
     """Its norm stays in eval mode whatever is asked for."""
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.norm = nn.BatchNorm2d(4)
 
     def train(self, mode: bool = True) -> KeepsEval:
         super().train(mode)
         self.norm.eval()
         return self
-
-    def features(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.norm(self.conv(x)))
 
 
 class Volume(nn.Module):
@@ -546,15 +450,13 @@ class Volume(nn.Module):
         self.last = nn.Linear(144, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.conv(x[:, None])).flatten(1))
-        return out
+        return self.last(torch.tanh(self.conv(x[:, None])).flatten(1))
 
 
 class FixedAttribute(Net):
     """A constant matrix that no conversion of the module reaches."""
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    def change(self) -> None:
         self.fixed = [torch.eye(10) / 2]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -598,7 +500,7 @@ class BadBackward(Net):
 class TrainOnlyFault(Net):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            return self.absent(x)  # type: ignore[no-any-return, operator]
+            return self.absent(x)
         return super().forward(x)
 
 
@@ -608,13 +510,8 @@ class NoGradient(Net):
             return super().forward(x)
 
 
-class HiddenParameter(Net):
-    """A parameter that its state_dict leaves out."""
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self._register_state_dict_hook(_without_a_bias)
-
-
 def _without_a_bias(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
     del state["last.bias"]
+
+
+HiddenParameter = changed(lambda net: net._register_state_dict_hook(_without_a_bias))

@@ -56,9 +56,12 @@ def plain_training(
 ) -> tuple[Row, int]:
     """Return the model and the steps of a plain PyTorch loop from a model; `joins`: see LocalDataset."""
     module = models.anew(lab, inputs=datasets.load(lab.data).inputs)
-    models.read_row(module, models.layout_of(module), row)
+    layout = models.layout_of(module)  # the first one: a model may freeze parts of itself
+    models.read_row(module, layout, row)
     steps = train_plainly(module, lab, node, epochs=epochs, local_round=local_round, joins=joins)
-    return row_of(module), steps
+    out = layout.empty()
+    models.write_row(module, layout, out)
+    return out, steps
 
 
 def train_plainly(
