@@ -29,7 +29,7 @@ test-all: $(INSTALLED) broker ## run all tests, with most examples
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n auto --maxprocesses 4 -m 'not gpu'
 
 LOWEST := .venv-lowest
-LOWEST_TESTS := activity cli coordinator csv_tables logs mistakes quorum simulation status view wire
+LOWEST_TESTS := cli coordinator csv_tables logs mistakes quorum simulation status view wire
 # Each package that fedstrata itself needs in its lowest version, the others as they are; a fresh .venv has the newest.
 test-lowest: $(INSTALLED) broker ## run tests of commands, messages and protocol with the lowest versions of packages
 	.venv/bin/python -m venv --clear $(LOWEST)

@@ -1,4 +1,4 @@
-"""What roles say on standard error, as JSON: an object a line, whoever reports it."""
+"""What roles report: their activity and errors on standard error, as text or JSON, and to systemd."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ import asyncio
 import io
 import json
 import logging
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from common.errors import InvalidExperiment, RunFailed
+from common.experiment.reading import parse
 from common.host.processes import free_port
 from deploy.console import logs
 from deploy.console.options import run_agent
 from deploy.console.reporting import report
+from deploy.console.service import StatusHandler, notify, watchdog_s, watched
 from deploy.kits.authority import CERTIFICATE_DAYS, Authority
+from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata
 
 
 @pytest.fixture
 def as_json() -> Iterator[None]:
     """Give the root logger a handler of JSON lines."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logs.StandardError()
     handler.setFormatter(logs.JsonLines())
     logging.getLogger().addHandler(handler)
     yield
@@ -37,19 +43,14 @@ def record(words: str, *arguments: object) -> logging.LogRecord:
     return logging.LogRecord("fedstrata.x", logging.WARNING, "", 0, words, arguments, None)
 
 
-def test_a_record_is_one_line_of_json() -> None:
+def test_a_record_is_one_line_of_json_with_its_exception() -> None:
     line = logs.JsonLines().format(record('two\nlines, "%s"', "\ud800"))
     facts = json.loads(line)
     assert "\n" not in line and line.isascii()
     assert (facts["level"], facts["logger"], facts["message"]) == ("warning", "fedstrata.x", 'two\nlines, "\ud800"')
     assert facts["time"].endswith("+00:00") and "node" not in facts and "exception" not in facts
-
-
-def test_an_exception_is_reported() -> None:
-    try:
-        raise ValueError("why")
-    except ValueError:
-        reported = logging.LogRecord("x", logging.ERROR, "", 0, "oh", (), sys.exc_info())
+    reported = record("oh")
+    reported.exc_info = (ValueError, ValueError("why"), None)
     assert "ValueError: why" in json.loads(logs.JsonLines().format(reported))["exception"]
 
 
@@ -132,21 +133,18 @@ def test_every_role_logs_as_json_that_no_broker_is_there_and_that_its_certificat
     assert all(line["node"] == names[role[0]] for line in lines if line["logger"] == "fedstrata.connection")
 
 
-def test_an_unexpected_error_of_an_agent_is_logged_under_its_nodes_name() -> None:
+def test_an_unexpected_error_of_an_agent_is_logged_under_its_nodes_name(
+    as_json: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also one from before it has connected: see `common.runtime.lifecycle` for those after that."""
-    handler = logging.StreamHandler(stream := io.StringIO())
-    handler.setFormatter(logs.JsonLines())
-    logger = logging.getLogger("fedstrata.lifecycle")
 
     async def agent() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(asyncio.to_thread(lambda: 1 // 0))
 
-    logger.addHandler(handler)
     with pytest.raises(RunFailed, match=r"^unexpected ZeroDivisionError: integer division or modulo by zero$"):
         asyncio.run(run_agent("device-3", agent()))
-    logger.removeHandler(handler)
-    facts = json.loads(stream.getvalue())
+    facts = json.loads(capsys.readouterr().err)
     assert (facts["node"], facts["level"]) == ("device-3", "error")
     assert facts["message"] == "device-3 ended by an unexpected error" and "1 // 0" in facts["exception"]
 
@@ -168,3 +166,104 @@ def test_a_line_goes_to_standard_error_as_it_is_now(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
         handler.emit(record("the reason"))
         assert stream.getvalue() == "the reason\n"
+
+
+# What nodes do
+
+ONE: Final = {"rounds": 1, "topology": {"institutions": 1, "devices": 2}, "links": {"check": "off"}}
+
+
+def test_agents_report_each_step_of_a_run_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(logs.ACTIVITY), "handlers", [caplog.handler])
+    with caplog.at_level(logging.INFO, logs.ACTIVITY):
+        assert SimulatedLab(parse(ONE), time_limit_s=900.0).run().ok
+    lines = caplog.messages
+    run = next(line for line in lines if "preparing" in line).split()[2].rstrip(":")
+    for node, parent in (("device-0", "institution-0"), ("device-1", "institution-0"), ("institution-0", "cloud")):
+        waiting, preparing, taking_part, over = (line for line in lines if line.startswith(f"{node}: "))
+        assert waiting.startswith(f"{node}: connected to broker ") and f"waiting for a run of {parent} " in waiting
+        assert preparing == f"{node}: run {run}: preparing"
+        part = "taking part with 2 of 2 devices, " if parent == "cloud" else "training cnn_digits with "
+        assert taking_part.startswith(f"{node}: run {run}: {part}") and taking_part.endswith(" samples")
+        assert over == f"{node}: run {run} finished"
+
+
+ACTIVITY: Final = """
+import logging
+from deploy.console import logs
+for level in ("debug", "warning", "error"):
+    for json_lines in (False, True):
+        logging.getLogger().handlers.clear()
+        logging.getLogger().setLevel(logging.NOTSET)
+        logs.begin(level, json_lines=json_lines)
+        logging.getLogger(logs.ACTIVITY).info("device-0: %s", f"{level} {logs.shows_activity()}")
+"""
+
+
+def test_activity_is_shown_unless_only_errors_are() -> None:
+    done = subprocess.run([sys.executable, "-c", ACTIVITY], capture_output=True, text=True, check=True, timeout=60)
+    lines = done.stderr.splitlines()
+    for level, plain, as_json in zip(("debug", "warning"), lines[::2], lines[1::2], strict=True):
+        assert plain.endswith(f" device-0: {level} True") and "INFO" not in plain
+        assert json.loads(as_json)["message"] == f"device-0: {level} True"
+
+
+# Notifications to systemd
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket of a systemd that has started this process as a service."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.settimeout(30)
+        listening.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        yield listening
+
+
+def test_a_line_is_the_status_of_the_service(systemd: socket.socket) -> None:
+    StatusHandler().handle(record("%s waits for a run of %s", "device-0", "institution-0"))
+    assert systemd.recv(1000) == b"READY=1\nSTATUS=device-0 waits for a run of institution-0"
+
+
+def test_an_abstract_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"fedstrata-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(f"\0{name}")
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
+        notify("READY=1")
+        assert listening.recv(1000) == b"READY=1"
+
+
+@pytest.mark.parametrize("path", ["", "vsock:2:1234", "/no/such/socket"])
+def test_without_a_socket_nothing_is_sent_and_nothing_fails(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", path)
+    notify("READY=1")
+
+
+@pytest.mark.parametrize(
+    ("usec", "pid", "seconds"),
+    [("60000000", None, 60.0), ("60000000", "1", None), ("0", None, None), ("soon", None, None), (None, None, None)],
+)
+def test_the_watchdog_of_systemd(
+    usec: str | None, pid: str | None, seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WATCHDOG_USEC", usec), ("WATCHDOG_PID", pid)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert watchdog_s() == seconds
+
+
+def test_signs_of_life_end_with_the_work(systemd: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "30000")
+
+    async def work() -> None:
+        async with watched():
+            for _ in range(3):
+                assert await asyncio.to_thread(systemd.recv, 1000) == b"WATCHDOG=1"
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(work())
