@@ -103,6 +103,7 @@ EXPERIMENT = [
     ("cloud demo --lab no.toml", "lab = 'no.toml': No such file"),
     ("device --name a --broker localhost:1 --accelerator gpu", "--accelerator = 'gpu': no accelerator has this name."),
     ("institution --name i --broker localhost:1 --metrics 9464", "--metrics = '9464': not host:port."),
+    ("run demo --metrics 127.0.0.1:port", "--metrics = '127.0.0.1:port': not host:port."),
     ("run demo --metrics 127.0.0.1:99999", "--metrics = '127.0.0.1:99999': not host:port."),
     ("run demo --set data.dataset=cifar10", "data_batch_1"),
     ("run demo --direct --set data.dataset=mnist", "data.root = 'data': not found: "),
