@@ -28,22 +28,11 @@ from common.methods.single_model import OwnRule
 from deploy.console.login import Login
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 
-FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
-
 
 def refusal(tree: dict[str, Any] | str) -> InvalidExperiment:
     with pytest.raises(InvalidExperiment) as caught:
         parse(tree)
     return caught.value
-
-
-def check_refusal(error: InvalidExperiment, *, key: str, value: str, problem: str, remedy: str) -> None:
-    """Assert on all that a person needs: which key, which value, what is wrong, what to do."""
-    text = str(error)
-    assert text.startswith(f"{key} = "), text
-    for part in (value, problem, remedy):
-        assert part in text, text
-    assert error.exit_code == 4 and error.parts[0] == key
 
 
 def load_text(tmp_path: Path, text: str, *overrides: str) -> Experiment:
@@ -57,12 +46,6 @@ def load_text(tmp_path: Path, text: str, *overrides: str) -> Experiment:
 
 def test_the_defaults_are_an_experiment() -> None:
     assert parse({}).tree.children == {"cloud": ["institution-0"], "institution-0": ["device-0"]}
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_experiments_that_ship_are_valid(path: Path) -> None:
-    experiment = load(path)
-    assert parse(tomllib.loads(to_toml(experiment))) == experiment
 
 
 AGGREGATIONS: list[dict[str, Any]] = [
@@ -187,11 +170,10 @@ def test_names_with_dots_are_one_key(tmp_path: Path) -> None:
     assert load_text(tmp_path, to_toml(experiment)) == experiment
 
 
+# Every key is written out: what could be lost are values of keys that have an effect only beside others.
 CHANGES: list[dict[str, Any]] = [
-    {"name": "other"}, {"seed": 2}, {"rounds": 11}, {"topology": {"devices": 2}},
-    {"stop": {"target": 0.9}}, {"stop": {"best": True}}, {"model": {"initial": "runs/it"}},
-    {"topology": {"institutions": ["a"]}}, {"topology": {"devices": ["a"]}}, {"data": {"dataset": "mnist"}},
-    {"data": {"root": "elsewhere"}}, {"model": {"name": "lenet5"}},
+    {"seed": 2}, {"topology": {"devices": 2}}, {"topology": {"institutions": ["a"]}}, {"topology": {"devices": ["a"]}},
+    {"stop": {"best": True}}, {"model": {"initial": "runs/it"}}, {"data": {"dataset": "mnist"}},
     *({"data": {"dataset": "cifar100"} | more} for more in ({}, {"labels": "coarse"})),
     *({"data": {"dataset": "folder", "partition": "natural", "classes": names}} for names in (["a"], ["b"])),
     *(
@@ -207,14 +189,10 @@ CHANGES: list[dict[str, Any]] = [
         {"data": {"partition": "institution_shards"} | more}
         for more in ({}, {"within": "shards"}, *({"within": "dirichlet", "within_concentration": a} for a in (1, 2)))
     ),
-    {"training": {"epochs": 2}}, {"training": {"batch_size": 11}}, {"training": {"learning_rate": 0.02}},
     {"training": {"momentum": 0}}, {"training": {"weight_decay": 1e-9}}, {"evaluation": {"every": 2}},
-    {"cloud": {"checkpoint_every": 2}}, {"cloud": {"aggregation": {"weights": "uniform"}}},
-    {"cloud": {"epoch_control": {"name": "tempo"}}}, {"cloud": {"closing": {"deadline_s": 1}}},
-    {"institution": {"rounds": 2}}, {"institution": {"participation": 0.5}},
-    {"institution": {"aggregation": {"weights": "uniform"}}}, {"institution": {"closing": {"quorum": 1}}},
-    {"links": {"wan": {"up_mbit": 1}}}, {"links": {"wan": {"down_mbit": 1}}}, {"links": {"lan": {"up_mbit": 1}}},
-    {"links": {"lan": {"delay_ms": 1}}}, {"links": {"wan": "lte"}}, {"links": {"lan": "lte"}},
+    *({tier: {"aggregation": {"weights": "uniform"}}} for tier in ("cloud", "institution")),
+    {"institution": {"rounds": 2}}, {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
+    {"links": {"wan": {"up_mbit": 1}}}, {"links": {"lan": {"up_mbit": 1}}}, {"links": {"lan": "lte"}},
     {"links": {"of": {"device-0": "lte"}}}, {"links": {"of": {"institution-0": "lte"}}},
     *(
         {tier: {"aggregation": table}}
@@ -222,14 +200,7 @@ CHANGES: list[dict[str, Any]] = [
         for table in list(LEAST.values())[1:]
         if table["name"] not in {*WITH_OBJECTIVE, "median"}  # which needs more children than the default's
     ),
-    {"cloud": {"epoch_control": {"variant": "plato"}}}, {"cloud": {"epoch_control": {"control": "shuffled"}}},
-    {"cloud": {"epoch_control": {"per_epoch": True}}}, {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
-    {"links": {"enforce": "kernel"}}, {"links": {"enforce": "none"}}, {"transfer": {"keepalive_s": 31}},
-    {"transfer": {"inline_bytes": 0}}, {"transfer": {"chunk_bytes": 40_000}}, {"transfer": {"window": 9}},
-    {"transfer": {"upload_slots": 3}}, {"transfer": {"idle_s": 1}},
-    {"hardware": {"default": {"slowdown": 2}}}, {"hardware": {"default": {"overhead_s": 1}}},
-    {"hardware": {"spread": 0.5}}, {"hardware": {"of": {"device-0": "raspberry-pi-5"}}},
-    {"hardware": {"profiles": {"mine": {}}}},
+    {"hardware": {"of": {"device-0": "raspberry-pi-5"}}}, {"hardware": {"profiles": {"mine": {}}}},
     *(
         {"institution": {"privacy": {"unit": "device", "noise_multiplier": 1, "clip_norm": 1, "delta": 0.1, **more}}}
         for more in ({}, {"noise": "seeded"}, {"noise_by": "parent"}, {"delta": 0.2}, {"max_epsilon": 9.0})
@@ -241,7 +212,7 @@ def test_the_digest_changes_with_any_value() -> None:
     digests = [parse({}).digest, *(parse(change).digest for change in CHANGES)]
     assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
     assert parse({"seed": 1, "rounds": 10}).digest == parse({}).digest  # defaults, said or not
-    assert parse({"training": {"momentum": 0}}).digest == parse({"training": {"momentum": 0.0}}).digest
+    assert parse({"training": {"momentum": 0}}).digest == parse({"training": {"momentum": 0.0}}).digest  # a number
 
 
 # Keys of the data that do nothing
@@ -333,12 +304,6 @@ def test_a_rule_is_known_by_its_name(tmp_path: Path, name: str) -> None:
     assert lab.tiers[1].aggregation.name == name
 
 
-def test_values_are_not_guessed_from_other_types() -> None:
-    for tree in ({"seed": "1"}, {"training": {"momentum": "0.9"}}, {"topology": {"devices": "3"}}, {"rounds": 1e1}):
-        refusal(tree)
-    assert parse({"training": {"learning_rate": 1}}).training.learning_rate == 1.0  # a whole number is a number
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", '{"seed": 1', '"text"'])
 def test_json_that_is_no_experiment_is_refused(text: str) -> None:
     assert "experiment" in str(refusal(text)) and refusal(text).exit_code == 4
@@ -350,17 +315,6 @@ def test_an_experiment_cannot_be_changed() -> None:
 
 
 # Topology
-
-
-@given(institutions=st.integers(1, 12), more=st.integers(0, 60))
-def test_blocks_are_contiguous_and_of_equal_size(institutions: int, more: int) -> None:
-    experiment = parse({"topology": {"institutions": institutions, "devices": institutions + more}})
-    tree = experiment.tree
-    assert tree.aggregators == [f"institution-{m}" for m in range(institutions)]
-    assert tree.devices == [f"device-{k}" for k in range(institutions + more)]
-    ((count,), sizes) = experiment.sizes()
-    assert count == institutions
-    assert sizes == [len(tree.children[name]) for name in tree.aggregators] and max(sizes) - min(sizes) <= 1
 
 
 def test_members_are_taken_as_they_are_said() -> None:
@@ -434,14 +388,8 @@ def test_a_link_keeps_its_numbers_when_a_later_release_changes_the_profile(monke
 
 
 def test_a_link_of_nobody() -> None:
-    tree = {"topology": {"devices": 30}, "links": {"of": {"device-1O": "lte"}}}
-    check_refusal(
-        refusal(tree),
-        key="links.of", value="'device-1O'", problem="no institution or device", remedy="Did you mean 'device-1",
-    )  # fmt: skip
-    with pytest.raises(InvalidExperiment) as caught:
-        parse(tree | {"links": {}}).link("xyzzy")
-    check_refusal(caught.value, key="topology", value="'xyzzy'", problem="no institution or device", remedy=", ...")
+    with pytest.raises(InvalidExperiment, match=r"^topology = 'xyzzy': no institution or device has this .*, \.\.\."):
+        parse({"topology": {"devices": 30}}).link("xyzzy")
 
 
 def test_rates_and_delays_are_handed_on_in_bytes_and_seconds() -> None:
@@ -455,20 +403,19 @@ def test_rates_and_delays_are_handed_on_in_bytes_and_seconds() -> None:
 @pytest.mark.parametrize(
     ("tree", "key", "most"),
     [
-        ({"cloud": {}, "topology": {"institutions": 3, "devices": 9}}, "cloud", 3),
-        ({"institution": {}, "topology": {"institutions": 3, "devices": 11}}, "institution", 3),  # the smallest has 3
+        ({"topology": {"institutions": 3, "devices": 9}}, "cloud", 3),
+        ({"topology": {"institutions": 3, "devices": 11}}, "institution", 3),  # the smallest has 3
         ({"institution": {"participation": 0.5}, "topology": {"devices": 9}}, "institution", 4),
     ],
 )
 def test_a_quorum_above_the_children(tree: dict[str, Any], key: str, most: int) -> None:
     def with_quorum(quorum: int) -> dict[str, Any]:
-        return {**tree, key: {**tree[key], "closing": {"rule": "quorum", "quorum": quorum, "deadline_s": 1}}}
+        closing = {"rule": "quorum", "quorum": quorum, "deadline_s": 1}
+        return tree | {key: tree.get(key, {}) | {"closing": closing}}
 
     parse(with_quorum(most))
-    check_refusal(
-        refusal(with_quorum(most + 1)),
-        key=f"{key}.closing.quorum", value=f"{most + 1}", problem=f"take part ({most})", remedy=f"at most {most}",
-    )  # fmt: skip
+    problem = f"more than the children that take part ({most}). Give at most {most}."
+    assert str(refusal(with_quorum(most + 1))) == f"{key}.closing.quorum = {most + 1}: {problem}"
 
 
 @pytest.mark.parametrize(
@@ -487,31 +434,25 @@ def test_a_fraction_gives_back_its_numerator(children: int, drawn: int) -> None:
 # Files and overrides
 
 
-def test_a_missing_file() -> None:
-    with pytest.raises(InvalidExperiment) as caught:
-        load(Path("nowhere.toml"))
-    check_refusal(
-        caught.value, key="experiment", value="nowhere.toml", problem="No such file", remedy="Name a TOML file."
-    )
-
-
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidExperiment, match="Name a TOML file"):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"seed = ", b"seed = 1\nseed = 2", b"[training", b"\xff\xfe\xff", b"seed 1"])
+NO_TOML = [
+    *(b"seed = ", b"seed = 1\nseed = 2", b"[training", b"\xff\xfe\xff", b"seed 1", b"\xff\xfes", b"\x80"),
+    *(b"s\x00e\x00", b"seed = " + b"9" * 5000, b"seed = " + b"[" * 5000, b"seed = 1\n\nrounds == 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", NO_TOML)
 def test_a_broken_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
-    with pytest.raises(InvalidExperiment) as caught:
+    text = r"^experiment = .*broken\.toml': not TOML: .*Fix that line\.$"
+    with pytest.raises(InvalidExperiment, match=text) as caught:
         load(path)
-    check_refusal(caught.value, key="experiment", value="broken.toml", problem="not TOML", remedy="Fix that line.")
-
-
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidExperiment, match="line 3"):
-        load_text(tmp_path, "seed = 1\n\nrounds == 2\n")
+    assert len(str(caught.value)) < MESSAGE_MOST and ("line 3" in str(caught.value) or b"==" not in content)
 
 
 @pytest.mark.parametrize(
@@ -579,24 +520,6 @@ def test_files_of_other_editors_are_read(tmp_path: Path, encoding: str) -> None:
     assert login.address("localhost", node="device-0").password == "sécret"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"seed = " + b"9" * 5000,  # Python reads no such number
-        b"seed = 0x" + b"f" * 5000,  # and writes none
-        b"seed = " + b"[" * 5000,
-        b"\xff\xfes",
-        b"\x80",
-        b"s\x00e\x00",
-    ],
-)
-def test_a_file_that_is_no_toml_or_has_no_number_is_refused(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "it.toml").write_bytes(text)
-    with pytest.raises(InvalidExperiment) as caught:
-        load(tmp_path / "it.toml")
-    assert len(str(caught.value)) < MESSAGE_MOST
-
-
 @pytest.mark.parametrize(("key", "name"), NAMES.items())
 def test_a_name_stands_for_its_table(tmp_path: Path, key: str, name: str) -> None:
     text = "[topology]\ndevices = 4\ninstitutions = 2\n"
@@ -648,34 +571,21 @@ def test_a_refusal_is_no_longer_than_some_lines() -> None:
     assert bounded("ab" * 500, 100) == bounded(bounded("ab" * 500, 100), 100) and len(bounded("ab" * 500, 100)) == 100
 
 
-@pytest.mark.parametrize("override", ["seed", "", "=3", " =3", "seed:3"])
-def test_an_override_of_another_form(tmp_path: Path, override: str) -> None:
-    with pytest.raises(InvalidExperiment) as caught:
-        load_text(tmp_path, "", override)
-    check_refusal(caught.value, key="--set", value=repr(override), problem="not of the form key=value", remedy="seed=3")
-
-
-@pytest.mark.parametrize("override", ["seed.x=1", "seed.x.y=1", "training.epochs.x=1"])
-def test_an_override_below_a_value(tmp_path: Path, override: str) -> None:
-    with pytest.raises(InvalidExperiment) as caught:
-        load_text(tmp_path, "seed = 1\n[training]\nepochs = 2\n", override)
-    check_refusal(caught.value, key="--set", value=repr(override), problem="is not a table", remedy="Check the key.")
-
-
 @pytest.mark.parametrize(
-    ("override", "key", "states"),
+    ("override", "text"),
     [
-        ("sed=1", "sed", "Did you mean 'seed'?"),
-        ("training.epoch=1", "training.epoch", "Did you mean 'epochs'?"),
-        ("seed=true", "seed", "not a whole number"),
-        ("seed=one", "seed", "'one'"),
-        ("data.concentration=inf", "data.concentration", "finite"),
-        ("training..epochs=1", "training.", "unknown key"),
-        ("topology=3", "topology", "not a table"),
-        ("seed=1\nrounds = 2", "seed", "not a whole number"),
+        *(
+            (one, f"--set = {one!r}: not of the form key=value. Write for instance seed=3.")
+            for one in ("seed", "", "=3", " =3", "seed:3")
+        ),
+        *((one, f"--set = {one!r}: seed is not a table. Check the key.") for one in ("seed.x=1", "seed.x.y=1")),
+        ("training.epochs.x=1", "--set = 'training.epochs.x=1': training.epochs is not a table. Check the key."),
+        ("seed=one", "seed = 'one': not a whole number."),
+        ("training..epochs=1", "training. = {'epochs': 1}: unknown key."),
+        ("seed=1\nrounds = 2", "seed = '1\\nrounds = 2': not a whole number."),
     ],
 )
-def test_an_override_that_is_wrong_is_named_like_the_file(tmp_path: Path, override: str, key: str, states: str) -> None:
+def test_an_override_that_cannot_be_is_named(tmp_path: Path, override: str, text: str) -> None:
     with pytest.raises(InvalidExperiment) as caught:
-        load_text(tmp_path, "", override)
-    assert str(caught.value).startswith(f"{key} = ") and states in str(caught.value)
+        load_text(tmp_path, "seed = 1\n[training]\nepochs = 2\n", override)
+    assert str(caught.value).startswith(text)
