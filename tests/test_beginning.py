@@ -1,17 +1,26 @@
-"""What is checked before a run begins, and what a run that never began leaves: nothing."""
+"""What is checked before a run begins, the lab of the nodes that are there, and what a run that never began leaves."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cloud.results import RunFolder
-from common.errors import InvalidExperiment, NoProgress
-from common.experiment.data import SHAPES, Data, Model, check_fits
+from common.errors import DuplicateName, InvalidExperiment, LeftOut, NoProgress
+from common.experiment.data import FOLDERS, SHAPES, Data, Model, check_fits
 from common.experiment.reading import parse
+from common.experiment.short_form import PresentNode, topology_of
+from common.experiment.topology import CLOUD, check_parent
 from common.learning import datasets
 from common.learning.readers import builtin
 from common.learning.readers.builtin import check_files
@@ -21,15 +30,16 @@ from deploy.local import beforehand
 from tests.helpers.commands import invoke
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(begun: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("begun", "alone"), [(False, True), (False, False), (True, True)])
+def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(begun: bool, alone: bool, tmp_path: Path) -> None:
+    others = [] if alone else [RunFolder.create(tmp_path / "runs", parse({})).path]
     folder = RunFolder.create(tmp_path / "runs", parse({}))
     folder.event("failed", {"reason": "..."})
     folder.begun = begun
     with pytest.raises(KeyboardInterrupt), folder.removed_unless_begun():
         raise KeyboardInterrupt
-    assert folder.path.exists() is begun
-    assert (tmp_path / "runs").exists() is begun, "it made that one, too"
+    assert (tmp_path / "runs").exists() is (begun or not alone), "it made that one, too"
+    assert [*tmp_path.glob("runs/*")] == others + [folder.path] * begun
 
 
 @pytest.mark.parametrize(
@@ -52,17 +62,9 @@ def test_a_run_that_has_begun_is_resumed_with_the_command_that_is_shown(
         assert capsys.readouterr().err == (line if begun else removed)
 
 
-def test_a_folder_of_runs_that_was_there_stays(tmp_path: Path) -> None:
-    alone, other = (RunFolder.create(tmp_path, parse({})) for _ in range(2))
-    with pytest.raises(OSError), alone.removed_unless_begun():  # noqa: PT011
-        raise OSError
-    assert list(tmp_path.iterdir()) == [other.path]
-
-
 def test_a_resumed_run_stays(tmp_path: Path) -> None:
-    first = RunFolder.create(tmp_path, parse({}))
-    first.release()
-    again = RunFolder.reopen(first.path)
+    RunFolder.create(tmp_path, parse({})).release()
+    again = RunFolder.reopen(next(tmp_path.iterdir()))
     with pytest.raises(KeyboardInterrupt), again.removed_unless_begun():
         raise KeyboardInterrupt
     assert again.path.is_dir()
@@ -110,22 +112,21 @@ def test_a_target_in_percent_is_refused(target: str, tmp_path: Path) -> None:
 # Files
 
 
-@pytest.mark.parametrize(
-    "name", ["mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140", "motions"]
-)
+READERS: dict[str, Callable[[Path], object]] = {
+    "mnist": lambda root: builtin.read_mnist_like(root, "MNIST"),
+    "cifar10": builtin.read_cifar10,
+    "femnist": builtin.read_femnist,
+    "shakespeare": builtin.read_shakespeare,
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
 def test_missing_files_have_the_readers_own_error(name: str, tmp_path: Path) -> None:
-    readers = {
-        "cifar10": builtin.read_cifar10,
-        "femnist": builtin.read_femnist,
-        "shakespeare": builtin.read_shakespeare,
-    }
     with pytest.raises(InvalidExperiment, match="To fetch them: ") as found:
         check_files(Data(dataset=name, root=str(tmp_path)))
-    if name == "mnist":
-        readers[name] = lambda root: builtin.read_mnist_like(root, "MNIST")
-    if name in readers:
+    if name in READERS:
         with pytest.raises(InvalidExperiment) as wanted:
-            readers[name](tmp_path)
+            READERS[name](tmp_path)
         assert str(found.value) == str(wanted.value)
 
 
@@ -139,22 +140,15 @@ def test_each_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
         check_files(data, node=node)
 
 
-@pytest.mark.parametrize("words", [["run"], ["run", "--direct"], ["cloud", "--broker", "localhost:1"]], ids=" ".join)
-@pytest.mark.parametrize(
-    ("pairs", "problem"),
-    [
-        (["topology.devices=3000"], "topology.devices = 3000: digits has 1,438 training samples, and each device needs "
-         "10. Use at most 143 devices, or lower data.min_samples."),
-        (["model=lenet5"], "model.name = 'lenet5': does not accept images of [1, 8, 8] of the data set. "
-         "Use mlp_digits or cnn_digits, or another data.dataset."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", ["run demo", "run demo --direct", "cloud demo --broker localhost:1"])
 def test_what_does_not_fit_is_refused_before_anything_is_started(
-    words: list[str], pairs: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = invoke(words[0], "demo", *words[1:], *(word for pair in pairs for word in ("--set", pair)))
-    assert (done.exit_code, done.stderr) == (4, f"fedstrata: {problem}\n")
+    done = invoke(*words.split(), "--set", "topology.devices=3000")
+    problem = "digits has 1,438 training samples, and each device needs 10"
+    remedy = "Use at most 143 devices, or lower data.min_samples."
+    assert (done.exit_code, done.stderr) == (4, f"fedstrata: topology.devices = 3000: {problem}. {remedy}\n")
     assert not any(tmp_path.iterdir())
 
 
@@ -183,11 +177,10 @@ def test_the_known_shape_of_digits_is_that_of_its_reader() -> None:
     assert datasets.load(Data()).inputs.shape == SHAPES["digits"]
 
 
-@pytest.mark.parametrize("dataset", ["shakespeare", "sent140"])
-def test_text_is_for_models_of_text(dataset: str) -> None:
-    check_fits(Data(dataset=dataset), Model(name="char_lstm"), devices=2)
+def test_text_is_for_models_of_text() -> None:
+    check_fits(Data(dataset="sent140"), Model(name="char_lstm"), devices=2)
     with pytest.raises(InvalidExperiment, match="does not accept text of the data set"):
-        check_fits(Data(dataset=dataset), Model(), devices=2)
+        check_fits(Data(dataset="sent140"), Model(), devices=2)
 
 
 def test_data_without_files_needs_none() -> None:
@@ -198,20 +191,92 @@ def test_data_without_files_needs_none() -> None:
 # Packages
 
 
-@pytest.mark.parametrize(("rule", "needed"), [("fedma", True), ("gamf", True), ("clusamp", True), ("fedcross", False)])
-def test_a_rules_packages_are_checked(rule: str, needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+NEED_SCIPY = ("fedma", "gamf", "clusamp")
+
+
+@pytest.mark.parametrize("rule", [*NEED_SCIPY, "fedcross", {"name": "fedma", "matching": False}])
+def test_a_rules_packages_are_checked(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beforehand, "find_spec", lambda name: None if name == "scipy" else name)
-    experiment = parse({"institution": {"rounds": 2, "aggregation": {"name": rule}}})
+    experiment = parse({"institution": {"rounds": 2, "aggregation": rule}})
     beforehand.check_cloud(experiment, None)  # another machine's matter
-    if not needed:
-        beforehand.check_lab(experiment, None, direct=True)
-        return
     problem = r"needs scipy, not installed here\. pip install 'fedstrata\[methods\]'\."
-    with pytest.raises(InvalidExperiment, match=rf"institution\.aggregation\.name = '{rule}': {problem}"):
+    refused = pytest.raises(InvalidExperiment, match=rf"institution\.aggregation\.name = '{rule}': {problem}")
+    with refused if rule in NEED_SCIPY else nullcontext():
         beforehand.check_lab(experiment, None, direct=True)
 
 
-def test_matching_that_is_off_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beforehand, "find_spec", lambda name: None if name == "scipy" else name)
-    rule = {"name": "fedma", "matching": False}
-    beforehand.check_lab(parse({"cloud": {"aggregation": rule}}), None, direct=True)
+# The nodes that are there, `topology = "lab"`
+
+
+def node_of(role: str, name: str, parent: str = CLOUD) -> PresentNode:
+    return PresentNode(name, role, parent, f"host of {name}")
+
+
+institution, device = partial(node_of, "institution"), partial(node_of, "device")
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_the_lab_that_is_there_is_the_lab_of_as_many_nodes(sizes: list[int], random: Random) -> None:
+    """Numbered nodes that answer in any order are those that an experiment gets by their members."""
+    devices = [f"device-{k}" for k in range(sum(sizes))]
+    ends = [0, *accumulate(sizes)]
+    members = {f"institution-{i}": devices[ends[i] : ends[i + 1]] for i in range(len(sizes))}
+    nodes = [*map(institution, members), *(device(each, name) for name, names in members.items() for each in names)]
+    random.shuffle(nodes)
+    found, left_out = topology_of(nodes)
+    assert parse({"topology": found}).tree.children == {CLOUD: [*members], **members}
+    assert found["devices"] == devices and left_out == []
+
+
+def test_names_are_in_the_order_of_their_numbers() -> None:
+    names = ["pi-2", "pi-10", "gpu", "pi-2b", "pi-1-12", "pi-1-3"]
+    found, _ = topology_of([device(name) for name in names])
+    assert found == {"institutions": 0, "devices": ["gpu", "pi-1-3", "pi-1-12", "pi-2", "pi-2b", "pi-10"]}
+
+
+def test_nodes_without_a_place_are_left_out_and_named() -> None:
+    nodes = [institution("b"), institution("a"), institution("lost", "region"), device("x", "a"), device("y", "nobody")]
+    found, left_out = topology_of(nodes)
+    assert found == {"institutions": ["a"], "devices": ["x"], "members": {"a": ["x"]}}
+    assert left_out == [
+        "lost is left out: its parent 'region' is not there",
+        "y is left out: its parent 'nobody' is not there",
+        "b is left out: it has no device",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [
+        ([], "no device is there"),
+        ([institution("a")], "no device is there"),
+        ([institution("a"), device("x", "b")], "no device is there"),
+        ([institution("a"), device("x", "a"), device("y"), device("z")], r"others below the cloud \(y, z\)"),
+        ([institution("r"), institution("a", "r"), device("x", "a")], r"a is below r.*\[\[tiers\]\]"),
+    ],
+)
+def test_labs_that_are_no_topology_are_refused(nodes: list[PresentNode], text: str) -> None:
+    with pytest.raises(InvalidExperiment, match=text):
+        topology_of(nodes)
+
+
+def test_two_nodes_of_one_name_are_refused_with_their_hosts() -> None:
+    twice = [device("x"), PresentNode("x", "device", CLOUD, "pi-7")]
+    with pytest.raises(DuplicateName, match="2 nodes of the lab are called 'x', on host of x and pi-7"):
+        topology_of(twice)
+
+
+def test_only_a_cloud_knows_which_nodes_are_there() -> None:
+    with pytest.raises(InvalidExperiment, match="topology = 'lab': only `fedstrata cloud` can ask") as refused:
+        parse({"topology": "lab"})
+    assert refused.value.exit_code == 4
+
+
+def test_a_device_that_came_after_the_roll_is_left_out_and_one_of_another_parent_is_refused() -> None:
+    there = [institution("i"), institution("j"), device("a", "i"), device("b", "j")]
+    tree = parse({"topology": topology_of(there)[0]}).tree
+    with pytest.raises(LeftOut, match="late is not there: no device of this experiment"):
+        check_parent(tree, "late", "i", role="device", among=tree.devices)
+    with pytest.raises(InvalidExperiment, match="b is not there: it belongs to j") as refused:
+        check_parent(tree, "b", "i", role="device", among=tree.devices)
+    assert not isinstance(refused.value, LeftOut)
