@@ -1,4 +1,4 @@
-"""What a run will cost: the workload, the measured speeds, the memory, and the command."""
+"""What a run or a sweep will cost: the workload, the measured speeds, the memory, and the command."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,16 +30,20 @@ from common.methods.fedavg import FedAvg
 from common.methods.rule import Uploads, link_layouts
 from common.model.layout import ModelLayout, Section
 from deploy.console.stages import Stages
-from deploy.planning import calibration, footprint, predicting, recording, trainings, workload
+from deploy.planning import calibration, footprint, predicting, trainings, workload
 from deploy.planning.calibration import MachineSpeeds
+from deploy.planning.predicting import Predictor
 from deploy.planning.simulated import Site, simulate
 from deploy.planning.trainings import MeasuredTraining, TrainingSpeed
+from deploy.sweeps import planning
+from deploy.sweeps.grid import expand
 from device.jobs import LocalResult, Order, Prepared
 from tests.helpers.commands import invoke
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, Report, least_lab
 
 MB = 1_000_000
 SCORED = {"evaluation": {"at": "devices"}}
+MADE = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 8, 8]}
 STEPS = MachineSpeeds(  # the steps of devices alone take time
     1.5, 0.0, 0.0, message_s=0.0, round_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2
 )
@@ -53,8 +58,7 @@ def test_a_plan_trains_with_the_rule_that_the_objective_needs(name: str) -> None
 
 def test_one_device_is_calibrated_if_the_data_of_each_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = {"of": {"device-3": {"slowdown": 4}}}
-    made = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 8, 8], "samples": 120}
-    experiment = parse({"topology": {"devices": 4}, "hardware": hardware, "data": made})
+    experiment = parse({"topology": {"devices": 4}, "hardware": hardware, "data": {**MADE, "samples": 120}})
     assert workload.workload(experiment).calibrated is experiment
     monkeypatch.setattr(workload, "MOST_LISTED", 3)
     alone = workload.workload(experiment).calibrated
@@ -63,28 +67,25 @@ def test_one_device_is_calibrated_if_the_data_of_each_are_not_known(monkeypatch:
 
 @pytest.mark.parametrize("data", ["held_out", "test"])
 def test_a_plan_counts_the_test_samples_of_each_device(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 8, 8], "samples": 100, "test_samples": 10}
+    made = {**MADE, "samples": 100, "test_samples": 10}
     tree = {"topology": {"devices": 4}, "data": made, "evaluation": {"at": "devices", "data": data}}
-    work = workload.workload(parse(tree))
-    names = parse(tree).tree.devices
-    assert [work.samples_of(name) for name in names] == ([25] * 4 if data == "test" else [23] * 4)
-    assert [work.tests_of(name) for name in names] == ([3, 3, 2, 2] if data == "test" else [2] * 4)
+    work = workload.workload(experiment := parse(tree))
+    assert [*map(work.samples_of, experiment.tree.devices)] == ([25] * 4 if data == "test" else [23] * 4)
+    assert [*map(work.tests_of, experiment.tree.devices)] == ([3, 3, 2, 2] if data == "test" else [2] * 4)
     monkeypatch.setattr(workload, "MOST_LISTED", 3)
-    assert workload.workload(parse(tree)).tests == 2  # 2.5, of devices that are assumed to be equal
+    assert workload.workload(experiment).tests == 2  # 2.5, of devices that are assumed to be equal
 
 
 def test_the_seconds_of_scoring_are_those_of_the_test_samples() -> None:
-    made = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 8, 8], "samples": 40, "test_samples": 400}
-    phases = {}
+    made = {**MADE, "samples": 40, "test_samples": 400}
     for models in (1, 2):
         evaluation = {"at": "devices", "data": "test", "personalised": models == 2}
         tree = {"rounds": 3, "topology": {"institutions": 0, "devices": 2}, "data": made, "evaluation": evaluation}
         work = workload.workload(parse({"training": {"batch_size": 10}, "model": {"name": "mlp_digits"}} | tree))
         workload.rehearse(work, STEPS)
-        phases[models] = simulate(work, STEPS, site=Site.HOSTS, work_s=lambda begin: begin() or 0.0).seconds()["train"]
-    forward_s = 1.5 * 20 / 3  # 200 test samples are 20 batches, a forward pass is a third of a step
-    assert phases[1] == pytest.approx(2 * 1.5 + forward_s, rel=0.01)
-    assert phases[2] == pytest.approx(2 * 1.5 + 2 * forward_s, rel=0.01)
+        found = simulate(work, STEPS, site=Site.HOSTS, work_s=lambda begin: begin() or 0.0)
+        forward_s = 1.5 * 20 / 3  # 200 test samples are 20 batches, a forward pass is a third of a step
+        assert found.seconds()["train"] == pytest.approx(2 * 1.5 + models * forward_s, rel=0.01)
 
 
 BIG = ModelLayout.build([("fc.weight", (2500, 1000), Section.PARAMETER)])  # 10 MB
@@ -138,19 +139,19 @@ def peak_of(settings: RuleSettings, layout: ModelLayout, children: Sequence[str]
 
 
 FOUR: Final = [f"device-{k}" for k in range(4)]
-EIGHT_MB: Final = ModelLayout.build([("fc.weight", (1000, 2000), Section.PARAMETER)])
+TWO_MB: Final = ModelLayout.build([("fc.weight", (500, 1000), Section.PARAMETER)])
 
 
 @cache
 def peak_of_fedavg() -> int:
-    return peak_of(FedAvg(), EIGHT_MB, FOUR)
+    return peak_of(FedAvg(), TWO_MB, FOUR)
 
 
 @pytest.mark.parametrize("name", [name for name in RULES if name not in ("fedma", "gamf", "fedgen")])
 def test_the_memory_of_a_rule_is_what_its_settings_have(name: str) -> None:
-    settings, size = RULES[name](**LEAST[name]), EIGHT_MB.row_bytes
+    settings, size = RULES[name](**LEAST[name]), TWO_MB.row_bytes
     held = settings.held_bytes(size, children=4, taking_part=4, resident_bytes=1e9) / size
-    found = (peak_of(settings, EIGHT_MB, FOUR) - peak_of_fedavg()) / size
+    found = (peak_of(settings, TWO_MB, FOUR) - peak_of_fedavg()) / size
     in_flight = 4 if name == "fedbuff" else 0  # of other versions, which rounds on time do not have
     assert held - in_flight - 1.3 <= found <= held + 1.3
 
@@ -159,26 +160,20 @@ def test_the_memory_of_a_rule_is_what_its_settings_have(name: str) -> None:
 def test_a_plan_counts_the_memory_of_rules_that_match_neurons(name: str, held: float) -> None:
     """The matched uploads, at most what may stay resident, and what the matching takes for each upload."""
     for taking_part, resident_mb in ((4, 512), (2, 512), (4, 25)):
-        tree = {
-            "topology": {"institutions": 0, "devices": 4}, "transfer": {"resident_mb": resident_mb},
-            "cloud": {"participation": taking_part / 4, "aggregation": {"name": "fedavg"}},
-        }  # fmt: skip
-        plain = memory(tree)["cloud"]
-        matched = memory({**tree, "cloud": {**tree["cloud"], "aggregation": {"name": name}}})["cloud"]
+        tree = {"topology": {"institutions": 0, "devices": 4}, "transfer": {"resident_mb": resident_mb}}
+        plain, matched = (
+            memory({**tree, "cloud": {"participation": taking_part / 4, "aggregation": rule}})["cloud"]
+            for rule in ("fedavg", name)
+        )
         kept = min(10 * taking_part, resident_mb)
         assert matched - plain == pytest.approx((kept + held * 10 * taking_part) * MB)
 
 
 def test_a_plan_counts_what_rules_and_objectives_hold() -> None:
     ten = {"topology": {"institutions": 1, "devices": 10}}
-    plain, scaffold, feddf = (
-        memory(ten | tree)
-        for tree in (
-            {},
-            {"training": {"objective": {"name": "scaffold"}}, "institution": {"aggregation": {"name": "scaffold"}}},
-            {"data": {"node_samples": 9}, "institution": {"aggregation": {"name": "feddf"}}},
-        )
-    )
+    plain = memory(ten)
+    scaffold = memory(ten | {"training": {"objective": "scaffold"}, "institution": {"aggregation": "scaffold"}})
+    feddf = memory(ten | {"data": {"node_samples": 9}, "institution": {"aggregation": "feddf"}})
     # Six models and the vectors of a scaffold: c goes down, and each update of c_i up, behind the models.
     assert scaffold["institution"] - plain["institution"] == (5 + 10 + 1) * 10 * MB
     assert scaffold["device"] - plain["device"] == (3 + 3) * 10 * MB
@@ -219,11 +214,10 @@ def test_the_processes_of_a_lab_are_measured_together(
 
 
 class FakePool:
-    """A pool whose trainings take 0.125 s a step, and 0.25 s from one to the next."""
+    """A pool, and its members, whose trainings take 0.125 s a step, and 0.25 s from one to the next."""
 
-    def __init__(self, *, accelerator: str, slots: int, devices: int) -> None:
-        self.slots = slots
-        self.running: set[str] = set()
+    def __init__(self, *, slots: int, **_: object) -> None:
+        self.slots, self.running, self.node = slots, set[str](), ""
 
     async def __aenter__(self) -> FakePool:
         return self
@@ -231,23 +225,20 @@ class FakePool:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    def member(self, node: str) -> FakeMember:
-        return FakeMember(self, node)
-
-
-class FakeMember:
-    def __init__(self, pool: FakePool, node: str) -> None:
-        self.pool, self.node = pool, node
+    def member(self, node: str) -> FakePool:
+        made = copy(self)
+        made.node = node
+        return made
 
     async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 1, "")
 
     async def train(self, order: Order) -> LocalResult:
-        self.pool.running.add(self.node)
+        self.running.add(self.node)  # of all members
         await asyncio.sleep(0)
-        assert len(self.pool.running) == (self.pool.slots if order.epochs else 1)
+        assert len(self.running) == (self.slots if order.epochs else 1)
         await asyncio.sleep(0)
-        self.pool.running.remove(self.node)
+        self.running.remove(self.node)
         steps = order.epochs * (8 if self.node == "device-0" else 24)
         return LocalResult(1, 0.5, steps, train_s=0.125 * steps, wait_s=0.25, costs=DeviceCosts(cpu_s=0.1 * steps))
 
@@ -273,14 +264,12 @@ def test_a_line_through_trainings_separates_their_steps_from_the_rest() -> None:
 
 
 def test_what_a_cloud_writes_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[int] = []
-    sync = os.fsync
+    waited, evaluated, sync = list[int](), list[int](), os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (waited.append(file), sync(file)))
     work = workload.workload(parse({"model": {"name": "mlp_digits"}, "topology": {"institutions": 2, "devices": 4}}))
-    evaluated: list[int] = []
     beside = partial(evaluated.append, 1)
-    assert recording.record_seconds(work.experiment, layout=work.layout, row=work.first, beside=beside) > 0
-    assert len(waited) >= 6 * recording.REPEATS and len(evaluated) == recording.REPEATS
+    assert calibration.record_seconds(work.experiment, layout=work.layout, row=work.first, beside=beside) > 0
+    assert len(waited) >= 6 * calibration.RECORDS and len(evaluated) == calibration.RECORDS
 
 
 def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +299,7 @@ def test_a_machine_is_measured_once_for_runs_that_train_alike(monkeypatch: pytes
         return calibration.MachineSpeeds(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, cores=2)
 
     monkeypatch.setattr(predicting, "measure", measure)
-    predictor = predicting.Predictor(site=Site.DIRECT, rounds=1)
+    predictor = Predictor(site=Site.DIRECT, rounds=1)
     lab = {"topology": {"institutions": 0, "devices": 3}}
     median = {"cloud": {"aggregation": {"name": "median"}}}
     trees = [lab, lab | median | {"data": {"partition": "dirichlet"}}, lab | {"model": {"name": "mlp_digits"}}]
@@ -320,20 +309,10 @@ def test_a_machine_is_measured_once_for_runs_that_train_alike(monkeypatch: pytes
 
 
 def test_the_table_has_a_global_round_its_phases_and_the_memory() -> None:
-    seconds_by_phase = {"train": 1.5, "wait": 0.25}
-    table = predicting.text_of(
-        {
-            "global_round_s": 1.75,
-            "total_s": 17.5,
-            "global_rounds": 10,
-            "seconds": seconds_by_phase,
-            "tiers": {"wan_up": 2_000_000},
-            "memory": {"cloud": 60_000_000},
-            "assumed": ["each device has 10 samples"],
-            "speeds": {"share": 0.99},
-            "load": {"others_cores": 0.04, "cores": 2, "load_average": 0.3, "busy": False},
-        }
-    )
+    found = {"global_round_s": 1.75, "total_s": 17.5, "global_rounds": 10, "seconds": {"train": 1.5, "wait": 0.25}}
+    found |= {"tiers": {"wan_up": 2_000_000}, "memory": {"cloud": 60_000_000}, "speeds": {"share": 0.99}}
+    load = {"others_cores": 0.04, "cores": 2, "load_average": 0.3, "busy": False}
+    table = predicting.text_of({**found, "assumed": ["each device has 10 samples"], "load": load})
     assert table.splitlines()[0].split() == ["a", "global", "round", "1.75", "s"]
     assert table.splitlines()[3] == "10 global rounds 17.50 s"
     assert "2.0 MB" in table and "60.0 MB" in table and "\nassumed: each device has 10 samples\n" in table
@@ -378,3 +357,65 @@ def test_the_load_is_what_others_used_meanwhile(tmp_path: Path) -> None:
 def test_without_proc_the_others_are_unknown(tmp_path: Path) -> None:
     assert LoadMeter(tmp_path).read().others_cores is None
     assert LoadMeter().read().others_cores is not None
+
+
+# Sweeps
+
+SWEEP: dict[str, Any] = {
+    "title": "Two models on two splits",
+    "seeds": 3,
+    "experiment": {"rounds": 10, "data": {"dataset": "digits"}},
+    "axes": {
+        "model.name": ["mlp_digits", "cnn_digits"],
+        "data.partition": ["iid", "dirichlet"],
+    },
+    "where": [{"model.name": "cnn_digits", "data.partition": "iid", "experiment": {"rounds": 5}}],
+}
+SECONDS = {"mlp_digits": 1.0, "cnn_digits": 4.0}
+
+
+def predicted(experiment: Experiment, **_: Any) -> dict[str, Any]:
+    second = SECONDS[experiment.model.name]
+    memory = {"device": int(second * 1e8), "cloud": 1000}
+    return {"global_round_s": second, "tiers": {"wan_up": 100.0 * second}, "memory": memory, "assumed": ["as ever"]}
+
+
+def test_runs_of_equal_cost_are_predicted_once_and_all_are_summed() -> None:
+    seen: list[Experiment] = []
+
+    def predict(experiment: Experiment) -> dict[str, Any]:
+        seen.append(experiment)
+        return predicted(experiment)
+
+    grid = expand(SWEEP, Path("t.toml"))
+    begun: list[str] = []
+    planned = planning.plan_of(planning.groups_of(grid), predict, begun.append)
+    assert begun == [f"predicts 6 runs like {model}, iid, seed 1" for model in ("mlp_digits", "cnn_digits")]
+    assert [one.model.name for one in seen] == ["mlp_digits", "cnn_digits"]
+    found = planning.to_json(grid, planned, jobs=2)
+    rounds = {"mlp_digits": 3 * 2 * 10, "cnn_digits": 3 * (10 + 5)}
+    assert found["run_s"] == pytest.approx(sum(SECONDS[name] * count for name, count in rounds.items()))
+    assert found["total_s"] == pytest.approx(found["run_s"] / 2)
+    assert found["bytes"] == {"wan_up": pytest.approx(100 * found["run_s"])}
+    assert found["memory"] == {"device": 400_000_000, "cloud": 1000} and found["assumed"] == ["as ever"]
+    assert [(group["runs"], group["global_rounds"]) for group in found["groups"]] == [(6, 60), (6, 45)]
+    assert planning.to_json(grid, planned, jobs=100)["total_s"] == pytest.approx(40.0)  # the longest run
+
+
+def test_plan_takes_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Predictor, "predict", lambda self, experiment, **_: predicted(experiment))
+    found = invoke("plan", "study/two", "--one-host", "--only", "method=FedAvg", "--seeds", "2", "--format", "json")
+    assert found.exit_code == 0, found.stderr
+    assert found.stderr.startswith("predicts 8 runs like ") and found.stderr.count("\n") == 1
+    plan = json.loads(found.stdout)
+    assert plan["runs"] == 2 * 2 * 2 and plan["total_s"] == pytest.approx(8 * 300 * 1.0) and plan["jobs"] == 1
+    text = invoke("plan", "study/two", "--one-host", "--only", "method=FedAvg", "--out", tmp_path / "plan.json")
+    assert "20 runs   1.67 h" in text.stdout and "  wan up         600.0 kB" in text.stdout
+    assert json.loads((tmp_path / "plan.json").read_text())["runs"] == 20
+
+
+def test_an_experiment_has_no_cells() -> None:
+    refused = invoke("plan", "demo", "--seeds", "2")
+    assert refused.exit_code == 2 and "valid only for a sweep" in refused.stderr
+    refused = invoke("run", "study/two")
+    assert refused.exit_code == 4 and "a sweep of several runs. Use `fedstrata sweep`." in refused.stderr

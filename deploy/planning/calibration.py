@@ -7,26 +7,40 @@ The other costs of a round were measured by `fedstrata plan --calibrate` on this
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
-from statistics import mean
+from pathlib import Path
+from statistics import mean, median
 from typing import Final
 
 import numpy as np
 
+from cloud import checkpoint
+from cloud.records import GlobalRoundRecord
+from cloud.results import RunFolder
+from common.accounting.child_report import ChildReport
+from common.accounting.counters import Account
+from common.accounting.ledger import Ledger
+from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
+from common.host.files import writing
+from common.model.layout import ModelLayout, Row
 from common.model.trainer import TrainerTester
 from common.protocol import serialization
 from common.protocol.manifest import chunk_digest
 from common.protocol.messages import Key, Manifest, Task
+from common.protocol.round_state import GLOBAL_PHASES
+from common.storage.states import write_state
 from deploy.local.network import processes_of, shares
-from deploy.planning.constants import FittedCosts
-from deploy.planning.recording import record_seconds
 from deploy.planning.trainings import TrainingSpeed, train
 from deploy.planning.workload import PlannedWorkload
 
@@ -36,6 +50,8 @@ EVALUATIONS: Final = 3
 MIXED: Final = 3.0  # cost of mixing, in copies of the uploads (tests/bench/aggregation.py)
 NOISE_BYTES: Final = 8_000_000
 REPEATS: Final = 20
+RECORDS: Final = 5  # global rounds whose results are written, at most
+RECORDS_S: Final = 2.0  # seconds of writing that are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +94,59 @@ class ReferenceModel:
 
 
 REFERENCE: Final = ReferenceModel()
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCosts:
+    """Seconds of one core, as in `MachineSpeeds`, and the conditions under which they were measured.
+
+    host: its name    measured: UTC, ISO 8601    load: mean number of other running processes in the minute before
+    """
+
+    message_s: float
+    round_s: float
+    byte_s: float
+    host: str
+    measured: str
+    load: float
+
+    def described(self) -> str:
+        """Return the conditions as a sentence's end."""
+        return f"measured on {self.host} at {self.measured}, under a load of {self.load:.1f}"
+
+
+def default_file() -> Path:
+    """Return the file of this machine: $XDG_CACHE_HOME/fedstrata/calibration.json, by default below ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "fedstrata" / "calibration.json"
+
+
+def read_costs(path: Path | None) -> FittedCosts | None:
+    """Return the costs of a file, by default this machine's, or None if it has none. Raises InvalidExperiment."""
+    file = path or default_file()
+    try:
+        costs = FittedCosts(**json.loads(file.read_text(encoding="utf-8")))
+        if not all(isinstance(each, float) and each >= 0 for each in (costs.message_s, costs.round_s, costs.byte_s)):
+            raise ValueError("costs are not positive numbers")
+        return costs
+    except FileNotFoundError:
+        if path is None:
+            return None
+        problem = "no such file"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except (ValueError, TypeError):
+        problem = "not a file of --calibrate"
+    raise InvalidExperiment("--calibration", str(file), problem, "Measure with `fedstrata plan --calibrate`.")
+
+
+def write_costs(costs: FittedCosts, path: Path | None) -> Path:
+    """Write the costs to a file, by default this machine's, and return it. Raises StorageFailed."""
+    file = path or default_file()
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(costs), indent=2) + "\n", encoding="utf-8")
+    return file
 
 
 def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: FittedCosts | None = None) -> MachineSpeeds:
@@ -142,6 +211,41 @@ def _evaluation(experiment: Experiment) -> tuple[Callable[[], object], float]:
             evaluate(module, images, labels=labels, normalise=data.normaliser())
 
     return some, len(data.test_labels) / max(1, len(labels))
+
+
+def record_seconds(experiment: Experiment, *, layout: ModelLayout, row: Row, beside: Callable[[], object]) -> float:
+    """Return the seconds of writing the tables of a global round, its byte counts and a checkpoint to the disk.
+
+    Meanwhile `beside` evaluates a model in another thread, as in a run: where that takes all cores, each wait for the
+    disk ends later.
+    """
+    tree, seconds = experiment.tree, list[float]()
+    below = tree.below_each(CLOUD)
+    ledger = Ledger(tree.children[CLOUD], Account(), below=below)
+    for child, names in below.items():
+        ledger.enter_reports(child, "session", map(ChildReport, names))
+    devices = [ChildReport(name) for name in tree.devices]
+    with tempfile.TemporaryDirectory(prefix="fedstrata-") as home, ThreadPoolExecutor(1) as evaluator:
+        folder = RunFolder.create(Path(home), experiment)
+        while len(seconds) < RECORDS and sum(seconds) < RECORDS_S:
+            evaluating = evaluator.submit(beside)
+            start = time.perf_counter()
+            name = f"round-{len(seconds):06d}"
+            folder.add_devices(len(seconds), devices)
+            record = GlobalRoundRecord(
+                global_round=len(seconds), elapsed_s=0.0, train_loss=None, phases=dict.fromkeys(GLOBAL_PHASES, 0.0),
+                sgd_steps=0, path_steps=0, bytes_={}, missing=(), refused=(), epochs={}, omega={}, spread={},
+            )  # fmt: skip
+            folder.add_round(record)
+            folder.event("global_round", record.values())
+            folder.write_of_ledger(ledger)()
+            folder.sync()
+            write_state(folder.checkpoints, name, lambda path: {})
+            checkpoint.save_model(folder.checkpoints / f"{name}.safetensors", layout=layout, row=row, facts={})
+            seconds.append(time.perf_counter() - start)
+            evaluating.result()
+        folder.release()
+    return median(seconds)
 
 
 def copy_seconds() -> float:

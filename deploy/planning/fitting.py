@@ -33,8 +33,7 @@ from common.net.address import BrokerAddress
 from common.runtime.world import Host
 from deploy.brokers import broker
 from deploy.brokers.guard import one_login
-from deploy.planning.calibration import copy_seconds, mixing_s
-from deploy.planning.constants import FittedCosts
+from deploy.planning.calibration import FittedCosts, copy_seconds, mixing_s
 from deploy.simulation.hardware import NULL_CHANGE, Durations, NullWorkload, SimulatedEvaluator, SimulatedHardware
 from device.agent import DeviceAgent
 

@@ -12,9 +12,8 @@ from common.experiment.schema import Experiment
 from common.host.machine import LoadMeter, MachineLoad
 from deploy.console.tabular import size
 from deploy.local.beforehand import check_code, require_torch
-from deploy.planning import constants, workload
-from deploy.planning.calibration import MachineSpeeds, measure
-from deploy.planning.constants import FittedCosts
+from deploy.planning import workload
+from deploy.planning.calibration import FittedCosts, MachineSpeeds, measure, read_costs, write_costs
 from deploy.planning.footprint import direct_bytes, memory_of
 from deploy.planning.simulated import SimulatedRun, Site, changes, simulate
 from deploy.planning.workload import OF_THE_SPLIT, PlannedWorkload
@@ -59,7 +58,7 @@ class Predictor:
         """
         check_code(experiment)
         require_torch(experiment)
-        fitted = constants.read(self.calibration)
+        fitted = read_costs(self.calibration)
         begin(f"reads and splits {experiment.data.dataset}")
         work = workload.workload(experiment)
         speeds, load = self._speeds(work, fitted, begin)
@@ -144,7 +143,7 @@ def calibrate(file: Path | None) -> str:
     from deploy.planning.fitting import measure_costs
 
     costs = measure_costs()
-    kept = constants.write(costs, file)
+    kept = write_costs(costs, file)
     return (
         f"a round: {costs.round_s * 1e3:.2f} ms, and {costs.message_s * 1e3:.2f} ms for each child; a byte: "
         f"{costs.byte_s * 1e9:.2f} ns; {costs.described()}: {kept}"

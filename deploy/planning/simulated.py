@@ -129,21 +129,20 @@ class SimulatedRun:
         return [*found, 0.0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDurations(Durations):
     """Seconds of one core: of the steps of each device's training, and of an evaluation.
 
     `tree`: the simulated nodes. `load`: of the host with all nodes, how many devices each simulated one stands for.
     """
 
-    work: PlannedWorkload | None = None
-    speeds: MachineSpeeds | None = None
-    tree: Tree | None = None
-    load: float = 1.0
+    work: PlannedWorkload
+    speeds: MachineSpeeds
+    tree: Tree
+    load: float
 
     def training_s(self, node: str, *, epochs: int, drawn: float) -> float:
         """Return a training's seconds, with the epochs that Tempo would set."""
-        assert self.work is not None and self.speeds is not None and self.tree is not None
         child = node
         while (parent := self.tree.parent(child)) != CLOUD:
             child = parent
@@ -152,7 +151,6 @@ class PlannedDurations(Durations):
 
     def scoring_s(self, node: str, *, share: float) -> float:
         """Return the seconds of the steps of that share of an epoch, forward alone."""
-        assert self.work is not None and self.speeds is not None
         return FORWARD * self.load * share * self.work.steps(self.work.samples_of(node), 1) * self.speeds.step_s
 
 

@@ -19,8 +19,8 @@ from common.experiment.schema import Experiment
 from common.host.files import replacing
 from common.host.machine import LoadMeter
 from common.text import json_text
-from deploy.planning import constants, workload
-from deploy.planning.calibration import REFERENCE, MachineSpeeds, measure, mixing_s
+from deploy.planning import workload
+from deploy.planning.calibration import REFERENCE, MachineSpeeds, measure, mixing_s, read_costs
 from deploy.planning.predicting import is_busy
 from deploy.planning.simulated import NETWORK_DELAY_S, WORK_CALLS, Site, conditions_of, placement_of
 from deploy.results.run import Run
@@ -53,7 +53,7 @@ def machine_speeds(
     work = workload.workload(experiment)
     begin(f"measures training and evaluation of {experiment.model.name}, alone")
     cores, meter = len(os.sched_getaffinity(0)), LoadMeter()
-    speeds = measure(work, cores=cores, together=False, fitted=constants.read(None))
+    speeds = measure(work, cores=cores, together=False, fitted=read_costs(None))
     load = meter.read()
     return {**_facts(speeds, "measured on this host before the run"),
             "load": asdict(load) | {"busy": is_busy(load, speeds.share)}}  # fmt: skip
