@@ -1,16 +1,18 @@
-"""The documentation against the code: pictures, keys and defaults, snippets, links."""
+"""The documentation against the code: what is made from it, keys and defaults, snippets, links, names, commands."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 import pytest
+import typer
 from pydantic import BaseModel
 
 from cloud.records import STATISTICS, DeviceRecord, GlobalRoundRecord, LinkRecord
@@ -26,17 +28,19 @@ from common.protocol.limits import MESSAGE_MOST, REPORT_BYTES, SMALL_BYTES, TARG
 from common.protocol.round_state import GLOBAL_PHASES
 from common.protocol.serialization import KINDS, VERSION
 from common.text import JSON_MOST, JsonText, NameText, ShortText
+from deploy.cli.main import app
 from deploy.kits.lab import parse as lab_of
 from deploy.sweeps.grid import expand, is_sweep
 from docs.tools import experiment, kept_pictures, metrics_table, sketches
 from docs.tools.drawing import PICTURES
-from docs.tools.manual import manual
+from docs.tools.manual import commands, manual
 
 ROOT: Final = Path(__file__).parents[1]
-PICTURED: Final = ROOT / "docs" / "algorithms"
-PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCED: Final = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INDENTED: Final = re.compile(r"(?:^\n|^ {4}.*\n)+", re.MULTILINE)
+PAGES: Final = {
+    path: path.read_text("utf-8") for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
+}
+FENCED_TOML: Final = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INDENTED_TOML: Final = re.compile(r"(?:^\n|^ {4}.*\n)+", re.MULTILINE)
 LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 TABLE: Final = re.compile(
     r"^\| key of `([a-z_.]+)` \| default \| meaning \| range \|\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE
@@ -57,22 +61,27 @@ README_COLUMNS: Final = 120
 Row = tuple[str, str, str]
 
 
+def page(name: str, begin: str = "", end: str = "\0") -> str:
+    """Return the text of a page, between two texts that it has."""
+    text = PAGES[ROOT / name]
+    return text.partition(begin)[2].partition(end)[0] if begin else text
+
+
 def snippets() -> list[Any]:
     """Return the TOML of all pages: fenced, or in the README indented and opening a table."""
     found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        blocks = FENCED.findall(text)
-        blocks += [block for block in INDENTED.findall(text) if re.match(r"\n* {4}\[[a-z_.]+\]\n", block)]
-        found += [pytest.param(block, id=f"{page.stem}-{i}") for i, block in enumerate(blocks)]
+    for path, text in PAGES.items():
+        blocks = FENCED_TOML.findall(text)
+        blocks += [block for block in INDENTED_TOML.findall(text) if re.match(r"\n* {4}\[[a-z_.]+\]\n", block)]
+        found += [pytest.param(block, id=f"{path.stem}-{i}") for i, block in enumerate(blocks)]
     return found
 
 
 def written() -> dict[str, list[Row]]:
     """Return key, default and range of each row of each table of parameters."""
     tables = {}
-    for page in PAGES:
-        for name, body in TABLE.findall(page.read_text(encoding="utf-8")):
+    for text in PAGES.values():
+        for name, body in TABLE.findall(text):
             rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in body.splitlines()]
             tables[name] = [(key, default, span) for key, default, _, span in rows]
     return tables
@@ -88,62 +97,59 @@ def defined(name: str) -> list[Row]:
     return [(f"`{key}`", defaults[key], experiment.values(schema[key])) for key in fields]
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_are_what_the_code_draws(name: str) -> None:
-    kept = (PICTURED / name).read_text(encoding="utf-8")
-    assert kept == PICTURES[name](), "draw them anew: python -m docs.tools.drawing docs/algorithms"
+RESULTS: Final = ROOT / "docs" / "results"
+MADE: Final = {  # by file or pattern of files: what the code makes of it, and by which command
+    "docs/algorithms/*.svg": (lambda: {name: draw() for name, draw in PICTURES.items()}, "drawing docs/algorithms"),
+    "docs/concepts-*.svg": (lambda: {name: draw() for name, draw in sketches.PICTURES.items()}, "sketches docs"),
+    "docs/results/*.svg": (lambda: kept_pictures.pictures(RESULTS), "kept_pictures docs/results"),
+    "docs/experiment.md": (lambda: {"experiment.md": experiment.page()}, "experiment > docs/experiment.md"),
+    "docs/commands.md": (lambda: {"commands.md": manual()}, "manual > docs/commands.md"),
+}
 
 
-def test_pictures_of_results_are_those_of_the_kept_runs() -> None:
-    drawn = kept_pictures.pictures(ROOT / "docs" / "results")
-    kept = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "results").glob("*.svg")}
-    assert kept == drawn, "draw them anew: python -m docs.tools.kept_pictures docs/results"
+@pytest.mark.parametrize("files", MADE)
+def test_what_is_made_from_the_code_is_what_the_code_makes(files: str) -> None:
+    make, words = MADE[files]
+    kept = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob(files)}
+    assert kept == make(), f"make it anew: python -m docs.tools.{words}"
 
 
 def test_the_table_of_metrics_is_what_the_code_has() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page.endswith(f"\n\n{metrics_table.table()}"), "print it anew: python -m docs.tools.metrics_table"
+    made = f"\n\n{metrics_table.table()}"
+    assert page("docs/metrics.md").endswith(made), "print it anew: python -m docs.tools.metrics_table"
 
 
-@pytest.mark.parametrize("name", sketches.PICTURES)
-def test_sketches_are_what_the_code_draws(name: str) -> None:
-    kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert kept == sketches.PICTURES[name](), "draw them anew: python -m docs.tools.sketches docs"
-
-
-def test_the_page_of_the_experiment_is_what_the_schema_has() -> None:
-    kept = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
-    assert kept == experiment.page(), "write it anew: python -m docs.tools.experiment > docs/experiment.md"
-    assert "|  |" not in kept, "a key of common/experiment/ has no comment, which is its meaning"
+def test_each_key_of_the_experiment_has_a_meaning() -> None:
+    assert "|  |" not in page("docs/experiment.md"), "a key of common/experiment/ has no comment, which is its meaning"
 
 
 def test_the_readme_is_short() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = page("README.md").splitlines()
     assert len(lines) <= README_LINES
     assert [line for line in lines if len(line) > README_COLUMNS] == []
 
 
 def test_the_messages_of_the_protocol_are_the_codes() -> None:
-    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (\w+) \| \w+ \| (.*?) ?\|$", page, re.MULTILINE)
+    text = page("docs/protocol.md")
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| \w+ \| (.*?) ?\|$", text, re.MULTILINE)
     kinds = [(int(n), name, re.findall(r"`(\w+): ", fields_)) for n, name, fields_ in rows]
     assert kinds == [
         (n, kind.__name__, [field.name for field in dataclasses.fields(kind)]) for n, kind in enumerate(KINDS)
     ]
-    assert f"[{VERSION}, session, kind," in page and f"{VERSION} is the version" in page
+    assert f"[{VERSION}, session, kind," in text and f"{VERSION} is the version" in text
     types = {int: "int", float: "float", NameText: "name", ShortText: "text", JsonText: "json"}
     others = (messages.Manifest, messages.Target, messages.LinkBytes, messages.ChildCount)
     for kind in (*KINDS, *others, Finding):
-        row = next(line for line in page.splitlines() if re.match(rf"\| (\d+ \| )?{kind.__name__} \|", line))
+        row = next(line for line in text.splitlines() if re.match(rf"\| (\d+ \| )?{kind.__name__} \|", line))
         hints = get_type_hints(kind, include_extras=True)
         assert [name for name, hint in hints.items() if hint in types and f"`{name}: {types[hint]}`" not in row] == []
 
 
 def test_the_sizes_of_the_protocol_are_the_codes() -> None:
-    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8").partition("**Sizes.**")[2].partition("## ")[0]
+    text = page("docs/protocol.md", "**Sizes.**", "## ")
     nothing = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, plans=False, announces=False)
     small = f"{SMALL_BYTES:,}"
-    assert dict(re.findall(r"^\| (.*?) \| (.*?) \|$", page, re.MULTILINE)) == {
+    assert dict(re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.MULTILINE)) == {
         "message": "bytes at most",
         "Task": f"{small}, 8 for each 1,024 bytes of a model, and `transfer.inline_bytes`",
         "Result": f"the same, {REPORT_BYTES} for each node below its sender, and {JSON_MOST:,} of `plans` if it "
@@ -166,33 +172,22 @@ def test_the_sizes_of_the_protocol_are_the_codes() -> None:
 
 
 def test_each_column_of_a_runs_tables_is_described() -> None:
-    page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-    kinds, groups = (
-        (GlobalRoundRecord, LinkRecord, DeviceRecord),
-        ("phases", "bytes_", "epochs", "omega", "spread", "epsilon", "other_scores", "by_devices", "more"),
-    )
+    kinds = (GlobalRoundRecord, LinkRecord, DeviceRecord)
+    groups = ("phases", "bytes_", "epochs", "omega", "spread", "epsilon", "other_scores", "by_devices", "more")
     fields_ = {field.name for kind in kinds for field in dataclasses.fields(kind)} - set(groups)
     columns = {field.removesuffix("_") for field in fields_} | {f"{phase}_s" for phase in GLOBAL_PHASES}
     columns |= {"TIER_up_bytes", "TIER_down_bytes", "score", "mixed_score"}
     columns |= {f"devices_{name}" for name in STATISTICS} | {"personalised_scored", "personalised_s"}
-    assert [column for column in columns if f"`{column}`" not in page] == []
+    assert [column for column in columns if f"`{column}`" not in page("docs/runs.md")] == []
 
 
 def test_each_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert pages <= set(LINK.findall(index))
-
-
-def test_the_manual_is_what_the_commands_say() -> None:
-    kept = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    assert kept == manual(), "write it anew: python -m docs.tools.manual > docs/commands.md"
+    assert pages <= set(LINK.findall(page("docs/README.md")))
 
 
 def test_the_constants_of_each_data_set_are_the_codes() -> None:
-    text = (
-        (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## Normalisation")[2].partition("\n## ")[0]
-    )
+    text = page("docs/data.md", "## Normalisation", "\n## ")
     listed = {
         name: tuple(tuple(map(float, cell.split(","))) for cell in cells)
         for names, *cells in re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) \|", text, re.M)
@@ -206,19 +201,12 @@ def test_the_constants_of_each_data_set_are_the_codes() -> None:
 
 
 def test_each_message_of_the_troubleshooting_is_in_the_code() -> None:
-    folders = ("cloud", "common", "deploy", "device", "institution")
-    code = "".join(path.read_text(encoding="utf-8") for name in folders for path in (ROOT / name).rglob("*.py"))
-    words = re.sub(r'"\s*\n\s*f?"', "", code)  # a message may stand in several lines
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    messages = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
-    assert len(messages) > 10
-    for message in messages:
+    words = re.sub(r'"\s*\n\s*f?"', "", code(".py"))  # a message may stand in several lines
+    titles = re.findall(r"^### `(.*)`$", page("docs/troubleshooting.md"), re.MULTILINE)
+    assert len(titles) > 10
+    for message in titles:
         for part in (part.strip() for part in message.split("...")):
             assert not part.strip(":;") or part in words, f"{part!r} of {message!r}"
-
-
-def test_no_picture_is_left_over() -> None:
-    assert {path.name for path in PICTURED.glob("*.svg")} == set(PICTURES)
 
 
 @pytest.mark.parametrize("snippet", snippets())
@@ -233,23 +221,161 @@ def test_snippets_are_experiments_sweeps_or_labs(snippet: str) -> None:
     parse(given if "tiers" in given else {**LAB, **given})
 
 
-def test_each_table_of_parameters_is_there() -> None:
-    assert set(written()) == set(TABLES)
+def test_parameters_defaults_and_ranges_are_the_codes() -> None:
+    assert written() == {name: defined(name) for name in TABLES}
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_parameters_defaults_and_ranges_are_the_codes(name: str) -> None:
-    assert written()[name] == defined(name)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
+@pytest.mark.parametrize("path_of_page", PAGES, ids=lambda path: path.stem)
+def test_links_lead_to_files_and_headings(path_of_page: Path) -> None:
+    for target in LINK.findall(PAGES[path_of_page]):
         if "://" in target:
             continue
         file, _, heading = target.partition("#")
-        path = page.parent / file if file else page
+        path = path_of_page.parent / file if file else path_of_page
         assert path.exists(), target
         if heading:
             titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], target
+
+
+# What pages name: commands, options, variables, keys, layers and files
+
+PROJECT: Final[Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+COMMANDS: Final = dict(commands())
+EVERYWHERE: Final = {"--help", *(option for one in typer.main.get_command(app).params for option in one.opts)}
+LINE: Final = re.compile(r"^(?: {4}| {2,3})?(?:sudo )?(?:\.venv/bin/)?(fedstrata [^`\n]*?)(?:  +#.*)?$", re.MULTILINE)
+INLINE: Final = re.compile(r"`(fedstrata [^`]*)`")
+FENCED: Final = re.compile(r"^ *```sh\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+INDENTED: Final = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
+TARGETS: Final = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+READING: Final = (  # section 0 of the design: one global round, from the arithmetic to the device
+    *("common/methods/mixing.py", "common/methods/fedcross.py", "common/protocol/participant.py"),
+    *("common/protocol/coordinator.py", "common/protocol/parent_session.py", "common/runtime/endpoint.py"),
+    *("cloud/global_rounds.py", "device/training/trainer.py"),
+)
+KEYS_MOST: Final = 30
+
+
+def lines(text: str) -> Iterator[str]:
+    """Yield the commands of fedstrata on a page, continued lines joined."""
+    text = text.replace("\\\n", " ")
+    for block in (*FENCED.findall(text), *INDENTED.findall(text)):
+        for line in LINE.findall(block):
+            yield from (part for part in re.split(r"\s(?:&&|;|\|)\s", line) if part.startswith("fedstrata "))
+    yield from (" ".join(line.split()) for line in INLINE.findall(text))
+
+
+def problem_of(line: str) -> str | None:
+    """Return what is wrong with a command, None if nothing: its name and its options exist."""
+    words = shlex.split(re.sub(r"\s\.\.\.", "", line), comments=True)[1:]
+    if not words or words[0].startswith("-") or not words[0].islower():
+        return None
+    name = next((name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS), None)
+    if name is None:
+        is_group = any(each.startswith(f"{words[0]} ") for each in COMMANDS)
+        return None if is_group and len(words) == 1 else f"no command: {line}"
+    known = {option for one in COMMANDS[name].params for option in (*one.opts, *one.secondary_opts)} | EVERYWHERE
+    wrong = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+    return f"{name} has no {', '.join(wrong)}" if wrong else None
+
+
+def test_commands_and_their_options_exist() -> None:
+    found = {line for text in PAGES.values() for line in lines(text)}
+    assert len(found) > 100 and [problem for line in found if (problem := problem_of(line))] == []
+    assert problem_of("fedstrata jump --broker HOST") == "no command: fedstrata jump --broker HOST"
+    assert problem_of("fedstrata cloud my.toml --high 3") == "cloud has no --high"
+
+
+def code(*kinds: str) -> str:
+    """Return the text of the product's files of some kinds."""
+    rooms = ("cloud", "common", "deploy", "device", "institution", "docs/tools")
+    files = (path for room in rooms for path in (ROOT / room).rglob("*"))
+    return "".join(path.read_text(encoding="utf-8") for path in files if path.suffix in kinds or path.name in kinds)
+
+
+def test_variables_of_the_environment_exist() -> None:
+    known = code(".py", ".yml", ".yaml", ".sh", ".env", "Containerfile")
+    named = {name for text in PAGES.values() for name in re.findall(r"\bFEDSTRATA_[A-Z_]+\b", text)}
+    assert len(named) > 10 and sorted(name for name in named if name not in known) == []
+
+
+def test_the_options_and_keys_of_the_page_on_security_exist() -> None:
+    options = {option for command in COMMANDS.values() for one in command.params for option in one.opts}
+    named = set(re.findall(r"`(--[a-z-]+)", page("SECURITY.md")))
+    assert named and named <= options
+    keys = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", page("SECURITY.md")))
+    assert keys and all(experiment.field_of(key) for key in keys)
+    of_labs = (ROOT / "deploy" / "kits" / "lab.py").read_text(encoding="utf-8")
+    assert all(f"    {key}: " in of_labs for key in re.findall(r"`([a-z_]+) = (?:true|false)`", page("SECURITY.md")))
+
+
+def test_the_keys_that_matter_are_few_and_exist_and_others_are_refused() -> None:
+    assert len(experiment.MATTER) <= KEYS_MOST and all(map(experiment.field_of, experiment.MATTER))
+    for key in ("training.epoch", "rounds.first", "trainings.epochs"):
+        with pytest.raises(KeyError):
+            experiment.field_of(key)
+
+
+def test_the_layers_are_those_of_the_import_contracts() -> None:
+    block = page("CONTRIBUTING.md", "`pyproject.toml`:\n", "\n| room |")
+    lines_ = re.sub(r"\n {5,}", " ", block).split("\n")  # a room's layers may take several lines
+    rooms = [line.strip().rpartition(":") for line in lines_ if line.strip()]
+    layers = {name: [" ".join(layer.split()) for layer in text.split(">")] for name, _, text in rooms}
+    contracts = PROJECT["tool"]["importlinter"]["contracts"]
+    assert layers == {each.get("containers", [""])[0]: each["layers"] for each in contracts}
+
+
+def test_the_reading_order_is_that_of_the_design() -> None:
+    listed = page("CONTRIBUTING.md", "Read in this order").partition("\n\n")[2].partition("\n\n")[0]
+    items = re.findall(r"^\d+\. `([^`]+)`: (.*(?:\n {3}.*)*)", listed, re.MULTILINE)
+    assert tuple(path for path, _ in items) == READING
+    assert all((ROOT / path).is_file() and text.count(". ") == 0 and text.endswith(".") for path, text in items)
+
+
+def test_paths_in_backticks_exist() -> None:
+    rooms = "|".join(("cloud", "common", "deploy", "device", "docs", "institution", "tests"))
+    path = re.compile(rf"`((?:{rooms})/(?:[\w/.-]*\w\.\w+|[\w/-]*))`")
+    found = {one for file in ROOT.glob("*.md") for one in path.findall(PAGES[file])}
+    assert found and sorted(one for one in found if "NAME" not in one and not (ROOT / one).exists()) == []
+
+
+def figures(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the first and the last cell of each row of a table whose last head begins with `command`."""
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+        if head[-1].startswith("command"):
+            yield from ((row[0], row[-1]) for row in rows)
+
+
+def missing(command: str) -> str | None:
+    """Return what a command in backticks names and the repository has not."""
+    words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+    if words[0] == "make":
+        return None if words[1] in TARGETS else f"target {words[1]}"
+    if words[0] == "fedstrata":
+        return problem_of(command)
+    paths = [word for word in words if word.endswith(".py")]
+    lacking = [path for path in paths if not (ROOT / path).exists()]
+    if "-k" in words and not lacking:
+        tests = re.findall(r"def (test_\w+)", (ROOT / paths[0]).read_text(encoding="utf-8"))
+        lacking = [] if any(words[words.index("-k") + 1] in name for name in tests) else [f"-k of {command}"]
+    return lacking[0] if lacking else None if paths or words[:2] == ["python", "-m"] else f"kind of {command}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_each_figure_has_a_command_that_exists(name: str) -> None:
+    rows = [*figures(page(name))]
+    assert len(rows) > 5
+    for what, cell in rows:
+        named = re.findall(r"`([^`]+)`", cell)
+        assert named or cell in ("the same", "[below](#predictions)"), f"{what}: no command"
+        assert [lack for command in named if (lack := missing(command))] == [], what
+
+
+def test_each_section_of_the_benchmarks_with_figures_has_a_command() -> None:
+    sections = re.split(r"^##+ ", page("docs/benchmarks.md"), flags=re.MULTILINE)[1:]
+    assert len(sections) > 5
+    for section in sections:
+        named = re.findall(r"`((?:make|python|pytest|fedstrata) [^`]+)`", section) + FENCED.findall(section)
+        assert named, section.splitlines()[0]
+        assert [lack for command in named if "\n" not in command and (lack := missing(command))] == []

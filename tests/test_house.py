@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -110,8 +111,31 @@ def test_what_a_test_has_started_ends_if_it_times_out(reason: str, ends: bool) -
 
 
 def test_a_change_touches_the_tests_that_import_it_and_those_of_the_house() -> None:
-    house = {"tests/test_house.py", "tests/test_words.py"}
+    house, of_pages = "tests/test_house.py", "tests/test_docs.py"
     found = {*touched(["common/net/bulk.py"])}
-    assert found >= {"tests/test_packets.py", *house} and not found & {"tests/test_docs.py", "tests/test_mixing.py"}
-    of_pages = {"tests/test_docs.py", "tests/test_docs_names.py"}
-    assert {*touched(["docs/own.md", "tests/test_own.py"])} == {"tests/test_own.py", *of_pages, *house}
+    assert found >= {"tests/test_packets.py", house} and not found & {of_pages, "tests/test_mixing.py"}
+    assert {*touched(["docs/own.md", "tests/test_own.py"])} == {"tests/test_own.py", of_pages, house}
+
+
+# The private dialect that fedstrata once had does not come back
+
+REFUSED: Final = (
+    *("wish", "wishes", "foretell", "foretells", "foretold", "herald", "courier", "mend", "mended", "mends"),
+    *("tells", "told", "hears", "heard", "says", "desk", "shelf", "examiner", "descent", "receipt", "stand-in"),
+    *("iteration", "iterations"),
+)
+WORD: Final = re.compile(rf"(?<![A-Za-z])({'|'.join(REFUSED)})(?![A-Za-z])", re.IGNORECASE)
+THIS: Final = "tests/test_house.py"
+
+
+def test_no_refused_word_stands_in_code_messages_or_docs() -> None:
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    kinds = (".py", ".md", ".toml", ".json", ".yml", ".css", ".sh", ".svg")
+    found = [
+        f"{name}:{number}: {match[0]}"
+        for name in names
+        if name.endswith(kinds) and name != THIS and (ROOT / name).exists()
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1)
+        for match in WORD.finditer(line)
+    ]
+    assert found == []

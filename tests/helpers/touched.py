@@ -14,7 +14,6 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 IMPORT: Final = re.compile(r"^ *(?:from ([\w.]+) import (?:\(([^)]*)\)|(.*))|import ([\w.]+))", re.MULTILINE)
-ALWAYS: Final = ("house", "words")  # they read every file, and are quick
 
 
 def changed(commit: str) -> list[str]:
@@ -34,8 +33,9 @@ def imports(path: Path) -> Iterator[str]:
 def touched(paths: list[str]) -> list[str]:
     """Return the test files that change with these paths."""
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths}
-    pages = any(path.startswith("docs/") or path.endswith(".md") for path in paths)
-    always = {*ALWAYS, *(["docs", "docs_names"] if pages else [])}
+    always = {"house"}  # it reads every file, and is quick
+    if any(path.startswith("docs/") or path.endswith(".md") for path in paths):
+        always.add("docs")
     return [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").glob("test_*.py"))
