@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,15 +35,11 @@ def named_runs(names: list[str], root: Path) -> list[Run]:
     return [Run(path) for path in found]
 
 
-def chosen_experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Experiment:
-    """Return the experiment of a file with the overrides, or that of a run to resume. Raises InvalidExperiment."""
-    from common.experiment.reading import parse
-
-    return parse(tree_of(path, overrides, resume))
-
-
 def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None) -> dict[str, Any]:
-    """Return the same as a tree that is not validated. Raises InvalidExperiment."""
+    """Return the experiment of a file with the overrides, or that of a run to resume, as a tree that is not validated.
+
+    Raises InvalidExperiment.
+    """
     from common.errors import InvalidExperiment
     from common.experiment.reading import read
     from deploy.sweeps.grid import is_sweep
@@ -59,6 +56,18 @@ def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None)
     if is_sweep(tree):
         raise InvalidExperiment("experiment", str(path), "a sweep of several runs", "Use `fedstrata sweep`.")
     return tree
+
+
+def warn_of_direct(experiments: Iterable[Experiment]) -> None:
+    """Report what experiments state and runs without a network do not have."""
+    from common.experiment.devices import HardwareSettings
+    from common.experiment.links import Links
+
+    some = list(experiments)
+    if any(each.links != Links() for each in some):
+        logs.write_line("--direct: link rates and delays are not enforced", level=logging.WARNING)
+    if any(each.hardware != HardwareSettings() for each in some):
+        logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
 
 
 @contextmanager

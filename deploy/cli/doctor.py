@@ -16,7 +16,7 @@ from common.errors import ConnectionFailed, InvalidExperiment
 from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
-from deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, spool_folder
+from deploy.cli.roles import LabBrokerOption, SpoolFolder, call_the_roll, spool_folder
 from deploy.console.login import OPERATOR, Login, with_login
 from deploy.console.options import LabOrFile, Output
 from deploy.console.reporting import reporting
@@ -153,17 +153,9 @@ def _broker(address: BrokerAddress, lab: str, name: str) -> Iterator[Finding]:
 def _nodes(reached: LabAccess, name: str) -> Iterator[Finding]:
     """Yield each node that answers or should; nothing if no broker can be reached, which its section has."""
     from common.host.examination import Finding
-    from common.runtime.roll import call_rolls
     from deploy.kits.answers import faults
 
-    asked = call_rolls(
-        reached.addresses(name),
-        lab=reached.name,
-        name=name,
-        wait_s=ROLL_S,
-        connect_timeout_s=CONNECT_S,
-        expected=reached.lab.parents if reached.lab is not None else (),
-    )
+    asked = call_the_roll(reached, name, connect_timeout_s=CONNECT_S)
     with suppress(ConnectionFailed):
         for node, problems in faults(asyncio.run(asked), reached.lab).items():
             yield Finding(node, True, not problems, "; ".join(problems))

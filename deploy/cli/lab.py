@@ -12,7 +12,7 @@ import typer
 from common.errors import NoProgress
 from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
-from deploy.cli.roles import ROLL_S, LabBrokerOption
+from deploy.cli.roles import ROLL_S, LabBrokerOption, call_the_roll
 from deploy.console import logs
 from deploy.console.login import OPERATOR, Login, with_login
 from deploy.console.options import ConnectTimeout, LabOrFile, Output, run_connected
@@ -45,7 +45,6 @@ def status(
     all brokers are asked, and nodes that are away are listed, too. Exit code 5: nobody answered, or a node of the lab's
     file is away.
     """
-    from common.runtime.roll import call_rolls
     from deploy.kits.lab import reach
     from deploy.watching.follower import Follower
     from deploy.watching.formatting import progress
@@ -54,14 +53,7 @@ def status(
         reached = reach(lab, None if broker is None else [broker], login)
         expected = reached.lab.parents if reached.lab is not None else {}
         brokers = reached.addresses(OPERATOR)
-        found = await call_rolls(
-            brokers,
-            lab=reached.name,
-            name=OPERATOR,
-            wait_s=wait,
-            connect_timeout_s=connect_timeout,
-            expected=expected,
-        )
+        found = await call_the_roll(reached, OPERATOR, connect_timeout_s=connect_timeout, wait_s=wait)
         away = {node: parent for node, parent in expected.items() if node not in {each.node for each in found}}
         rows: list[dict[str, Any]] = [{"node": each.node, "there": True} | asdict(each.here) for each in found]
         for row, each in zip(rows, found, strict=True):

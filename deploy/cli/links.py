@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Annotated, Final
 
 import typer
@@ -74,8 +73,10 @@ def apply(
                 raise InvalidExperiment("--to", host, f"reached by {other}, not by {chosen}", remedy)
         interface.apply(chosen, link, list(dict.fromkeys(one for addresses in peers.values() for one in addresses)))
         cells = [chosen, link.up_mbit, link.down_mbit, link.delay_ms, ", ".join(peers) or "all"]
-        row = dict(zip(("device", "up_mbit", "down_mbit", "delay_ms", "to"), cells, strict=True))
-        _write(Table("applied", chosen, APPLIED, [cells]), [row], output)
+        if output == "table":
+            typer.echo(Table("applied", chosen, APPLIED, [cells]).aligned(), nl=False)
+        else:
+            typer.echo(json_text(dict(zip(("device", "up_mbit", "down_mbit", "delay_ms", "to"), cells, strict=True))))
 
 
 @app.command()
@@ -93,12 +94,3 @@ def clear(
             typer.echo(name)
         if not cleared:
             logs.write_line("no interface was shaped by fedstrata")
-
-
-def _write(table: Table, rows: Iterable[Mapping[str, object]], output: Output) -> None:
-    """Write the table, or its rows as JSON lines."""
-    if output == "table":
-        typer.echo(table.aligned(), nl=False)
-    else:
-        for row in rows:
-            typer.echo(json_text(row))

@@ -25,11 +25,10 @@ from common.errors import InvalidExperiment
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli import data, inspection, lab, links, roles
 from deploy.cli.check import check
-from deploy.cli.chosen import Resume, already_finished, chosen_experiment, kept_once_begun
+from deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of, warn_of_direct
 from deploy.cli.doctor import doctor
 from deploy.cli.export import export
 from deploy.cli.plan import plan
-from deploy.cli.replay import replay
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, check_metrics
 from deploy.cli.sweep import sweep
 from deploy.cli.watch import watch
@@ -62,7 +61,7 @@ app.command()(roles.device)
 app.command()(inspection.report)
 app.command()(inspection.compare)
 app.command()(export)
-app.command()(replay)
+app.command()(inspection.replay)
 app.command()(inspection.experiments)
 app.command()(lab.provision)
 app.command()(check)
@@ -144,6 +143,7 @@ def run(
     ] = False,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices, as processes or all in this one."""
+    from common.experiment.reading import parse, to_toml
     from deploy.local.beforehand import check_lab
     from deploy.local.lab import LocalLab
     from deploy.local.netns import by_kernel, namespaces
@@ -169,12 +169,10 @@ def run(
             experiment, overrides, resume, direct=direct, simulated=simulate, output=output
         ):
             return
-        chosen = chosen_experiment(experiment, overrides, resume)
+        chosen = parse(tree_of(experiment, overrides, resume))
         if netns and resume is None:  # a resumed run keeps its experiment
             chosen = by_kernel(chosen, delays=not no_delay)
         if dry_run:
-            from common.experiment.reading import to_toml
-
             typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
             return
         check_lab(chosen, runs if resume is None else None, direct=direct or simulate)
@@ -275,8 +273,6 @@ def main() -> None:
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
-    from common.experiment.devices import HardwareSettings
-    from common.experiment.links import Links
     from common.host.memory import keep_large_buffers
     from deploy.local.direct import run_in_process
     from deploy.results.kept import cost_noted
@@ -288,10 +284,8 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
 
         resolve_accelerator(accelerator)
     keep_large_buffers()
-    if resume is None and chosen.links != Links():
-        logs.write_line("--direct: link rates and delays are not enforced", level=logging.WARNING)
-    if resume is None and chosen.hardware != HardwareSettings():
-        logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
+    if resume is None:
+        warn_of_direct([chosen])
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen, direct=True)
     command = ["fedstrata", "run", "--direct", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
     with kept_once_begun(folder, command), cost_noted(folder), show(chosen, json_lines=json_lines) as observe:

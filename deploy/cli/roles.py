@@ -154,7 +154,7 @@ def cloud(
 
     async def run_alone(reached: LabAccess, where: BrokerAddress, chosen: Experiment | None) -> None:
         if chosen is None or reached.lab is not None:
-            found, old = await _call_the_roll(reached, connect_timeout)
+            found, old = await _nodes_there(reached, connect_timeout)
             if chosen is None:
                 tree["topology"] = _topology(found, old)
                 chosen = checked()
@@ -361,19 +361,24 @@ def device(
     _run_role(take_part)
 
 
-async def _call_the_roll(reached: LabAccess, connect_timeout_s: float) -> tuple[list[Answer], Mapping[str, str]]:
-    """Return the nodes that are there, and why some cannot take part: of another release, or with another lab's kit."""
+async def call_the_roll(
+    reached: LabAccess, name: str, *, connect_timeout_s: float, wait_s: float = ROLL_S
+) -> list[Answer]:
+    """Return the nodes on all brokers of a lab, which a node asks, see `call_rolls`. Raises ConnectionFailed."""
     from common.runtime.roll import call_rolls
+
+    expected = reached.lab.parents if reached.lab is not None else ()
+    return await call_rolls(
+        reached.addresses(name), lab=reached.name, name=name, wait_s=wait_s, connect_timeout_s=connect_timeout_s,
+        expected=expected,
+    )  # fmt: skip
+
+
+async def _nodes_there(reached: LabAccess, connect_timeout_s: float) -> tuple[list[Answer], Mapping[str, str]]:
+    """Return the nodes that are there, and why some cannot take part: of another release, or with another lab's kit."""
     from deploy.kits.answers import stale
 
-    found = await call_rolls(
-        reached.addresses(CLOUD),
-        lab=reached.name,
-        name=CLOUD,
-        wait_s=ROLL_S,
-        connect_timeout_s=connect_timeout_s,
-        expected=reached.lab.parents if reached.lab is not None else (),
-    )
+    found = await call_the_roll(reached, CLOUD, connect_timeout_s=connect_timeout_s)
     others = {each.node: each.other_release for each in found if each.other_release}
     return found, others | dict(stale(found, reached.lab) if reached.lab is not None else {})
 

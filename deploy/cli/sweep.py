@@ -19,6 +19,7 @@ from common.host.files import check_writable, writing
 from common.host.processes import ending_signals
 from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
+from deploy.cli.chosen import warn_of_direct
 from deploy.console import logs
 from deploy.console.login import Login, with_login
 from deploy.console.options import ConnectTimeout, Overrides, Runs
@@ -187,7 +188,7 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="fedstrata-sweep-") as home:
         slots: list[Slot]
         if command is None:
-            _warn(grid)
+            warn_of_direct(grid.experiments.values())
             there = accelerators_of(accelerator or "cpu")
             if jobs is None:
                 with stages(1) as begin:
@@ -256,17 +257,6 @@ async def _run_slots(
     for number in ending_signals():
         loop.add_signal_handler(number, task.cancel)
     await run_jobs(missing, slots, progress, keep=keep)
-
-
-def _warn(grid: Grid) -> None:
-    from common.experiment.devices import HardwareSettings
-    from common.experiment.links import Links
-
-    experiments = grid.experiments.values()
-    if any(each.links != Links() for each in experiments):
-        logs.write_line("--direct: link rates and delays are not enforced", level=logging.WARNING)
-    if any(each.hardware != HardwareSettings() for each in experiments):
-        logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
 
 
 def _cloud(broker: str | None, lab: str | None, connect_timeout_s: float, login: Login) -> list[str]:
