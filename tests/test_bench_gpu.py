@@ -56,18 +56,17 @@ PARTS = {"models": rows("one", "failing", "killing", "last"), "vmapped": rows("t
 """
 
 
-def words(home: Path, *parts: str) -> list[str]:
+def words(home: Path, *parts: str, gpu: str = "none") -> list[str]:
     (home / "measures.py").write_text(MEASURES)
-    (home / "gpu").write_text("none")
+    (home / "gpu").write_text(gpu)
     chosen = [word for part in parts for word in ("--part", part)]
     script = ROOT / "tests" / "bench" / "gpu.py"
     return [sys.executable, str(script), "--measures", "measures", "--results", str(home / "results.json"), *chosen]
 
 
-def run(home: Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words(home, *parts), capture_output=True, text=True, timeout=90, check=False, env=environment(home)
-    )
+def run(home: Path, *parts: str, gpu: str = "none") -> subprocess.CompletedProcess[str]:
+    line = words(home, *parts, gpu=gpu)
+    return subprocess.run(line, capture_output=True, text=True, timeout=90, check=False, env=environment(home))
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -99,9 +98,8 @@ def test_rows_that_fail_are_recorded_and_tried_again(tmp_path: Path) -> None:
 
 
 def test_after_a_kill_it_goes_on_with_the_row_under_way(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        words(tmp_path, "lab"), stdout=subprocess.PIPE, text=True, env=environment(tmp_path)
-    ) as first:
+    line, env = words(tmp_path, "lab"), environment(tmp_path)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=env) as first:
         assert first.stdout is not None
         waits = next(line for line in first.stdout if line.startswith("waits in"))
         first.kill()
@@ -114,8 +112,6 @@ def test_after_a_kill_it_goes_on_with_the_row_under_way(tmp_path: Path) -> None:
 
 def test_figures_of_two_machines_are_not_mixed(tmp_path: Path) -> None:
     assert run(tmp_path, "vmapped").returncode == 0
-    again = words(tmp_path, "lab")
-    (tmp_path / "gpu").write_text("another")
-    done = subprocess.run(again, capture_output=True, text=True, timeout=90, check=False, env=environment(tmp_path))
+    done = run(tmp_path, "lab", gpu="another")
     assert done.returncode == 1 and "is of another machine" in done.stdout
     assert not rows_of(tmp_path, "lab")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from common.errors import InvalidExperiment
 from common.experiment.csv_table import CsvTable
 from common.experiment.reading import load
+from common.experiment.schema import Experiment
 
 
 def read(path: Path, raw: bytes | str) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -27,8 +30,7 @@ def read(path: Path, raw: bytes | str) -> tuple[list[str], list[tuple[int, list[
         ('"a,b,c";y;z\n1;2;3\n', ["a,b,c", "y", "z"], [(2, ["1", "2", "3"])]),
         ('"a;b\n;c",y\n1,2\n', ["a;b\n;c", "y"], [(3, ["1", "2"])]),
         ('"say ""a;b;c""",y\n1,2\n', ['say "a;b;c"', "y"], [(2, ["1", "2"])]),
-        ("a, b c;d\n1;2\n", ["a, b c", "d"], None),  # as many commas: the comma
-        ('a, "b,c" \n', None, None),
+        ("a, b c;d\n1,2\n", ["a", "b c;d"], [(2, ["1", "2"])]),  # as many commas: the comma
         ('a, "b,c"\n 1,  2\n', ["a", "b,c"], [(2, ["1", "2"])]),
         ("\ufeffa,b\r\n1,2\r\n", ["a", "b"], [(2, ["1", "2"])]),
         ("a;b\n1;\u00e4\n".encode("utf-16"), ["a", "b"], [(2, ["1", "\u00e4"])]),
@@ -37,13 +39,7 @@ def read(path: Path, raw: bytes | str) -> tuple[list[str], list[tuple[int, list[
     ],
 )
 def test_what_spreadsheets_and_people_write_is_read(tmp_path: Path, raw: Any, header: Any, rows: Any) -> None:
-    if rows is None:
-        with pytest.raises(
-            InvalidExperiment, match=r"has 1 cells in line 2, and 2 columns|is no CSV file: .*in line 1"
-        ):
-            read(tmp_path / "t.csv", raw)
-    else:
-        assert read(tmp_path / "t.csv", raw) == (header, rows)
+    assert read(tmp_path / "t.csv", raw) == (header, rows)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +49,7 @@ def test_what_spreadsheets_and_people_write_is_read(tmp_path: Path, raw: Any, he
         (b"\xff\xfea\0,\0b", r"no CSV file in UTF-8 \(byte 0x62\)\."),
         ('a,b\n1,"2\n', "no CSV file: unexpected end of data, in line 2"),
         ('a,b\n1,"2"x\n', "no CSV file: .*, in line 2"),
+        ('a, "b,c" \n', "no CSV file: .*in line 1"),
         ("a,b\n\n1,2\n1,2,5\n", r"has 3 cells in line 4, and 2 columns\. Correct that line; decimals have a point\."),
         ("a;b\n1\n", r"has 1 cells in line 2, and 2 columns\. Correct that line\.$"),
         (",a\n0,1\n", "has a column without a name, number 1"),
@@ -91,28 +88,27 @@ LINK = "seconds,up_mbit,down_mbit,delay_ms\n0,8,16,10\n9,4,4,50\n"
 AWAY = "device,begin_s,end_s\ndevice-0,0,40\ndevice-0,90,\n"
 
 
-def changed(text: str, how: str) -> bytes:
-    """Return the same table as other programs write it."""
-    return {
-        "bom": text.encode("utf-8-sig"),
-        "utf-16": text.encode("utf-16"),
-        "spaces": text.replace(",", " , ").encode(),
-        "semicolons": text.replace(",", ";").encode(),
-        "tabs": text.replace(",", "\t").encode(),
-        "quoted": "\n".join(
-            ",".join(f'"{cell}"' for cell in line.split(",")) for line in text.split("\n")[:-1]
-        ).encode(),
-        "blank lines": text.replace("\n", "\r\n\r\n  \r\n").encode(),
-    }[how]
+CHANGES: dict[str, Callable[[str], bytes]] = {  # the same table as other programs write it
+    "bom": lambda text: text.encode("utf-8-sig"),
+    "utf-16": lambda text: text.encode("utf-16"),
+    "spaces": lambda text: text.replace(",", " , ").encode(),
+    "semicolons": lambda text: text.replace(",", ";").encode(),
+    "tabs": lambda text: text.replace(",", "\t").encode(),
+    "quoted": lambda text: re.sub(r"[^,\n]+", r'"\g<0>"', text).encode(),
+    "blank lines": lambda text: text.replace("\n", "\r\n\r\n  \r\n").encode(),
+}
 
 
-@pytest.mark.parametrize("how", ["bom", "utf-16", "spaces", "semicolons", "tabs", "quoted", "blank lines"])
+def loaded(folder: Path, link: bytes, away: bytes) -> Experiment:
+    (folder / "lab.toml").write_text('links.wan.trace = "lte.csv"\navailability.trace = "away.csv"\n')
+    (folder / "lte.csv").write_bytes(link)
+    (folder / "away.csv").write_bytes(away)
+    return load(folder / "lab.toml")
+
+
+@pytest.mark.parametrize("how", CHANGES)
 def test_traces_are_read_as_tables_are(tmp_path: Path, how: str) -> None:
-    file = tmp_path / "lab.toml"
-    file.write_text('links.wan.trace = "lte.csv"\navailability.trace = "away.csv"\n')
-    (tmp_path / "lte.csv").write_bytes(changed(LINK, how))
-    (tmp_path / "away.csv").write_bytes(changed(AWAY, how))
-    found = load(file)
+    found = loaded(tmp_path, CHANGES[how](LINK), CHANGES[how](AWAY))
     trace = found.tiers[0].link.trace
     assert trace is not None and (trace.seconds, trace.up_mbit, trace.down_mbit) == ([0, 9], [8, 4], [16, 4])
     assert trace.delay_ms == [10, 50] and found.availability.trace is not None
@@ -127,11 +123,7 @@ def test_traces_are_read_as_tables_are(tmp_path: Path, how: str) -> None:
         (LINK.replace(",", ";").replace("4;50", "4,5;50"), AWAY, "line 3, column 'down_mbit': '4,5'. Write decimals"),
         (LINK.replace("9,4", "9,"), AWAY, "has no number in line 3, column 'up_mbit': ''"),
         (LINK.replace("delay_ms", "delay"), AWAY, "has an unknown column 'delay'. Did you mean 'delay_ms'"),
-        (
-            LINK.replace("9,4", "0,4"),
-            AWAY,
-            "links.wan.trace.seconds = 0.0: row 2 does not grow, after 0. Sort the rows",
-        ),
+        (LINK.replace("9,4", "0,4"), AWAY, "links.wan.trace.seconds = 0.0: row 2 does not grow, after 0. Sort the"),
         (LINK, AWAY.replace("90,", "90,x"), "away.csv': has no number in line 3, column 'end_s': 'x'"),
         (LINK, AWAY.replace("end_s", "end_s,why"), "has an unknown column 'why'"),
         (LINK, AWAY.replace("90,", "90"), "has 2 cells in line 3, and 3 columns"),
@@ -139,10 +131,6 @@ def test_traces_are_read_as_tables_are(tmp_path: Path, how: str) -> None:
     ],
 )
 def test_a_wrong_trace_is_refused_by_its_line(tmp_path: Path, link: str, away: str, problem: str) -> None:
-    file = tmp_path / "lab.toml"
-    file.write_text('links.wan.trace = "lte.csv"\navailability.trace = "away.csv"\n')
-    (tmp_path / "lte.csv").write_text(link)
-    (tmp_path / "away.csv").write_text(away)
     with pytest.raises(InvalidExperiment) as refused:
-        load(file)
+        loaded(tmp_path, link.encode(), away.encode())
     assert problem in str(refused.value)

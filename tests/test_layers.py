@@ -6,7 +6,7 @@ import json
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
@@ -39,35 +39,34 @@ ROUNDS: Final = {"region": 3, "institution": 3 * 2, "device": 3 * 2 * 2}  # of t
 MODEL_BYTES: Final = 10_000
 
 
-def model_bytes_by_link(folder: Path) -> dict[tuple[str, str], int]:
-    return {
-        (row["from"], row["to"]): int(row["payload_bytes"])
-        for row in table(folder / "links.csv")
-        if row["kind"] == "model"
-    }
+class PlayedLab(NamedTuple):
+    """The outcome of a lab in virtual time, the model bytes of its links, and its devices.csv."""
+
+    outcome: LabOutcome
+    counted: dict[tuple[str, str], int]
+    devices: list[dict[str, str]]
 
 
-def play(**options: Any) -> tuple[LabOutcome, dict[tuple[str, str], int], list[dict[str, str]]]:
-    """Return the outcome of a lab in virtual time, the model bytes of its links, and its devices.csv."""
-    found: list[Any] = []
+def play(**options: Any) -> PlayedLab:
+    found: list[list[dict[str, str]]] = []
 
     def at_end(lab: SimulatedLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
-        found.extend([model_bytes_by_link(folder), table(folder / "devices.csv")])
+        found.extend(table(folder / name) for name in ("links.csv", "devices.csv"))
 
     outcome = SimulatedLab(parse(FOUR), seed=1, model_bytes=MODEL_BYTES, at_end=at_end, **options).run()
     assert outcome.ok, outcome.result
-    return outcome, *found
+    links, devices = found
+    counted = {(row["from"], row["to"]): int(row["payload_bytes"]) for row in links if row["kind"] == "model"}
+    return PlayedLab(outcome, counted, devices)
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> tuple[LabOutcome, dict[tuple[str, str], int], list[dict[str, str]]]:
+def undisturbed() -> PlayedLab:
     return play()
 
 
-def test_one_model_goes_down_and_one_up_in_each_round_of_each_tier(
-    undisturbed: tuple[LabOutcome, dict[tuple[str, str], int], list[dict[str, str]]],
-) -> None:
+def test_one_model_goes_down_and_one_up_in_each_round_of_each_tier(undisturbed: PlayedLab) -> None:
     _, counted, devices = undisturbed
     assert len(counted) == 2 * (2 + 4 + 8)
     for (source, target), count in counted.items():
@@ -80,10 +79,9 @@ def test_one_model_goes_down_and_one_up_in_each_round_of_each_tier(
 @pytest.mark.parametrize("node", slow(["region-0", "institution-1", "device-3", "cloud"], but=["region-0", "device-3"]))
 @pytest.mark.parametrize("share", slow([0.3, 0.6, 0.9], but=[0.3]))
 def test_a_node_that_is_killed_changes_no_bit_and_no_byte_is_counted_twice(
-    node: str, share: float, undisturbed: tuple[LabOutcome, dict[tuple[str, str], int], list[dict[str, str]]]
+    node: str, share: float, undisturbed: PlayedLab
 ) -> None:
     expected, whole, devices = undisturbed
-
     outcome, counted, work = play(scenario=restarted(node, share * expected.virtual_s))
     assert outcome.digest == expected.digest
     assert [row["node"] for row in work] == [row["node"] for row in devices]
@@ -108,10 +106,10 @@ def test_fedavg_with_one_round_a_tier_is_fedavg_of_two_layers(tmp_path: Path) ->
     tiers = [{"name": "wan", "children": "region", "fan_out": 2}, {"name": "metro", "children": "institution",
              "fan_out": 2}, {"name": "lan", "fan_out": 2}]  # fmt: skip
     common = {"rounds": 2, "model": {"name": "mlp_digits"}, "data": {"partition": "dirichlet", "concentration": 0.5}}
-    models = []
-    for layers in ({"tiers": tiers}, {"topology": {"institutions": 0, "devices": 8}}):
-        models.append(load_file(run_direct(tmp_path, common | layers) / "model.safetensors"))
-    four, two = models
+    four, two = (
+        load_file(run_direct(tmp_path, common | layers) / "model.safetensors")
+        for layers in ({"tiers": tiers}, {"topology": {"institutions": 0, "devices": 8}})
+    )
     assert four.keys() == two.keys()
     assert max(float(np.abs(four[name] - two[name]).max()) for name in four) < 1e-6
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -13,10 +14,10 @@ import pytest
 from common.errors import InvalidExperiment
 from common.experiment import data as settings
 from common.experiment.reading import parse
-from common.experiment.tables import write
 from common.learning import datasets
 from common.learning.readers import builtin
-from tests.helpers.commands import invoke, table
+from tests.helpers.commands import table
+from tests.helpers.direct import run_direct
 
 LENGTHS: Final = (947, 640, 700, 1000, 500, 800)  # of 50 samples a second
 
@@ -97,12 +98,10 @@ def test_the_file_of_the_installed_package_is_found(tmp_path: Path, monkeypatch:
     (package / "data").mkdir(parents=True)
     path.rename(package / "data" / path.name)
 
-    class Found:
-        origin = str(package / "__init__.py")
-
+    found = SimpleNamespace(origin=str(package / "__init__.py"))
     wanted = settings.Data(dataset="motions", root=str(tmp_path / "nowhere"))
     assert not settings.is_there(wanted)
-    monkeypatch.setattr(settings, "find_spec", lambda name: Found() if name == "seglearn" else None)
+    monkeypatch.setattr(settings, "find_spec", lambda name: found if name == "seglearn" else None)
     assert settings.is_there(wanted) and builtin.read_motions(tmp_path / "nowhere").classes == 7
 
 
@@ -117,11 +116,7 @@ def test_people_train_on_their_own_motions(tmp_path: Path) -> None:
     }
     experiment = parse(tree)
     assert datasets.load(experiment.data).inputs.shape == (6, 1, 128)
-    file = tmp_path / "motions.toml"
-    file.write_text(write(tree))
-    done = invoke("run", "--direct", file, "--runs", tmp_path / "runs")
-    assert done.exit_code == 0, done.stderr
-    (run,) = (tmp_path / "runs").iterdir()
+    run = run_direct(tmp_path / "runs", tree)
     assert len(table(run / "rounds.csv")) == 2
     facts = json.loads((run / "partition.json").read_text())
     assert [device["samples"] for device in facts["devices"].values()] == [12, 16, 21]

@@ -99,12 +99,9 @@ def test_a_session_is_escaped() -> None:
 def test_what_watch_shows_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     experiment = parse({"topology": {"institutions": 1, "devices": 1}})
     lab = WatchedLab(RUN, experiment, brokers=["localhost"], now=0.0)
-    bodies = {
-        "cloud": Presence(NodeState.READY, "cloud"),
-        "institution-0": Presence(NodeState.READY, "institution"),
-        "device-0": Presence(NodeState.FAILED, NAME, reason=HOSTILE),
-    }
-    for node, presence in bodies.items():
+    ready, failed = NodeState.READY, Presence(NodeState.FAILED, NAME, reason=HOSTILE)
+    present = {"cloud": Presence(ready, "cloud"), "institution-0": Presence(ready, "institution"), "device-0": failed}
+    for node, presence in present.items():
         body = serialization.encode(presence, f"{node}\x1b[2J"[:32])
         lab.receive(0, topics.StateTopic("lab", RUN, node), body, 0.0, retained=False)
     status = record(child("institution-0", state=NodeState.INIT, text=HOSTILE), at_s=1.0)
@@ -132,22 +129,14 @@ def test_what_the_cloud_shows_has_no_control_characters() -> None:
 
 
 def test_a_line_of_the_log_is_one_line() -> None:
-    handler = logging.StreamHandler(stream := io.StringIO())
-    handler.setFormatter(logs.PlainLines(logs.PLAIN))
-    log = logging.getLogger("fedstrata.test_text")
-    log.addHandler(handler)
     try:
-        log.warning("device-0 failed: %s", HOSTILE)
-        try:
-            raise ValueError(HOSTILE)
-        except ValueError:
-            log.exception("oh")
-    finally:
-        log.removeHandler(handler)
-    first, *others = stream.getvalue().splitlines()
-    assert first.endswith(f"fedstrata.test_text WARNING device-0 failed: {SAFE}")
-    assert others[1] == "Traceback (most recent call last):"
-    assert all(escaped(line) == line for line in others)
+        raise ValueError(HOSTILE)
+    except ValueError:
+        raised = sys.exc_info()
+    record = logging.LogRecord("fedstrata.x", logging.WARNING, "", 0, "device-0 failed: %s", (HOSTILE,), raised)
+    first, *others = logs.PlainLines(logs.PLAIN).format(record).split("\n")
+    assert first.endswith(f"fedstrata.x WARNING device-0 failed: {SAFE}")
+    assert others[0] == "Traceback (most recent call last):" and all(escaped(line) == line for line in others)
 
 
 def test_an_error_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
