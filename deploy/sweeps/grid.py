@@ -19,7 +19,7 @@ from common.experiment.schema import Experiment
 from common.experiment.tables import proposal, with_tables
 from common.experiment.training import ACCURACY
 from deploy.console.shipped import shipped
-from deploy.sweeps.schema import MEASURE, Measure, SweepFile, Where
+from deploy.sweeps.schema import MEASURE, Measure, SweepFile
 
 OWN_KEYS: Final = ("axes", "title")  # keys of a sweep that no experiment has
 FIGURES: Final = "paper.figures"
@@ -151,24 +151,13 @@ def is_sweep(tree: Mapping[str, Any]) -> bool:
     return any(key in tree for key in OWN_KEYS)
 
 
-def load(
-    path: Path,
-    *,
-    small: bool = False,
-    overrides: Sequence[str] = (),
-    only: Sequence[str] = (),
-    seeds: int | None = None,
-) -> Grid:
-    """Return the grid of a sweep's file. Raises InvalidExperiment.
-
-    `small`: its small form. `overrides`: `key=value` of the experiment, on top of all. `only`: `axis=value`, what
-    remains of an axis. `seeds`: 1 to this number, in place of the file's.
-    """
+def load(path: Path, **options: Any) -> Grid:
+    """Return the grid of a sweep's file, with the options of `expand`. Raises InvalidExperiment."""
     tree = read(path)
     if not is_sweep(tree):
         problem, remedy = "not a sweep: it has no [axes]", "Use `fedstrata run` for an experiment."
         raise InvalidExperiment("sweep", str(path), problem, remedy)
-    return expand(tree, path, small=small, overrides=overrides, only=only, seeds=seeds)
+    return expand(tree, path, **options)
 
 
 def expand(
@@ -180,7 +169,11 @@ def expand(
     only: Sequence[str] = (),
     seeds: int | None = None,
 ) -> Grid:
-    """Return the grid of a sweep's tree, as `load` does; `path`: its file, for names and relative paths."""
+    """Return the grid of a sweep's tree; `path`: its file, for names and relative paths. Raises InvalidExperiment.
+
+    `small`: its small form. `overrides`: `key=value` of the experiment, on top of all. `only`: `axis=value`, what
+    remains of an axis. `seeds`: 1 to this number, in place of the file's.
+    """
     try:
         file = SweepFile.model_validate(tree)
     except ValidationError as error:
@@ -188,8 +181,9 @@ def expand(
     for text in overrides:
         if text.partition("=")[0].strip() == "seed":
             raise InvalidExperiment("--set", text, "the sweep has seeds", "Use --seeds.")
-    if small:
-        file = _small(file)
+    if small:  # what it has in place of the large form's
+        changed = {key: getattr(file.small, key) for key in ("seeds", "measure", "target")}
+        file = file.model_copy(update={key: value for key, value in changed.items() if value is not None})
     axes = _remaining(file, only, small=small)
     base = _base(file.base, path)
     chosen = list(range(1, seeds + 1)) if seeds else _seeds(file)
@@ -197,35 +191,26 @@ def expand(
     for combination in product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
         wheres = [where for where in file.where if where.holds(values)]
-        large = [file.experiment, *(file.axes[axis][value] for axis, value in values.items())]
-        large += [where.experiment for where in wheres]
-        on_top = _small_trees(file, values) if small else []
+        trees = [file.experiment, *(file.axes[axis][value] for axis, value in values.items())]
+        trees += [where.experiment for where in wheres]
         if small:
-            wheres += [where for where in file.small.where if where.holds(values)]
+            on_top = [where for where in file.small.where if where.holds(values)]
+            trees += [file.small.experiment, *(file.small.axes.get(axis, {}).get(v, {}) for axis, v in values.items())]
+            trees += [where.experiment for where in on_top]
+            wheres += on_top
         if any(where.skip for where in wheres):
             continue
-        keys = merged({"name": _name(path.stem)}, base, *map(with_tables, [*large, *on_top]))
+        keys = merged({"name": _name(path.stem)}, base, *map(with_tables, trees))
         experiments = {seed: _experiment(keys, values, seed, overrides) for seed in chosen}
-        cells.append(SweepCell(values, experiments, _target(file, wheres, experiments[chosen[0]])))
+        targets = [where.target for where in wheres if where.target is not None]
+        own = file.target or experiments[chosen[0]].stop.target
+        cells.append(SweepCell(values, experiments, targets[-1] if targets else own))
     if not cells:
         raise InvalidExperiment("where", "skip", "no cell remains", "Skip fewer.")
     measures = list(_measures(file, cells))
     labels = [measure.label for measure in measures]
     figures = expand(tree, path, seeds=1).figures if small else figures_of(file, labels)
     return Grid(file, path.stem, small, axes, cells, measures, figures, tuple(overrides))
-
-
-def _small(file: SweepFile) -> SweepFile:
-    """Return a sweep with what its small form has in place of the large one's."""
-    changed = {key: getattr(file.small, key) for key in ("seeds", "measure", "target")}
-    return file.model_copy(update={key: value for key, value in changed.items() if value is not None})
-
-
-def _small_trees(file: SweepFile, values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the keys that the small form sets in a cell."""
-    small = file.small
-    own = [small.axes.get(axis, {}).get(value, {}) for axis, value in values.items()]
-    return [small.experiment, *own, *(where.experiment for where in small.where if where.holds(values))]
 
 
 def _remaining(file: SweepFile, only: Sequence[str], *, small: bool) -> dict[str, list[str]]:
@@ -280,12 +265,6 @@ def _experiment(keys: Mapping[str, Any], values: Mapping[str, str], seed: int, o
     except InvalidExperiment as error:
         key, value, problem, remedy = error.parts
         raise InvalidExperiment(f"cell {label_of(values.values())}: {key}", value, problem, remedy) from None
-
-
-def _target(file: SweepFile, wheres: Sequence[Where], experiment: Experiment) -> float | None:
-    """Return the accuracy to reach in a cell: the last that [[where]] has, the sweep's, or the experiment's."""
-    own = [where.target for where in wheres if where.target is not None]
-    return own[-1] if own else file.target or experiment.stop.target
 
 
 def _measures(file: SweepFile, cells: Sequence[SweepCell]) -> Iterator[Measure]:
@@ -390,14 +369,13 @@ def _figure(key: str, value: Any) -> PaperFigure:
 def _label(measure: Measure, *, several: bool) -> str:
     """Return a measure's label: its own, or one made from its keys."""
     names = {"accuracy": "accuracy", "rounds": "global rounds", "seconds": "time", "path_steps": "path"}
+    of = {"samples": "", "devices": ", mean of devices", "worst": ", worst devices", "spread": ", spread"}
     text = measure.label or names.get(measure.name, measure.name)
     if several:
         text = f"{measure.label} round {measure.round}".strip()
     elif not measure.label:
         text = f"round {measure.round}" if measure.round else f"best {text}" if measure.best else text
-        text += {"samples": "", "devices": ", mean of devices", "worst": ", worst devices", "spread": ", spread"}[
-            measure.of
-        ]
+        text += of[measure.of]
         text += ", personalised" if measure.personalised else ""
         text += f" to {100 * measure.target:g} %" if measure.target is not None else ""
         text += f", {' + '.join(measure.phases)}" if measure.phases else ""

@@ -6,7 +6,7 @@ the table has axes as columns, else columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, Final
@@ -22,7 +22,7 @@ from deploy.results.page import Page
 from deploy.results.run import Run, seconds_of
 from deploy.results.sections import mean_curve
 from deploy.sweeps.grid import Grid, SweepCell, label_of
-from deploy.sweeps.results import Contradiction, Ranking, SweepResults, unit_of
+from deploy.sweeps.results import Contradiction, SweepResults, unit_of
 from deploy.sweeps.schema import Measure
 
 DIGITS: Final = {"accuracy": 2, "rounds": 0, "steps": 0, "path_steps": 0}  # decimals; else 1
@@ -34,7 +34,21 @@ DIFFERENCE = "difference"
 
 def written(results: SweepResults, form: str) -> str:
     """Return the results in one of the forms table, csv, latex, markdown and json."""
-    return FORMS[form](results)
+    tables = [table for table, _ in tables_of(results)]
+    match form:
+        case "csv":
+            return long_table(results).csv()
+        case "json":
+            return json_text(to_json(results)) + "\n"
+        case "latex":
+            lines = "".join(f"% {line}\n" for line in changed(results))
+            return "\n".join(f"% {table.title}\n{lines}{table.latex()}" for table in tables)
+        case "markdown":
+            parts = [f"### {table.title}\n\n{table.markdown()}" for table in tables]
+            return "\n".join([*parts, "".join(f"- {line}\n" for line in notes(results))])
+        case _:
+            parts = [f"{table.title}\n{table.aligned()}" for table in tables]
+            return "\n".join([*parts, "".join(f"{line}\n" for line in notes(results))])
 
 
 # Tables
@@ -86,7 +100,9 @@ def column_of(measure: Measure, head: str = "") -> Column:
 
 def _table(name: str, title: str, cells: Sequence[SweepCell], results: SweepResults) -> Table:
     grid = results.grid
-    across, down = _places(grid)
+    file, across = grid.file, grid.file.columns
+    named = {*file.tables, *file.rows, *across}
+    down = [*file.rows, *(axis for axis in grid.axes if axis not in named)]
     by_place = {(_at(cell, down), _at(cell, across)): cell for cell in cells}
     rows_at = list(dict.fromkeys(_at(cell, down) for cell in cells))
     columns_at = list(dict.fromkeys(_at(cell, across) for cell in cells))
@@ -115,32 +131,19 @@ def _table(name: str, title: str, cells: Sequence[SweepCell], results: SweepResu
     return Table(name, title, columns, rows)
 
 
-def _places(grid: Grid) -> tuple[list[str], list[str]]:
-    """Return the axes that are columns, and those that are rows: the named ones, then those that have no place."""
-    file = grid.file
-    named = {*file.tables, *file.rows, *file.columns}
-    return list(file.columns), [*file.rows, *(axis for axis in grid.axes if axis not in named)]
-
-
 def _at(cell: SweepCell, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(cell.values[axis] for axis in axes)
 
 
 def _parts(results: SweepResults, cell: SweepCell | None, measure: Measure) -> tuple[Cell, Cell, Cell]:
-    """Return ours, the paper's and the difference."""
+    """Return ours, the paper's and the difference: a mean with its deviation, or how many runs reached the target."""
     if cell is None:
         return None, None, None
     figure = results.figure(cell, measure)
-    text = None if figure is None else figure.text
-    return _value(results, cell, measure), text, results.difference(cell, measure)
-
-
-def _value(results: SweepResults, cell: SweepCell, measure: Measure) -> Cell:
-    """Return a cell of a table: a mean with its deviation, or how many of the finished runs reached the target."""
-    if measure.name != "reached":
-        return results.spread(cell, measure)
-    values = results.values(cell, measure)
-    return f"{sum(values.values()):.0f}/{len(values)}" if values else None
+    ours: Cell = results.spread(cell, measure)
+    if measure.name == "reached" and (values := results.values(cell, measure)):
+        ours = f"{sum(values.values()):.0f}/{len(values)}"
+    return ours, None if figure is None else figure.text, results.difference(cell, measure)
 
 
 # The lines below the tables
@@ -180,10 +183,11 @@ def agreement(results: SweepResults) -> Iterator[str]:
     paper, found = results.grid.file.paper.label, list(results.agreements())
     if known := [each.near for each in found if each.near is not None]:
         yield f"{sum(known)} of {len(known)} figures ({paper}) are within two deviations of ours"
-    for each in (each for each in found if not each.measure.shown):
-        near = {None: "no verdict of one seed", True: "within two deviations", False: "not within two deviations"}
-        ours = _shown(each.ours, each.measure)
-        yield f"{each.cell.label}, {each.measure.label}: {ours}; {paper} {each.figure.text}: {near[each.near]}"
+    near = {None: "no verdict of one seed", True: "within two deviations", False: "not within two deviations"}
+    for each in found:
+        if not each.measure.shown:
+            ours = _shown(each.ours, each.measure)
+            yield f"{each.cell.label}, {each.measure.label}: {ours}; {paper} {each.figure.text}: {near[each.near]}"
 
 
 def order(results: SweepResults) -> Iterator[str]:
@@ -256,39 +260,7 @@ def _distinct(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-# Forms
-
-
-def _text(results: SweepResults) -> str:
-    parts = [f"{table.title}\n{table.aligned()}" for table, _ in tables_of(results)]
-    return "\n".join([*parts, "".join(f"{line}\n" for line in notes(results))])
-
-
-def _markdown(results: SweepResults) -> str:
-    parts = [f"### {table.title}\n\n{table.markdown()}" for table, _ in tables_of(results)]
-    return "\n".join([*parts, "".join(f"- {line}\n" for line in notes(results))])
-
-
-def _latex(results: SweepResults) -> str:
-    lines = "".join(f"% {line}\n" for line in changed(results))
-    return "\n".join(f"% {table.title}\n{lines}{table.latex()}" for table, _ in tables_of(results))
-
-
-def _csv(results: SweepResults) -> str:
-    return long_table(results).csv()
-
-
-def _json(results: SweepResults) -> str:
-    return json_text(to_json(results)) + "\n"
-
-
-FORMS: Final[Mapping[str, Callable[[SweepResults], str]]] = {
-    "table": _text,
-    "csv": _csv,
-    "latex": _latex,
-    "markdown": _markdown,
-    "json": _json,
-}
+# JSON
 
 
 def to_json(results: SweepResults) -> dict[str, Any]:
@@ -301,7 +273,16 @@ def to_json(results: SweepResults) -> dict[str, Any]:
         "runs": len(grid.experiments),
         "finished": len(results.runs),
         "cells": [_cell(results, cell) for cell in grid.rows],
-        "rankings": [_ranking(ranking) for ranking in results.rankings],
+        "rankings": [
+            {
+                "where": each.where,
+                "measure": each.measure.label,
+                "ours": {value: spread.mean for value, spread in each.ours.items()},
+                "paper": {value: figure.mean for value, figure in each.papers.items()},
+                **dict(zip(("best", "paper_best"), each.best, strict=True)),
+            }
+            for each in results.rankings
+        ],
         "contradictions": [_contradiction(results, each) for each in results.contradictions],
         "paper": grid.file.paper.model_dump(include={"cite", "table", "label", "notes"}),
         "conditions": conditions(results),
@@ -334,18 +315,6 @@ def _measure(results: SweepResults, cell: SweepCell, measure: Measure) -> dict[s
         papers = {"from": figure.low, "to": figure.high, "deviation": figure.deviation}
         found |= {"paper": papers, "difference": results.difference(cell, measure)}
     return found
-
-
-def _ranking(ranking: Ranking) -> dict[str, Any]:
-    best, papers_best = ranking.best
-    return {
-        "where": ranking.where,
-        "measure": ranking.measure.label,
-        "ours": {value: spread.mean for value, spread in ranking.ours.items()},
-        "paper": {value: figure.mean for value, figure in ranking.papers.items()},
-        "best": best,
-        "paper_best": papers_best,
-    }
 
 
 # The page
