@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 
+from common.errors import FedstrataError, StorageFailed
 from common.experiment.tables import write
 from deploy.results.run import Run, State, folders
 from deploy.sweeps.folder import MissingRun, SweepFolder
@@ -199,7 +200,7 @@ def test_as_many_at_once_as_memory_permits(each: int, jobs: int) -> None:
 class ScriptedSlot:
     """A slot whose runs fail as given, by their label."""
 
-    def __init__(self, failures: Mapping[str, CellFailed]) -> None:
+    def __init__(self, failures: Mapping[str, FedstrataError]) -> None:
         self.ran: list[str] = []
         self._failures = failures
 
@@ -214,14 +215,14 @@ class ScriptedSlot:
         pass
 
 
-def test_an_error_of_the_broker_or_the_disk_ends_the_sweep(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [CellFailed("no broker", 3), StorageFailed("file", "x", "the disk is full", "Make room.")])
+def test_an_error_of_the_broker_or_the_disk_ends_the_sweep(tmp_path: Path, error: CellFailed | StorageFailed) -> None:
     grid = load(sweep_file(tmp_path))
     jobs = [MissingRun(f"run {i}", one, None) for i, one in enumerate(grid.experiments.values())]
-    failures = {"run 0": CellFailed("no model", 1), "run 1": CellFailed("no broker", 3)}
-    slot, progress = ScriptedSlot(failures), SweepProgress(4, {}, jobs=1)
-    with progress.shown(jobs), pytest.raises(CellFailed, match="no broker"):
+    slot, progress = ScriptedSlot({"run 0": CellFailed("no model", 1), "run 1": error}), SweepProgress(4, {}, jobs=1)
+    with progress.shown(jobs), pytest.raises(type(error), match=str(error).split(":")[0]):
         asyncio.run(run_jobs(jobs, [slot], progress))
-    assert slot.ran == ["run 0", "run 1"] and progress.failed == {"run 0": "no model", "run 1": "no broker"}
+    assert slot.ran == ["run 0", "run 1"] and progress.failed == {"run 0": "no model", "run 1": str(error)}
 
 
 def test_the_time_left_is_that_of_runs_of_the_same_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
@@ -63,18 +64,13 @@ def default_jobs(experiments: Iterable[Experiment], accelerators: Sequence[str])
     most, available = cores(), available_bytes()
     if most == 1 or available is None:
         return most
-    return fitting(most, available, max(map(_in_process, _kinds(experiments))))
+    kinds = {str((one.model, one.data.dataset, one.sizes())): one for one in experiments}  # their memory may differ
+    return fitting(most, available, max(map(_in_process, kinds.values())))
 
 
 def fitting(cores: int, available: float, each: int) -> int:
     """Return how many processes of `each` bytes fit into the available memory, at least 1 and at most one per core."""
     return max(1, min(cores, int(MEMORY_SHARE * available // each)))
-
-
-def _kinds(experiments: Iterable[Experiment]) -> list[Experiment]:
-    """Return an experiment of each kind whose memory may differ: by model, data and nodes."""
-    kinds = {str((one.model, one.data.dataset, one.sizes())): one for one in experiments}
-    return list(kinds.values())
 
 
 def _in_process(experiment: Experiment) -> int:
@@ -197,12 +193,17 @@ def _event(line: bytes) -> dict[str, Any] | None:
     return event if "event" in event else None
 
 
-def of_the_place(error: CellFailed) -> bool:
-    """Return whether an error would be that of each other run, too: of the disk, or of the broker."""
-    return error.exit_code in (ConnectionFailed.exit_code, StorageFailed.exit_code)
-
-
 # Progress
+
+
+@dataclass(slots=True)
+class _Running:
+    """A run under way: since when, its completed global rounds, and what its lab waits for, if anything."""
+
+    since: float
+    rounds: int = 0
+    waits_for: str = ""
+    reminded: str = ""  # the last reason that was written
 
 
 class SweepProgress:
@@ -214,11 +215,7 @@ class SweepProgress:
         self._done = len(finished)
         self._jobs = jobs
         self._pending: dict[str, MissingRun] = {}
-        self._begun: dict[str, float] = {}  # start of the running ones, by label
-        self._resumed: set[str] = set()
-        self._rounds: dict[str, int] = {}
-        self._waits: dict[str, str] = {}  # what a lab waits for, by label
-        self._reminded: dict[str, str] = {}
+        self._running: dict[str, _Running] = {}  # by label
         self._seconds: dict[str, list[float]] = {}  # of the finished ones, by kind
         for run in (run for run in finished.values() if not run.simulated):
             self._seconds.setdefault(_kind(run.experiment), []).append(run.seconds)
@@ -239,40 +236,39 @@ class SweepProgress:
 
     def begin(self, job: MissingRun) -> None:
         """Take the start of a run."""
-        self._begun[job.label] = time.monotonic()
-        if job.resume is not None:
-            self._resumed.add(job.label)
+        self._running[job.label] = _Running(time.monotonic())
 
     def take(self, job: MissingRun, event: str, facts: Mapping[str, Any]) -> None:
         """Take an event of a run."""
+        running = self._running[job.label]
         if event == "waiting":
-            self._waits[job.label] = str(facts["for"])
-        elif event in ("run", "global_round"):
-            self._rounds[job.label] = int(facts.get("global_round", facts.get("done", 0)))
-            if event == "global_round":
-                self._waits.pop(job.label, None)
+            running.waits_for = str(facts["for"])
+        elif event == "run":
+            running.rounds = int(facts.get("global_round", facts.get("done", 0)))
+        elif event == "global_round":
+            running.rounds, running.waits_for = int(facts["global_round"]), ""
 
     def remind(self) -> None:
         """Write what labs wait for, once for each reason."""
-        for label, reason in self._waits.items():
-            if self._reminded.get(label) != reason:
-                self._reminded[label] = reason
-                self._write(f"{label} waits for {reason}")
+        for label, running in self._running.items():
+            if running.waits_for not in ("", running.reminded):
+                running.reminded = running.waits_for
+                self._write(f"{label} waits for {running.waits_for}")
 
     def finish(self, job: MissingRun) -> None:
         """Take the end of a run."""
         seconds = self._end(job)
-        if job.label not in self._resumed:
+        if job.resume is None:
             self._seconds.setdefault(_kind(job.experiment), []).append(seconds)
         self._done += 1
         self._write(f"{self.count}: {job.label}, {age(seconds)}{self._left()}")
 
-    def fail(self, job: MissingRun, error: CellFailed) -> None:
+    def fail(self, job: MissingRun, error: RunFailed | StorageFailed) -> None:
         """Take the failure of a run."""
         self._end(job)
         self.failed[job.label] = str(error)
         self._write(f"{self.count}: {job.label} failed: {error}")
-        for line in frame_lines(error.frames):
+        for line in frame_lines(error.frames if isinstance(error, CellFailed) else ()):
             self._write(line)
 
     @property
@@ -290,16 +286,16 @@ class SweepProgress:
         for label, job in self._pending.items():
             whole = mean(self._seconds.get(_kind(job.experiment), known))
             rest = whole
-            if label in self._begun:
-                rounds = self._rounds.get(label, 0) / job.experiment.rounds
-                rest = max(0.0, min(whole - (now - self._begun[label]), whole * (1 - rounds)))
+            if (running := self._running.get(label)) is not None:
+                share = running.rounds / job.experiment.rounds
+                rest = max(0.0, min(whole - (now - running.since), whole * (1 - share)))
             total, longest = total + rest, max(longest, rest)
         return max(total / self._jobs, longest)
 
     def picture(self) -> Text:
         """Return the live line."""
         running = [
-            f"{label} {self._rounds.get(label, 0)}/{self._pending[label].experiment.rounds}" for label in self._begun
+            f"{label} {each.rounds}/{self._pending[label].experiment.rounds}" for label, each in self._running.items()
         ]
         more = [f"and {len(running) - RUNNING_MOST} more"] if len(running) > RUNNING_MOST else []
         failed = f", {len(self.failed)} failed" if self.failed else ""
@@ -312,9 +308,7 @@ class SweepProgress:
 
     def _end(self, job: MissingRun) -> float:
         del self._pending[job.label]
-        self._rounds.pop(job.label, None)
-        self._waits.pop(job.label, None)
-        return time.monotonic() - self._begun.pop(job.label)
+        return time.monotonic() - self._running.pop(job.label).since
 
     def _write(self, line: str) -> None:
         """Write a line above the live one."""
@@ -341,11 +335,11 @@ async def run_jobs(
 ) -> None:
     """Run all jobs. One that fails is reported, and the others go on. `keep` is called after each that finished.
 
-    Raises CellFailed for an error that each other run would have, too. Cancelled, it ends the runs, which can be
-    resumed.
+    Raises CellFailed or StorageFailed for an error that each other run would have, too: of the disk, or of the broker.
+    Cancelled, it ends the runs, which can be resumed.
     """
     left = deque(jobs)
-    common: list[CellFailed] = []
+    common: list[FedstrataError] = []
 
     async def fill(slot: Slot) -> None:
         while left:
@@ -353,10 +347,10 @@ async def run_jobs(
             progress.begin(job)
             try:
                 await slot.run(job, lambda event, facts, job=job: progress.take(job, event, facts))  # type: ignore[misc]
-                _kept(keep)
-            except CellFailed as error:
+                keep()
+            except (CellFailed, StorageFailed) as error:
                 progress.fail(job, error)
-                if of_the_place(error):
+                if error.exit_code in (ConnectionFailed.exit_code, StorageFailed.exit_code):
                     left.clear()
                     common.append(error)
             else:
@@ -378,11 +372,3 @@ async def run_jobs(
             slot.close()
     if common:
         raise common[0]
-
-
-def _kept(keep: Callable[[], None]) -> None:
-    """Keep what is finished. Raises CellFailed."""
-    try:
-        keep()
-    except StorageFailed as error:
-        raise CellFailed(str(error), error.exit_code) from None
