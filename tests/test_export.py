@@ -20,7 +20,7 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import read
 from deploy.console import reporting
 from deploy.results.run import Run, State
-from deploy.results.trackers import TensorBoardTracker, began, complete, series
+from deploy.results.trackers import TensorBoardTracker, began_s, complete, series
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
 
 LAB: Final = (
@@ -86,7 +86,7 @@ def test_tensorboard_gets_each_number_at_its_time_and_once(folder: Path, tmp_pat
     run, found = Run(folder), scalars(tmp_path / folder.name)
     assert found.keys() == set().union(*(series(row) for row in run.rounds))
     for name, points in found.items():
-        wanted = [(row.global_round, series(row)[name], began(run) + row.elapsed_s) for row in run.rounds]
+        wanted = [(row.global_round, series(row)[name], began_s(run) + row.elapsed_s) for row in run.rounds]
         assert [step for step, *_ in points] == [step for step, *_ in wanted]
         assert [value for _, value, _ in points] == pytest.approx([value for _, value, _ in wanted], rel=1e-6)
         assert [at for *_, at in points] == pytest.approx([at for *_, at in wanted], abs=1e-3)

@@ -215,7 +215,7 @@ class ScriptedSlot:
         pass
 
 
-@pytest.mark.parametrize("error", [CellFailed("no broker", 3), StorageFailed("file", "x", "the disk is full", "Make room.")])
+@pytest.mark.parametrize("error", [CellFailed("no broker", 3), StorageFailed("file", "x", "full", "Make room.")])
 def test_an_error_of_the_broker_or_the_disk_ends_the_sweep(tmp_path: Path, error: CellFailed | StorageFailed) -> None:
     grid = load(sweep_file(tmp_path))
     jobs = [MissingRun(f"run {i}", one, None) for i, one in enumerate(grid.experiments.values())]

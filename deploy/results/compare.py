@@ -16,6 +16,7 @@ from deploy.console.tabular import Column, Spread, Table
 from deploy.results.device_costs import COSTS, costs_until, sources_of
 from deploy.results.device_scores import OverDevices, statistics_of
 from deploy.results.run import Run, State, columns_of, seconds_of, tiers_of
+from deploy.results.sections import byte_columns
 from deploy.results.series import Series, by_seed, condition_notes, firsts, paired, unlike
 
 BY_TASK: Final = "--by-task"
@@ -74,9 +75,8 @@ def target_of(runs: Sequence[Run], given: float | None) -> float:
         return given
     own = {run.target for run in runs}
     if len(own) > 1:
-        raise InvalidExperiment(
-            "--target", sorted(map(str, own)), "the experiments have different ones", "Give --target."
-        )
+        problem = "the experiments have different ones"
+        raise InvalidExperiment("--target", sorted(map(str, own)), problem, "Give --target.")
     target = own.pop()
     if not isinstance(target, (int, float)):
         raise InvalidExperiment("--target", target, "the experiments have none", "Give --target, such as 0.9.")
@@ -114,14 +114,13 @@ def speed_up(group: Group, target: float) -> tuple[Spread | None, int, int]:
 def table(groups: Sequence[Group], target: float) -> Table:
     """Return a table of the groups: means and deviations over the runs that reached the target."""
     tasks, unlike = any(each.series.task for each in groups), any(each.unlike for each in groups)
-    byte_columns = (Column(f"{tier.upper()} {to}", "MB", 3) for tier in _tiers(groups) for to in ("up", "down"))
     figures, runs = _figures(groups), [run for each in groups for run in each.series.runs]
     by_devices = statistics_of(runs)
     ratio_head = "speed-up within the task" if tasks else "speed-up"
     columns = [
         *[Column("task", text=True)] * tasks,
         *(Column(name, text=True) for name in ("experiment", "reached")),
-        *(Column("global rounds"), Column("time", seconds_of(runs)), *byte_columns),
+        *(Column("global rounds"), Column("time", seconds_of(runs)), *byte_columns(tiers_of(runs))),
         *(Column(name, digits=0) for name in ("SGD steps", "critical path")),
         *(COSTS[name] for name in figures if name in COSTS),
         *(Column(ratio_head, digits=2), Column("seeds paired", text=True)),
@@ -201,14 +200,11 @@ def source_notes(series: Sequence[Series]) -> list[str]:
     return [f"{'; '.join(names)}: energy by {by}" for by, names in found.items()] if len(found) > 1 else []
 
 
-def _tiers(groups: Sequence[Group]) -> list[str]:
-    return tiers_of([run for group in groups for run in group.series.runs])
-
-
 def _figures(groups: Sequence[Group]) -> list[str]:
     known = {name for each in groups for cost in each.costs if cost is not None for name in cost}
     of_devices = [name for name in COSTS if name in known]
-    return ["rounds", "seconds", *columns_of(_tiers(groups)), "sgd_steps", "path_steps", *of_devices]
+    tiers = tiers_of(run for each in groups for run in each.series.runs)
+    return ["rounds", "seconds", *columns_of(tiers), "sgd_steps", "path_steps", *of_devices]
 
 
 def _seconds(series: Series, target: float) -> dict[str, float]:

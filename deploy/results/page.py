@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Final
 from deploy.console.tabular import Cell, Column, Table, html, show, size
 from deploy.results import device_costs, device_scores, maps, sections
 from deploy.results.figures import STYLE, Figure, Line, element, inks
-from deploy.results.run import STARTED, SWEEP, Run, State, folders, seconds_of
+from deploy.results.run import SWEEP, Run, State, folders, seconds_of
 from deploy.results.series import (
     NAMES,
     Series,
@@ -180,9 +179,8 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
     if several:
         page.add_table(sections.overview(series), folded=len(runs) > FOLD, short=short)
     for number, task in enumerate(tasks):
-        _add_task(
-            page, [each for each in series if each.task == task], task, f"-task{number}" if len(tasks) > 1 else ""
-        )
+        key = f"-task{number}" if len(tasks) > 1 else ""
+        _add_task(page, [each for each in series if each.task == task], task, key)
     for each in series:
         for run, name in zip(each.runs, each.names, strict=True):
             if several:
@@ -208,10 +206,11 @@ def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None
     page.add_figures(sections.curves(series, key), kind="curves")
     page.add_heading(2, f"Time by phase{of}")
     page.add_paragraph(sections.SECONDS)
-    single = len(series) == 1 and len(series[0].runs) == 1
-    figures = [sections.budget(series, key)]
-    page.add_figures([*figures, sections.budgets(series[0].runs[0])] if single else figures, kind="curves")
-    table = sections.phases(series[0].runs[0]) if single else sections.mean_phases(series, key)
+    figures, table = [sections.budget(series, key)], sections.mean_phases(series, key)
+    if [len(each.runs) for each in series] == [1]:
+        (run,) = series[0].runs
+        figures, table = [*figures, sections.budgets(run)], sections.phases(run)
+    page.add_figures(figures, kind="curves")
     page.add_table(table, short={each.label: each.mark for each in series})
 
 
@@ -301,10 +300,10 @@ def what_was_run(series: Sequence[Series]) -> list[Fact]:
     for name, by_label in found.items():
         texts = {label: "; ".join(each) for label, each in by_label.items()}
         rows.append((name, _by_text(texts, len(series))))
-    starts = sorted(run.started for each in series for run in each.runs)
-    when = [_time(start) for start in dict.fromkeys([starts[0], starts[-1]])]
-    rows += [("seeds", _seeds(series)), ("started", [("", " to ".join(when))])]
-    return rows
+    runs = sorted((run for each in series for run in each.runs), key=lambda run: run.started)
+    when = [f"{run.began:%Y-%m-%d %H:%M:%S} UTC" if run.began else run.started or "-" for run in (runs[0], runs[-1])]
+    rows.append(("seeds", _by_text({each.short: ", ".join(each.seeds) for each in series}, len(series))))
+    return [*rows, ("started", [("", " to ".join(dict.fromkeys(when)))])]
 
 
 def machines(run: Run) -> Table:
@@ -409,11 +408,6 @@ def _machine(machine: Mapping[str, Any]) -> str:
     return f"{pace}{overhead}{profile}"
 
 
-def _seeds(series: Sequence[Series]) -> list[tuple[str, str]]:
-    texts = {each.short: ", ".join(each.seeds) for each in series}
-    return _by_text(texts, len(series))
-
-
 def _by_text(texts: Mapping[str, str], count: int) -> list[tuple[str, str]]:
     """Return the text that all of `count` labels have, else each text behind its labels."""
     found: dict[str, list[str]] = {}
@@ -422,10 +416,3 @@ def _by_text(texts: Mapping[str, str], count: int) -> list[tuple[str, str]]:
     if len(found) == 1 and len(texts) == count:
         return [("", text) for text in found]
     return [("; ".join(labels), text) for text, labels in found.items()]
-
-
-def _time(started: str) -> str:
-    try:
-        return f"{datetime.strptime(started, STARTED).replace(tzinfo=UTC):%Y-%m-%d %H:%M:%S} UTC"
-    except ValueError:
-        return started or "-"

@@ -231,13 +231,17 @@ class Run:
 
         return DataFrame([record.values() for record in getattr(self, table)])
 
-    def age_s(self, now: float) -> float | None:
-        """Return the seconds since the run was started, None if that is unknown."""
+    @property
+    def began(self) -> datetime | None:
+        """When the run was started, None if that is unknown."""
         try:
-            began = datetime.strptime(self.started, STARTED).replace(tzinfo=UTC)
+            return datetime.strptime(self.started, STARTED).replace(tzinfo=UTC)
         except ValueError:
             return None
-        return now - began.timestamp()
+
+    def age_s(self, now: float) -> float | None:
+        """Return the seconds since the run was started, None if that is unknown."""
+        return None if self.began is None else now - self.began.timestamp()
 
     def delete(self) -> None:
         """Remove the folder. Raises InvalidExperiment while a process writes to it, StorageFailed."""

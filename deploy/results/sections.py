@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import add
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from cloud.records import BROKER, RARE, GlobalRoundRecord, LinkRecord
+from cloud.records import BROKER, RARE, LinkRecord
 from common.accounting.counters import LINK_KINDS
 from common.experiment.topology import CLOUD
 from common.protocol.round_state import GLOBAL_PHASES
@@ -93,16 +94,12 @@ def _points(run: Run, field: str, over: str) -> dict[int, Point]:
     spent, found = 0, dict[int, Point]()
     known = over in ("rounds", "seconds", *run.tiers)
     for row in run.rounds if known else ():
-        spent += _bytes(row, over)
+        spent += sum(row.bytes_.get(name, 0) for name in columns_of([over]))
         value = getattr(row, field)
         if value is not None:
             x = {"rounds": float(row.global_round), "seconds": row.elapsed_s}.get(over, float(spent))
             found[row.global_round] = (x, value)
     return found
-
-
-def _bytes(row: GlobalRoundRecord, tier: str) -> int:
-    return row.bytes_.get(f"{tier}_up_bytes", 0) + row.bytes_.get(f"{tier}_down_bytes", 0)
 
 
 LINKS_FOLD: Final = 60  # rows of links.csv beyond which the table is folded
@@ -130,7 +127,6 @@ _BYTE_PARTS: Final = (
     ("fill-s4", "MQTT's own"),
     ("fill-s1", "rest of TCP"),
 )
-_THREE: Final = (Column("payload"), Column("MQTT packets"), Column("TCP stream"))
 
 
 def bytes_axis(name: str, lines: Mapping[str, Sequence[Point]]) -> Axis:
@@ -161,12 +157,8 @@ def traffic(run: Run) -> Figure:
 def tiers(run: Run) -> Table:
     """Return the three byte counts of each tier and direction, and the prediction for a global round if any."""
     count, prediction = max(len(run.rounds), 1), run.prediction
-    columns = [
-        Column("tier", text=True),
-        Column("direction", text=True),
-        *_THREE,
-        Column("MQTT a global round", digits=0),
-    ]
+    columns = [Column("tier", text=True), Column("direction", text=True), Column("payload"), Column("MQTT packets"),
+               Column("TCP stream"), Column("MQTT a global round", digits=0)]  # fmt: skip
     columns += [Column("predicted", digits=0)] * (prediction is not None)
     rows: list[list[Cell]] = []
     for (tier, direction), found in _by_direction(run).items():
@@ -236,9 +228,8 @@ def _carried(whole: Sequence[LinkRecord]) -> int | None:
 def _declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
     links = run.manifest.get("links")
     of = links.get("of") if isinstance(links, Mapping) else None
-    return (
-        {str(name): link for name, link in of.items() if isinstance(link, Mapping)} if isinstance(of, Mapping) else {}
-    )
+    known = of if isinstance(of, Mapping) else {}
+    return {str(name): link for name, link in known.items() if isinstance(link, Mapping)}
 
 
 def _declared(run: Run, link: LinkRecord, of: Mapping[str, Mapping[str, Any]]) -> float | None:
@@ -285,7 +276,7 @@ def overview(series: Sequence[Series]) -> Table:
     column, score = _scored(runs)
     texts = (Column(name, text=True) for name in ("series", "id", "state", "seed"))
     columns = [*texts, Column("global rounds"), column, Column("test loss", digits=4), Column("time", seconds_of(runs)),
-               *_byte_columns(tiers, "MB")]  # fmt: skip
+               *byte_columns(tiers)]  # fmt: skip
     rows = [
         (each.whole, run.id, str(run.state), str(run.seed), len(run.rounds), score(run), run.loss, run.seconds,
          *_megabytes(run, tiers))
@@ -311,7 +302,7 @@ def means(series: Sequence[Series]) -> Table:
         *(Column(name, text=True) for name in ("series", "finished", "seeds")),
         *(Column("global rounds"), column),
         Column("difference, paired", "points" if column.unit else "", column.digits),
-        *(Column("test loss", digits=4), Column("time", seconds_of(runs)), *_byte_columns(tiers, "MB")),
+        *(Column("test loss", digits=4), Column("time", seconds_of(runs)), *byte_columns(tiers)),
         *(Column(statistic.title, column.unit, column.digits) for statistic in by_devices),
     ]
     rows: list[Sequence[Cell]] = []
@@ -359,15 +350,8 @@ def budget(series: Sequence[Series], key: str = "") -> Figure:
         prediction = next((run.prediction for run in each.runs if run.prediction is not None), None)
         if prediction is not None:
             rows[f"{each.label}, predicted"] = [prediction.seconds.get(phase, 0.0) for phase in GLOBAL_PHASES]
-    title = "Seconds of a global round, mean"
-    return charts.bars(
-        f"budget{key}",
-        title,
-        _PHASE_PARTS,
-        rows,
-        axis=Axis("time of a global round", seconds_of(run for each in series for run in each.runs)),
-        short=short,
-    )
+    axis = Axis("time of a global round", seconds_of(run for each in series for run in each.runs))
+    return charts.bars(f"budget{key}", "Seconds of a global round, mean", _PHASE_PARTS, rows, axis=axis, short=short)
 
 
 def budgets(run: Run) -> Figure:
@@ -402,13 +386,11 @@ def mean_phases(series: Sequence[Series], key: str = "") -> Table:
     `key` is appended to the table's name.
     """
     rounds = [[_a_round(run) for run in each.counted] for each in series]
-    rows = [
-        [phase, *(Spread.of([one[phase] for one in every]) for every in rounds)] for phase in (*GLOBAL_PHASES, _SUM)
-    ]
+    phases = (*GLOBAL_PHASES, _SUM)
+    rows = [[phase, *(Spread.of([one[phase] for one in every]) for every in rounds)] for phase in phases]
     columns = [Column("phase", text=True), *(Column(each.label, seconds_of(each.runs), 4) for each in series)]
-    return Table(
-        f"phases{key}", "Seconds of a global round, mean ± standard deviation (n - 1) over runs", columns, rows
-    )
+    title = "Seconds of a global round, mean ± standard deviation (n - 1) over runs"
+    return Table(f"phases{key}", title, columns, rows)
 
 
 def epochs(run: Run) -> Figure:
@@ -427,11 +409,8 @@ def work(run: Run) -> Table:
     paths = any(each.path for each in run.devices)
     for each in run.devices:
         sums = found.setdefault((each.parent, each.device), [each.samples, 0, 0, 0, 0.0, 0.0, 0.0, each.path])
-        for i, value in enumerate(
-            (min(1, each.local_rounds), each.epochs, each.sgd_steps, each.train_s, each.wait_s, each.pause_s), 1
-        ):
-            sums[i] += value
-        sums[7] = each.path
+        more = min(1, each.local_rounds), each.epochs, each.sgd_steps, each.train_s, each.wait_s, each.pause_s
+        sums[1:] = [*map(add, sums[1:7], more), each.path]
     if len(found) > NODES_MOST:
         title = f"Work of {len(found)} devices, quantiles of each column (devices.csv has each device)"
         several = [Column("quantile", text=True), *columns[2:]]
@@ -458,12 +437,9 @@ def events(run: Run) -> tuple[Table, int]:
 def plans(run: Run) -> Table:
     """Return a table of the first and the last decision of each node's aggregation rule, by fact."""
     found: dict[tuple[str, str], list[object]] = {}
-    for event in run.events:
-        if event.name == "plan":
-            facts = {
-                key: fact for key, fact in event.facts.items() if key not in ("global_round", "node", "local_round")
-            }
-            for key, fact in facts.items():
+    for event in (event for event in run.events if event.name == "plan"):
+        for key, fact in event.facts.items():
+            if key not in ("global_round", "node", "local_round"):
                 found.setdefault((str(event.facts.get("node", "")), key), []).append(fact)
     columns = [Column("node", text=True), Column("fact", text=True), Column("plans"), Column("first", text=True),
                Column("last", text=True)]  # fmt: skip
@@ -476,7 +452,7 @@ def global_rounds(run: Run) -> Table:
     columns = [Column("global round"), Column("time", seconds_of([run]), 3), Column(score_column([run]), digits=4),
                Column("test loss", digits=4), Column("training loss", digits=4),
                *(Column(phase, seconds_of([run]), 4) for phase in GLOBAL_PHASES), Column("SGD steps"),
-               Column("critical path"), *_byte_columns(run.tiers, ""), Column("missing", text=True)]  # fmt: skip
+               Column("critical path"), *byte_columns(run.tiers, ""), Column("missing", text=True)]  # fmt: skip
     rows = [
         (r.global_round, r.elapsed_s, r.score, r.loss, r.train_loss, *r.phases.values(), r.sgd_steps, r.path_steps,
          *(r.bytes_.get(column) for column in columns_of(run.tiers)), " ".join((*r.missing, *r.refused)))
@@ -522,7 +498,8 @@ def _megabytes(run: Run, tiers: Sequence[str]) -> list[float | None]:
     return [None if column not in run.totals else run.totals[column] / 1e6 for column in columns_of(tiers)]
 
 
-def _byte_columns(tiers: Sequence[str], unit: str) -> list[Column]:
+def byte_columns(tiers: Sequence[str], unit: str = "MB") -> list[Column]:
+    """Return a column for the bytes up and down of each tier."""
     return [Column(f"{tier.upper()} {way}", unit, 3) for tier in tiers for way in ("up", "down")]
 
 
@@ -540,8 +517,7 @@ def _event_text(event: Event) -> str:
 
 def _brief(fact: object, *, most: int = 160) -> str:
     """Return a fact as text of at most `most` characters, numbers rounded."""
-    text = fact if isinstance(fact, str) else json.dumps(_rounded(fact), ensure_ascii=False)
-    text = text.replace('"', "") if not isinstance(fact, str) else text
+    text = fact if isinstance(fact, str) else json.dumps(_rounded(fact), ensure_ascii=False).replace('"', "")
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -550,8 +526,4 @@ def _rounded(fact: object) -> object:
         return float(f"{fact:.4g}")
     if isinstance(fact, Mapping):
         return {key: _rounded(value) for key, value in fact.items()}
-    return list(_each(fact)) if isinstance(fact, list) else fact
-
-
-def _each(facts: Sequence[object]) -> Iterator[object]:
-    return map(_rounded, facts)
+    return [_rounded(each) for each in fact] if isinstance(fact, list) else fact

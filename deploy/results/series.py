@@ -140,7 +140,6 @@ def _joined(parts: Sequence[str], most: int) -> str:
 TASK: Final = ("data", "model", "nodes", "network", "score.name", "score.better")  # leaves, or their tables
 BUSY: Final = 0.5  # load of a core before a run above which its seconds are in doubt
 NAME_MOST: Final = 24  # letters of a series' name up to which reports repeat it; longer ones are numbered
-CONDITIONS: Final = ("links", "hardware", "seconds", "versions")
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
 _PROFILES: Final = "profiles."  # their effect is in other leaves
 _FIRST: Final = ("cloud", "institution", "training", "nodes", "data", "model", "network")  # in labels; then the others
@@ -306,7 +305,7 @@ def nodes_of(run: Run) -> str:
 def conditions(one: Run, other: Run) -> dict[str, str]:
     """Return the CONDITIONS in which two runs differ, each with its first difference as a text."""
     found: dict[str, str] = {}
-    for kind, read in _CONDITIONS.items():
+    for kind, read in CONDITIONS.items():
         mine, theirs = read(one), read(other)
         if kind == "links":  # labs of different nodes are different tasks
             mine, theirs = ({key: each[key] for key in mine if key in theirs} for each in (mine, theirs))
@@ -403,9 +402,9 @@ def _versions(run: Run) -> dict[str, Any]:
     return {"python": run.manifest.get("python"), **(packages if isinstance(packages, Mapping) else {})}
 
 
-_CONDITIONS: Final[Mapping[str, Callable[[Run], dict[str, Any]]]] = dict(
-    zip(CONDITIONS, (_links, _hardware, _seconds, _versions), strict=True)
-)
+CONDITIONS: Final[Mapping[str, Callable[[Run], dict[str, Any]]]] = {
+    "links": _links, "hardware": _hardware, "seconds": _seconds, "versions": _versions,
+}  # fmt: skip
 
 
 def _check_splits(runs: Sequence[tuple[str, Run]]) -> None:

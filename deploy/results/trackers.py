@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Final, Protocol
@@ -18,7 +17,7 @@ from typing import Any, Final, Protocol
 from cloud.records import GlobalRoundRecord
 from common.errors import ConnectionFailed, InvalidExperiment
 from common.host.files import writing
-from deploy.results.run import STARTED, Run, State
+from deploy.results.run import Run, State
 from deploy.results.series import flat
 
 
@@ -86,7 +85,7 @@ class TensorBoardTracker:
         self._run = run
         self._folder = Path(where) / run.path.resolve().name
         self._made = SummaryWriter
-        self._began = began(run)
+        self._began = began_s(run)
         self.place = f"{self._folder}; tensorboard --logdir {where}"
 
     def begin(self) -> int:
@@ -132,7 +131,7 @@ class MLflowTracker:
         self._run = run
         self._client = MlflowClient(tracking_uri=where)
         self._metric, self._param, self._tag = Metric, Param, RunTag
-        self._began = began(run)
+        self._began = began_s(run)
         self._id = ""
         self._at_ms = int(1000 * self._began)  # of what was written last
         self.place = f"{where}, experiment {GROUP}"
@@ -222,12 +221,9 @@ def time_of(run: Run) -> str:
     return "simulated_seconds" if run.simulated else "seconds"
 
 
-def began(run: Run) -> float:
+def began_s(run: Run) -> float:
     """Return when a run was started, seconds since the epoch; 0 if that is unknown."""
-    try:
-        return datetime.strptime(run.started, STARTED).replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return 0.0
+    return 0.0 if run.began is None else run.began.timestamp()
 
 
 @contextmanager
