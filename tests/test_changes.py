@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.experiment.reading import parse
-from deploy.results import maps, page
+from deploy.results import maps, page, paper
 from deploy.results.figures import Figure
 from deploy.results.run import Run
 from deploy.simulation.hardware import Durations
@@ -44,6 +44,7 @@ def test_devices_and_links_are_on_the_clock_of_the_global_rounds() -> None:
     (first, *_) = [row for row in figure.table.rows if row[1] == "down"]
     assert first == ("links of institution-0 and 1 more, Mbit/s", "down", 0.0, pytest.approx(16.0))
     assert figure.svg().count("<title>global round") == 2 and "Changes over time" in report
+    assert paper.render(figure, ["svg"])["svg"].startswith(b"<?xml")
 
 
 def test_a_run_without_traces_has_no_such_picture() -> None:
@@ -54,10 +55,3 @@ def test_a_run_without_traces_has_no_such_picture() -> None:
 def test_changes_of_many_devices_are_sampled() -> None:
     times = maps._times([lambda t: t + 0.001], 10.0)
     assert len(times) == maps.SAMPLES and times[-1] < 10.0
-
-
-def test_the_picture_can_be_drawn_for_papers() -> None:
-    paper = pytest.importorskip("deploy.results.paper")
-    figure, _ = drawn(availability=AVAILABILITY)
-    assert figure is not None
-    assert paper.render(figure, ["svg"])["svg"].startswith(b"<?xml")

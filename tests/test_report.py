@@ -51,6 +51,7 @@ from tests.helpers.direct import run_direct
 from tests.helpers.records import BYTES
 
 MakeRun = Callable[..., Path]
+AXIS = charts.Axis("x")
 LAB: dict[str, Any] = {
     "name": "tiny", "rounds": 3, "stop": {"target": 0.99},
     "topology": {"institutions": 2, "devices": 4},
@@ -60,7 +61,6 @@ LAB: dict[str, Any] = {
     "links": {"wan": {"up_mbit": 10.0, "down_mbit": 20.0}, "lan": "lan-100mbit"},
 }  # fmt: skip
 HOSTILE = "</style><script>alert(1)</script><img src=x onerror=alert(1)>\x00\u202e]]>&amp;'\"$_{$"
-VOID = {"meta"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -93,7 +93,7 @@ class Tree(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
         self.attributes += attrs
-        if tag not in VOID:
+        if tag != "meta":
             self.open.append(tag)
         if tag == "table":
             self._rows, self._caption = [], ""
@@ -162,9 +162,7 @@ def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
     tiers = {(row[0].lower(), row[1]): row for row in tree.tables["Bytes by tier and direction"][1:]}
     for (tier, way), row in tiers.items():
         parents = {"cloud"} if tier == "wan" else set(run.nodes.aggregators)
-        mine = [
-            x for x in wanted if x["tier"] == tier and x["kind"] == "all" and (x["from"] in parents) == (way == "down")
-        ]
+        mine = [x for x in wanted if (x["tier"], x["kind"], x["from"] in parents) == (tier, "all", way == "down")]
         assert number(row[2]) == sum(int(x["payload_bytes"]) for x in mine) > 0
         assert number(row[3]) == sum(int(x["message_bytes"]) for x in mine)
         assert number(row[3]) == run.totals[f"{tier}_{way}_bytes"]  # rounds.csv counts the same
@@ -193,15 +191,12 @@ def test_nothing_is_asked_of_a_network_and_nothing_runs(played: list[Path]) -> N
     assert not re.search(r"https?://|url\(|@import", text)
     assert not {name for name, _ in tree.attributes} & {"src", "href", "action", "srcset", "style"}
     assert not {"script", "img", "iframe", "object", "link", "form"} & set(tree.seen)
-    assert "default-src 'none'" in dict(tree.attributes).get("content", "") or any(
-        "default-src 'none'" in (value or "") for _, value in tree.attributes
-    )
+    assert any("default-src 'none'" in (value or "") for _, value in tree.attributes)
     ids = [value for name, value in tree.attributes if name == "id"]
     assert len(ids) == len(set(ids)) > 0
     labelled = [value for name, value in tree.attributes if name == "aria-labelledby"]
-    assert len(labelled) == text.count("<svg") and {key for value in labelled if value for key in value.split()} == set(
-        ids
-    )
+    assert len(labelled) == text.count("<svg")
+    assert {key for value in labelled if value for key in value.split()} == set(ids)
 
 
 def hostile(path: Path) -> Path:
@@ -234,7 +229,8 @@ def test_what_files_say_is_text_never_markup(tmp_path: Path, make_run: MakeRun) 
 @given(words=st.text())
 def test_any_text_is_safe_in_html_and_xml(words: str) -> None:
     safe = html(words)
-    assert ElementTree.fromstring(f"<a b='{safe}'>{safe}</a>").text in (ElementTree.fromstring(f"<a>{safe}</a>").text,)
+    element = ElementTree.fromstring(f"<a b='{safe}'>{safe}</a>")
+    assert element.get("b") == (element.text or "")
     assert not set(safe) & set("<>\"'\x00")
     safe.encode()
 
@@ -273,17 +269,10 @@ def test_several_runs_are_laid_over_each_other_and_compared(played: list[Path], 
     assert facts["report"] == str(tmp_path / "all.html") and all(Path(file).is_file() for file in facts["files"])
     assert len(set(facts["files"])) == len(facts["files"])
     rows = table(tmp_path / "accuracy-rounds.csv")
-    assert (
-        {row["series"] for row in rows} == {"fixed", "tempo"}
-        and len(rows) == 6
-        and "test_accuracy_percent_sd" in rows[0]
-    )
-    compared = invoke("compare", *played, "--target", "0.05").stdout.splitlines()
-    assert compared[0].split()[:2] == ["experiment", "reached"]
-    assert [line.split()[0] for line in compared[1:]] == ["fixed", "tempo"]
-    assert all("2/2" in line for line in compared[1:])
-    never = invoke("compare", *played)  # the experiments' own target
-    assert never.exit_code == 0
+    assert {row["series"] for row in rows} == {"fixed", "tempo"} and len(rows) == 6
+    assert "test_accuracy_percent_sd" in rows[0]
+    compared = invoke("compare", *played).stdout.splitlines()  # the experiments' own target
+    assert [line.split()[:2] for line in compared] == [["experiment", "reached"], ["fixed", "0/2"], ["tempo", "0/2"]]
 
 
 @pytest.mark.slow
@@ -337,9 +326,6 @@ def test_the_option_that_names_no_writable_place_is_reported(tmp_path: Path, mak
         assert done.exit_code == 4 and f"{option} = '{place}': " in done.stderr
 
 
-AXIS = charts.Axis("x")
-
-
 def pixels(*marks: Mark, height: int = 100) -> Any:
     """Return the red, green and blue [y, x, 3] of marks on a paper of 400 by `height` pixels."""
     figure = Figure("n", "t", "", lambda paper: Drawing((400, height), marks, headed=paper))
@@ -347,11 +333,9 @@ def pixels(*marks: Mark, height: int = 100) -> Any:
         return np.asarray(picture.convert("RGB")).astype(int)
 
 
-PAINTS = [kind for kind, looks in CLASSES.items() if {"fill", "stroke"} & set(looks)]
-
-
 def test_papers_have_the_colours_of_the_page() -> None:
-    kinds, tall = [*PAINTS, "band fill-s1", "stroke-s1 thin", "stroke-s1 dash-1"], 40
+    paints = [kind for kind, looks in CLASSES.items() if {"fill", "stroke"} & set(looks)]
+    kinds, tall = [*paints, "band fill-s1", "stroke-s1 thin", "stroke-s1 dash-1"], 40
     outline = [(50, 8), (300, 8), (300, 32), (50, 32), (50, 8)]
     marks = [Line([(x, y + tall * i) for x, y in outline], kind) for i, kind in enumerate(kinds)]
     whole = pixels(*marks, height=tall * len(kinds))
@@ -389,7 +373,6 @@ def test_each_series_has_a_marker_on_papers_and_a_disc_on_pages() -> None:
     assert len(dots[1]) == 10 + 1 + 2  # and those of the legend
 
 
-AXIS = charts.Axis("x")
 PARTS = [("fill-s0", "train"), ("fill-s5", "wait")]
 AMOUNTS = st.floats(0, 1e6)
 
@@ -398,10 +381,9 @@ AMOUNTS = st.floats(0, 1e6)
 @given(levels=st.lists(st.tuples(AMOUNTS, AMOUNTS), min_size=1, max_size=4), ends=st.lists(AMOUNTS, min_size=1))
 def test_no_text_is_outside_of_its_chart(levels: list[tuple[float, float]], ends: list[float]) -> None:
     points = [charts.Curve([(end, level) for end in ends]) for level, _ in levels]
+    lines = {f"line {i}": line for i, line in enumerate(points)}
     for figure in (
-        charts.curves(
-            "n", "t", {f"line {i}": line for i, line in enumerate(points)}, x=AXIS, y=AXIS, target=levels[0][1]
-        ),
+        charts.curves("n", "t", lines, x=AXIS, y=AXIS, target=levels[0][1]),
         charts.bars("n", "t", PARTS, {f"bar {i}": both for i, both in enumerate(levels)}, axis=AXIS),
         charts.columns("n", "t", PARTS, levels, x=AXIS, axis=AXIS),
     ):
@@ -482,18 +464,13 @@ def test_papers_name_the_y_axis_and_have_whole_labels_and_no_room_on_the_right()
 
 
 LONG = [f"cloud.aggregation.alpha={i} {'institution_' * 9}" for i in range(9)]
+CURVES = {name: charts.Curve([(1.0, i), (9.0, 2 * i)], [i, i]) for i, name in enumerate(LONG)}
 
 
 @pytest.mark.parametrize(
     "figure",
     [
-        charts.curves(
-            "n",
-            "t",
-            {name: charts.Curve([(1.0, i), (9.0, 2 * i)], [i, i]) for i, name in enumerate(LONG)},
-            x=AXIS,
-            y=AXIS,
-        ),
+        charts.curves("n", "t", CURVES, x=AXIS, y=AXIS),
         charts.curves("n", "t", {"_a": charts.Curve([(1.0, 0.5)]), "b": charts.Curve([])}, x=AXIS, y=AXIS),
         charts.bars("n", "t", PARTS, dict.fromkeys(LONG, (1.0, 2e6)), axis=AXIS),
         charts.columns("n", "t", PARTS, [], x=AXIS, axis=AXIS),

@@ -70,16 +70,15 @@ def lab_of(institutions: int = 2, devices: int = 4) -> WatchedLab:
     return WatchedLab("run-1", experiment, brokers=["b:1883"], now=0.0)
 
 
-def view_of(lab: WatchedLab, *, follow: BrokerAddress | None = None) -> LiveView:
-    console = Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
-    return LiveView(console, CloudLog(lab.experiment, "b:1883"), lab="lab", follow=follow)
+def terminal() -> Console:
+    return Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
 
 
 class Fed:
     """The live view of a lab that is known from its cloud's events alone."""
 
     def __init__(self, lab: WatchedLab | None = None) -> None:
-        self.view = view_of(lab or lab_of())
+        self.view = LiveView(terminal(), CloudLog((lab or lab_of()).experiment, "b:1883"), lab="lab", follow=None)
         self.view._loop.close()  # nothing runs in it
         self.at_s = 0.0
         self.take("run", RUN)
@@ -331,6 +330,8 @@ def test_off_a_terminal_it_writes_whole_plain_lines(
     monkeypatch.setattr(logs, "shows_activity", lambda: False)
     monkeypatch.setattr("deploy.watching.showing.shows_activity", lambda: False)
     assert observed(capsys) == ("", "")
+    out, err = observed(capsys, json_lines=True)
+    assert [json.loads(line)["event"] for line in out.splitlines()] == ["run", "child", "evaluated"] and not err
 
 
 def test_a_line_has_the_bytes_of_each_tier_in_both_directions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,15 +351,15 @@ def test_a_line_has_the_bytes_of_each_tier_in_both_directions(capsys: pytest.Cap
 def test_on_a_terminal_the_view_stays_unless_the_run_has_finished(
     finished: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    terminal = Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
-    monkeypatch.setattr(showing, "Console", lambda *, stderr: terminal)
+    console = terminal()
+    monkeypatch.setattr(showing, "Console", lambda *, stderr: console)
     with show(lab_of().experiment, json_lines=False, broker="b:1883") as observe:
         observe("run", RUN)
         observe("child", {"node": "institution-0", "state": "lost", "reason": "gone"})
         if finished:
             observe("finished", {"score": 0.5, "loss": 1.0, "global_round": 2, "elapsed_s": 1.0, "model": "m"})
-    assert isinstance(terminal.file, io.StringIO)
-    text = terminal.file.getvalue()
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
     assert str(RUN["run"]) in text and "institution-0: lost (gone)" in text
     assert text.endswith(ERASED) is finished
     assert ("test accuracy" in capsys.readouterr().out) is finished
@@ -419,24 +420,6 @@ def test_the_run_ends_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None
             lines.write("run", {})
 
 
-def test_json_lines_are_the_events(capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = observed(capsys, json_lines=True)
-    assert [json.loads(line)["event"] for line in out.splitlines()] == ["run", "child", "evaluated"] and not err
-
-
-def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    fed = Fed()
-    fed.status(child("institution-0", state=NodeState.LOST))
-    texts = {}
-    for wanted in ("", "1"):
-        monkeypatch.setenv("NO_COLOR", wanted)
-        console = Console(force_terminal=True, color_system="truecolor", file=io.StringIO(), width=80)
-        console.print(*View(80, 24).picture(fed.lab, 0.0, []), sep="\n")
-        assert isinstance(console.file, io.StringIO)
-        texts[wanted] = console.file.getvalue()
-    assert "38;2;" in texts[""] and "38;2;" not in texts["1"] and "institution-0" in texts["1"]
-
-
 class Drawn(LiveView):
     """A view that keeps what it draws."""
 
@@ -453,8 +436,7 @@ class Drawn(LiveView):
 
 
 def drawn_view(follow: BrokerAddress) -> Drawn:
-    console = Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
-    view = Drawn(console, CloudLog(lab_of().experiment, "b:1883"), lab="lab", follow=follow)
+    view = Drawn(terminal(), CloudLog(lab_of().experiment, "b:1883"), lab="lab", follow=follow)
     view.pictures = queue.Queue()
     return view
 

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiomqtt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConnectionFailed
 from common.experiment.reading import parse
-from common.host.processes import free_port
-from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import (
     Announcement,
     ChildCount,
-    Goodbye,
     Key,
-    Message,
     NodeState,
     Presence,
     RoundScore,
@@ -35,51 +30,64 @@ from common.protocol.messages import (
     StatusRequest,
     Step,
 )
+from common.runtime.world import World
 from deploy.brokers import broker
 from deploy.watching import formatting
 from deploy.watching import runs as watched_runs
 from deploy.watching.follower import Follower
 from deploy.watching.lab import Event, WatchedLab
 from deploy.watching.runs import NAMES_COST, SETTLE_S, Runs
-from deploy.watching.screens import look
+from deploy.watching.screens import Lines, look
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
 from tests.helpers.null_lab import MODEL_BYTES
-from tests.helpers.sites import real
+from tests.helpers.sites import SimulatedSite, virtual
 from tests.helpers.status import child, record
 from tests.helpers.watched import BODIES, LAB, RUN, Watched, drawn, experiment_of
 
 # Which run
 
 
-def announce(runs: Runs, run: str, *, node: str = "cloud", text: str | None = None, now: float = 0.0) -> None:
+def announce(runs: Runs, run: str, *, node: str = "cloud", text: str | None = None) -> None:
     announcement = Announcement(experiment_of().to_json() if text is None else text, "[]")
-    runs.receive(topics.SpecTopic(LAB, run, node), serialization.encode(announcement, "s"), now)
+    runs.receive(topics.SpecTopic(LAB, run, node), serialization.encode(announcement, "s"), 0.0)
 
 
 def live(runs: Runs, run: str, *, node: str = "cloud", state: NodeState = NodeState.READY) -> None:
     runs.receive(topics.StateTopic(LAB, run, node), serialization.encode(Presence(state, "cloud"), "s"), 0.0)
 
 
+def chosen(runs: Runs, now: float = 99.0) -> str | None:
+    found = runs.choose(now)
+    assert found is None or found[1] == experiment_of()
+    return None if found is None else found[0]
+
+
 def test_the_newest_living_run_is_watched() -> None:
     runs = Runs(None)
     for run, state in (("r-1", NodeState.READY), ("r-2", NodeState.INIT), ("r-3", NodeState.FAILED)):
         live(runs, run, state=state)
-        assert runs.choose(99.0) is None or run != "r-1"
+        assert chosen(runs) is None or run != "r-1"
         announce(runs, run)
     live(runs, "r-4")  # and nothing announced
-    assert runs.choose(SETTLE_S / 2) is None  # more may be kept there
-    chosen = runs.choose(SETTLE_S)
-    assert chosen is not None and chosen[0] == "r-2" and chosen[1] == experiment_of()
+    assert chosen(runs, SETTLE_S / 2) is None  # more may be kept there
+    assert chosen(runs, SETTLE_S) == "r-2"
+    for run in ("r-1", "r-2"):  # they end while they are looked for
+        for topic in (topics.SpecTopic(LAB, run, "cloud"), topics.StateTopic(LAB, run, "cloud")):
+            runs.receive(topic, b"", 0.0)
+    assert chosen(runs) is None and runs.names() == ["r-3"]
+    runs = Runs(None, lab="north")
+    live(runs, "r-9")
+    announce(runs, "r-9")
+    assert chosen(runs) is None and runs.names() == [] and runs.ignored == 2
 
 
 def test_a_run_may_be_chosen_dead_or_alive() -> None:
     runs = Runs("r-3")
     live(runs, "r-4")
     announce(runs, "r-4")
-    assert runs.choose(99.0) is None
+    assert chosen(runs) is None
     announce(runs, "r-3")
-    chosen = runs.choose(99.0)
-    assert chosen is not None and chosen[0] == "r-3"
+    assert chosen(runs) == "r-3"
 
 
 def test_a_run_whose_experiment_cannot_be_read_is_passed_over() -> None:
@@ -88,25 +96,15 @@ def test_a_run_whose_experiment_cannot_be_read_is_passed_over() -> None:
     for run, text in (("r-1", None), ("r-2", "{"), ("r-3", '{"seed": "x"}'), ("r-4", huge)):
         live(runs, run)
         announce(runs, run, text=text)
-    chosen = runs.choose(SETTLE_S)
-    assert chosen is not None and chosen[0] == "r-1" and runs.ignored == 3
+    assert chosen(runs, SETTLE_S) == "r-1" and runs.ignored == 3
 
 
 def test_an_institutions_announcement_serves_where_the_cloud_is_not_received() -> None:
     runs = Runs(None)
     announce(runs, "r-1", node="institution-0")
-    assert runs.choose(99.0) is None
+    assert chosen(runs) is None
     live(runs, "r-1", node="institution-0")
-    assert runs.choose(99.0) is not None
-
-
-def test_a_run_that_ends_while_it_is_looked_for_is_not_chosen() -> None:
-    runs = Runs(None)
-    live(runs, "r-1")
-    announce(runs, "r-1")
-    for topic in (topics.SpecTopic(LAB, "r-1", "cloud"), topics.StateTopic(LAB, "r-1", "cloud")):
-        runs.receive(topic, b"", 0.0)
-    assert runs.choose(SETTLE_S) is None and runs.names() == []
+    assert chosen(runs) == "r-1"
 
 
 RUN_TOPICS = st.sampled_from(
@@ -123,13 +121,6 @@ def test_no_announcement_is_fatal(said: list[tuple[topics.Topic, bytes]]) -> Non
     for topic, body in said:
         runs.receive(topic, body, 0.0)
     assert runs.choose(99.0) is None
-
-
-def test_the_runs_of_another_lab_are_not_watched() -> None:
-    runs = Runs(None, lab="north")
-    live(runs, "r-9")
-    announce(runs, "r-9")
-    assert runs.choose(99.0) is None and runs.names() == [] and runs.ignored == 2
 
 
 def test_what_is_kept_of_announcements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,23 +171,6 @@ def scene() -> Watched:
 
 
 PICTURES = {
-    60: """
-small  global round 3/10  about 78 s left
-accuracy 0.6000 ▁█   loss 0.6000 █▁
-20260101T000000Z-abcdef
-WAN  up    1.5 MB    3.0 kB/s  down  930.0 kB       0 B/s
-LAN  up    4.0 MB       0 B/s  down    3.0 MB       1 B/s
-
-node               state     round
-cloud              ready      3/10 ░░░░░░░░ 0/2 results
-  institution-0    ready       2/2 ████░░░░ 0/2 devices
-    device-0       ready       3.2 ██░░░░░░ training 25 %
-    device-1       ready       3.2 ██░░░░░░ fetching 25 %
-  institution-1    ready           assigned
-    device-2       lost            connection lost
-    device-3       ready
-device-2: lost
-""",
     80: """
 small  global round 3/10  about 78 s left
 accuracy 0.6000 ▁█   loss 0.6000 █▁
@@ -267,7 +241,8 @@ def test_a_lab_of_two_layers_has_devices_below_its_cloud() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_picture(width: int) -> None:
-    assert drawn(scene(), width) == PICTURES[width].strip("\n")
+    wide = PICTURES[max(width, 80)].strip("\n")
+    assert drawn(scene(), width) == (wide if width >= 80 else wide.replace("  4.0 kB of 16.0 kB", ""))
 
 
 def test_a_picture_in_ascii() -> None:
@@ -302,12 +277,6 @@ def test_a_large_lab_is_drawn_as_the_height_permits_lost_and_slow_devices_first(
 # On a broker
 
 
-@pytest.fixture
-def address(tmp_path: Path) -> Iterator[BrokerAddress]:
-    with broker.start(directory=tmp_path) as served:
-        yield BrokerAddress(served.host, served.port)
-
-
 class Seen:
     """A screen that keeps what it is shown."""
 
@@ -331,117 +300,94 @@ class Seen:
             await self.changed.wait()
 
 
-async def keep(address: BrokerAddress, name: str, message: Message | None) -> None:
-    """Leave a retained message of the cloud's, or clear it."""
-    body = b"" if message is None else serialization.encode(message, "cloud-1")
-    async with aiomqtt.Client(address.host, address.port) as client:
-        await client.publish(f"fs1/{LAB}/{RUN}/cloud/{name}", body, qos=1, retain=True)
+def keep(site: SimulatedSite, *messages: Announcement | Presence | None) -> None:
+    """Leave retained messages of the cloud's; None clears its presence."""
+    for message in messages:
+        body = b"" if message is None else serialization.encode(message, "cloud-1")
+        topic = topics.spec if isinstance(message, Announcement) else topics.state
+        site.inject(topic(LAB, RUN, "cloud"), body, qos=1, retain=True)
 
 
-def follower(*addresses: BrokerAddress) -> Follower:
-    return Follower(addresses, run=None, connect_timeout_s=PATIENCE_S)
+def begin(site: SimulatedSite) -> None:
+    keep(site, Announcement(experiment_of().to_json(), "[]"), Presence(NodeState.READY, "cloud"))
 
 
-def test_a_watch_survives_its_brokers_restart(tmp_path: Path) -> None:
-    async def run() -> None:
-        port = free_port()
-        address, seen = BrokerAddress("127.0.0.1", port), Seen()
-        announcement = Announcement(experiment_of().to_json(), "[]")
-        with broker.start(directory=tmp_path, port=port):
-            await keep(address, "spec", announcement)
-            await keep(address, "state", Presence(NodeState.READY, "cloud"))
-            following = asyncio.create_task(follower(address).follow(seen))
-            await seen.sees("state", node="cloud", state="ready")
-        await seen.sees("broker", state="away")
-        with broker.start(directory=tmp_path, port=port):
-            await seen.sees("broker", state="connected")
-            for state in (NodeState.READY, NodeState.FINISHED, None):
-                await keep(address, "state", Presence(state, "cloud") if state is not None else None)
-            await following
-        assert seen.events[-1] == ("end", {"state": "finished"})
-
-    real(run())
+def finish(site: SimulatedSite) -> None:
+    keep(site, Presence(NodeState.FINISHED, "cloud"), None)
 
 
-class Recording(Follower):
-    """A watch that keeps the topics that it receives."""
+def follower(site: SimulatedSite, follow: Callable[[Follower], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+    """Start a watch in a process of its own."""
 
-    seen: list[topics.Topic]
+    def build(world: World) -> asyncio.Task[None]:
+        address = replace(site.address, username="guest")
+        return asyncio.create_task(follow(Follower([address], run=None, connect_timeout_s=9.0, world=world)))
 
-    def _received(self, place: int, topic: topics.Topic, body: bytes, retained: bool) -> None:
-        self.seen.append(topic)
-        super()._received(place, topic, body, retained)
-
-
-def test_a_watch_asks_for_the_status_and_receives_no_models(address: BrokerAddress) -> None:
-    async def run() -> None:
-        seen = Seen()
-        await keep(address, "spec", Announcement(experiment_of().to_json(), "[]"))
-        await keep(address, "state", Presence(NodeState.READY, "cloud"))
-        async with aiomqtt.Client(address.host, address.port) as client:
-            await client.subscribe(topics.watch(LAB, "+"))
-            watch = Recording([address], run=None, connect_timeout_s=PATIENCE_S)
-            watch.seen = []
-            following = asyncio.create_task(watch.follow(seen))
-            message = await anext(client.messages)
-            assert message.topic.value == topics.watch(LAB, "operator") and isinstance(message.payload, bytes)
-            assert serialization.decode(message.payload)[1] == StatusRequest(RUN)
-            status = record(
-                child("institution-0"), at_s=1.0, run=RunStatus(1, 1.0, 1.0, (), (RoundScore(1, 0.5, 0.25, 1.0),))
-            )
-            for topic, body in (
-                (topics.chunk(LAB, RUN, "cloud", "all", "0123456789abcdef", 0, 0), bytes(1000)),
-                (topics.inbox(LAB, RUN, "institution-0", "cloud"), serialization.encode(Goodbye(), "cloud-1")),
-                (topics.status(LAB, RUN, "cloud"), serialization.encode(status, "cloud-1")),
-            ):
-                await client.publish(topic, body, qos=1)
-            await seen.sees("evaluated", global_round=1, score=0.25)
-            for state in (NodeState.FINISHED, None):
-                await keep(address, "state", Presence(state, "cloud") if state is not None else None)
-            await following
-        assert {type(topic) for topic in watch.seen} == {topics.SpecTopic, topics.StateTopic, topics.StatusTopic}
-
-    real(run())
+    return site.make("operator", build)
 
 
-def test_a_login_that_may_not_read_learns_it() -> None:
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (head := await reader.read(1)) and head[0] >> 4 != 14:
-            (length,) = await reader.readexactly(1)
-            body = await reader.readexactly(length)
-            if head[0] >> 4 == 1:
-                writer.write(b"\x20\x02\x00\x00")
-            elif head[0] >> 4 == 8:
-                writer.write(b"\x90\x04" + body[:2] + b"\x80\x01")
-        writer.close()
-
-    async def run() -> None:
-        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            with pytest.raises(ConnectionFailed, match=r"does not let login 'guest' read fs1/lab/\+/\+/spec"):
-                await follower(BrokerAddress("127.0.0.1", port, "guest", "x")).follow(Seen())
-
-    real(run())
+@virtual
+async def test_a_watch_survives_its_brokers_restart(site: SimulatedSite) -> None:
+    seen = Seen()
+    begin(site)
+    following = follower(site, lambda watch: watch.follow(seen))
+    await seen.sees("state", node="cloud", state="ready")
+    site.broker.kill()
+    await seen.sees("broker", state="away")
+    site.broker.start("empty")
+    await seen.sees("broker", state="connected")
+    begin(site)
+    finish(site)
+    await following
+    assert seen.events[-1] == ("end", {"state": "finished"})
 
 
-def test_a_look_shows_the_present_state(
-    address: BrokerAddress, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("deploy.watching.follower.LOOK_S", 0.2)
+@virtual
+async def test_a_watch_asks_for_the_status_and_receives_no_models(site: SimulatedSite) -> None:
+    seen = Seen()
+    begin(site)
+    following = follower(site, lambda watch: watch.follow(seen))
+    await seen.sees("state", node="cloud", state="ready")
+    await asyncio.sleep(1.0)
+    (session,) = site.broker.sessions.values()
+    assert {type(topics.parse(each.replace("+", "x-1"))) for each in session.filters} == {
+        topics.SpecTopic, topics.StateTopic, topics.StatusTopic
+    }  # fmt: skip
+    asked = next(message for message in site.routed if message.topic == topics.watch(LAB, "operator"))
+    assert serialization.decode(asked.body)[1] == StatusRequest(RUN)
+    status = record(child("institution-0"), at_s=1.0, run=RunStatus(1, 1.0, 1.0, (), (RoundScore(1, 0.5, 0.25, 1.0),)))
+    site.inject(topics.status(LAB, RUN, "cloud"), serialization.encode(status, "cloud-1"), qos=1)
+    await seen.sees("evaluated", global_round=1, score=0.25)
+    finish(site)
+    await following
 
-    async def run() -> None:
-        await keep(address, "spec", Announcement(experiment_of().to_json(), "[]"))
-        await keep(address, "state", Presence(NodeState.READY, "cloud"))
-        for json_lines in (False, True):
-            await follower(address).look(partial(look, json_lines=json_lines, devices=None), timeout_s=PATIENCE_S)
 
-    real(run())
+@virtual
+async def test_a_login_that_may_not_read_learns_it(site: SimulatedSite) -> None:
+    site.broker.refused = [topics.spec(LAB, "+", "+")]
+    with pytest.raises(ConnectionFailed, match=r"does not let login 'guest' read fs1/lab/\+/\+/spec"):
+        await follower(site, lambda watch: watch.follow(Seen()))
+
+
+@virtual
+async def test_a_look_shows_the_present_state(site: SimulatedSite, capsys: pytest.CaptureFixture[str]) -> None:
+    begin(site)
+    for json_lines in (False, True):
+        show = partial(look, json_lines=json_lines, devices=None)
+        await follower(site, lambda watch, show=show: watch.look(show, timeout_s=9.0))  # type: ignore[misc]
     *picture, tree = capsys.readouterr().out.splitlines()
     assert picture[0] == "small  global round 0/10"
     assert any(line.split() == ["cloud", "ready?", "0/10", "0/2", "present"] for line in picture)
     cloud = json.loads(tree)["nodes"]["cloud"]
     assert (cloud["state"], cloud["proven"]) == ("ready", False)  # nobody has sent anything: it may be a dead run's
-    assert json.loads(tree)["nodes"]["cloud"]["children"]["institution-1"]["children"]["device-3"]["state"] == "absent"
+    assert cloud["children"]["institution-1"]["children"]["device-3"]["state"] == "absent"
+
+
+def test_off_a_terminal_it_is_reported_once_that_there_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(json_lines=False)
+    for _ in range(2):
+        lines.waiting(Runs(None), "b:1883")
+    assert capsys.readouterr().err == "waiting for a run of lab lab on broker b:1883\n"
 
 
 def test_a_look_at_a_broker_that_is_not_there_ends_with_3() -> None:
@@ -449,28 +395,18 @@ def test_a_look_at_a_broker_that_is_not_there_ends_with_3() -> None:
     assert done.exit_code == 3 and "connection refused" in done.stderr
 
 
-def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_130(address: BrokerAddress) -> None:
-    done = invoke("watch", "--broker", str(address), "--once", "--timeout", "0.5")
-    assert (done.exit_code, done.stdout) == (5, "")
-    assert f"no active run of lab lab on broker {address}" in done.stderr
-    watch = command("watch", "--broker", address)
-    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
-        assert waiting.stderr is not None and "waiting for a run of lab lab" in waiting.stderr.readline()
-        waiting.send_signal(signal.SIGINT)
-        assert waiting.wait(PATIENCE_S) == 130
-
-
 @pytest.mark.timeout(300)  # its devices are started twice
 @pytest.mark.slow
-def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_path: Path) -> None:
+def test_a_lab_of_processes_is_watched_to_its_end(tmp_path: Path) -> None:
     """Its devices are killed in the second global round, and started again."""
     slow = "hardware.default.overhead_s=1.5"  # a global round: else a record every second may miss some
     pairs = ("topology.institutions=1", "topology.devices=2", "rounds=3", "institution.rounds=1", slow)
     names = ("device-0", "device-1")
     with ExitStack() as stack:
+        served = stack.enter_context(broker.start(directory=tmp_path))
 
         def start(*arguments: str | Path, output: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
-            words = command(*arguments, "--broker", address, null=True)
+            words = command(*arguments, "--broker", f"{served.host}:{served.port}", null=True)
             process = subprocess.Popen(words, stdout=output, stderr=subprocess.DEVNULL, text=True)
             stack.enter_context(process)
             stack.callback(process.kill)
