@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import subprocess
-import sys
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,10 +32,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> N
     assert run.nodes.children == {"cloud": ["institution-0"], "institution-0": ["device-0"]}
     assert run.tiers == ("wan", "lan")
     assert run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
-
-
-def test_accuracies_not_known_yet_are_none(tmp_path: Path, make_run: MakeRun) -> None:
-    run = Run(make_run(tmp_path, {}, accuracies=(0.5, None)))
+    run = Run(make_run(tmp_path, {}, accuracies=(0.5, None)))  # the last one is not known yet
     assert [row.accuracy for row in run.rounds] == [0.5, None] and run.accuracy == 0.5
 
 
@@ -48,36 +43,18 @@ def test_states(tmp_path: Path, make_run: MakeRun) -> None:
     assert Run(killed).state == State.INTERRUPTED
     folder = RunFolder.reopen(killed)
     assert held(killed) and Run(killed).state == State.RUNNING
-    del folder
-    gc.collect()
+    folder.release()
     assert not held(killed) and Run(killed).state == State.INTERRUPTED
-
-
-def test_a_resumed_run_is_no_longer_failed(tmp_path: Path, make_run: MakeRun) -> None:
-    path = make_run(tmp_path, {}, last="failed")
-    folder = RunFolder.reopen(path)
-    assert Run(path).state == State.RUNNING  # it waits for its nodes
+    failed = make_run(tmp_path, {}, last="failed")
+    folder = RunFolder.reopen(failed)
+    assert Run(failed).state == State.RUNNING  # it waits for its nodes
     folder.event("run", {})
-    del folder
-    gc.collect()
-    assert Run(path).state == State.INTERRUPTED
-
-
-def test_the_kernel_lets_go_of_a_killed_process_folder(tmp_path: Path, make_run: MakeRun) -> None:
-    path = make_run(tmp_path, {}, last="")
-    code = f"from cloud.results import RunFolder; f = RunFolder.reopen(__import__('pathlib').Path({str(path)!r})); "
-    process = subprocess.Popen([sys.executable, "-c", code + "print(1, flush=True); input()"], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE)  # fmt: skip
-    with process:
-        assert process.stdout is not None and process.stdout.readline()
-        assert held(path)
-        process.kill()
-        process.wait()
-        assert not held(path)
+    folder.release()
+    assert Run(failed).state == State.INTERRUPTED
 
 
 def test_a_table_cut_anywhere_has_whole_rows(tmp_path: Path, make_run: MakeRun) -> None:
-    path = make_run(tmp_path, {})
+    path = make_run(tmp_path, {}, accuracies=(0.5, None))
     file = path / "rounds.csv"
     whole, text = Run(path).rounds, file.read_bytes()
     for end in range(len(text)):
@@ -121,18 +98,10 @@ def test_events_that_were_cut_are_left_out_also_in_the_middle(tmp_path: Path, ma
 )
 def test_what_is_damaged_is_named(tmp_path: Path, make_run: MakeRun, name: str, text: str | None, words: str) -> None:
     path = make_run(tmp_path, {})
-    damaged = text if text is not None else (path / name).read_text().replace("\n1,", "\none,", 1)
-    (path / name).write_text(damaged)
-
-    def everything() -> tuple[object, ...]:
-        run = Run(path)
-        return run.rounds, run.links, run.name, run.prediction, run.partition
-
-    with pytest.raises(InvalidExperiment, match=words) as raised:
-        everything()
-    assert name in str(raised.value)
+    (path / name).write_text(text or (path / name).read_text().replace("\n1,", "\none,", 1))
     done = invoke("report", path)
     assert done.exit_code == 4 and name in done.stderr and not (path / "report.html").exists()
+    assert re.search(words, done.stderr)
 
 
 def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path, make_run: MakeRun) -> None:
@@ -179,9 +148,8 @@ def test_each_command_on_runs_takes_what_a_shell_makes_of_a_sweeps_folder(tmp_pa
     (sweep / "sweep.lock").touch()
     for _ in range(2):  # the second time beside the report of the first
         done = invoke("report", *sorted(sweep.iterdir()))
-        assert done.exit_code == 0 and f"skipped, no runs: {sweep / 'sweep.lock'}" in done.stderr.replace(
-            f"{done.stdout.strip()}, ", ""
-        )
+        skipped = done.stderr.replace(f"{done.stdout.strip()}, ", "")
+        assert done.exit_code == 0 and f"skipped, no runs: {sweep / 'sweep.lock'}" in skipped
     reached = json.loads(invoke("compare", *sorted(sweep.iterdir()), "--target", "0.7", "--format", "json").stdout)
     assert [group["reached"] for group in reached["groups"]] == [2]
     listed = invoke("runs", "list", "--runs", tmp_path, "--format", "json").stdout.splitlines()

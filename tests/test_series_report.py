@@ -26,6 +26,8 @@ from tests.helpers.commands import invoke
 from tests.test_report import CHROMIUM, LAB, read
 
 MakeRun = Callable[..., Path]
+TEMPO = {"cloud": {"epoch_control": {"name": "tempo"}}}
+LARGER = {**LAB, "topology": {"institutions": 2, "devices": 8}}
 POINTS = st.lists(
     st.dictionaries(st.integers(1, 6), st.tuples(st.floats(0, 99), st.floats(0, 1)), max_size=6), max_size=4
 )
@@ -42,10 +44,9 @@ def test_means_and_bands_are_those_of_numpy(runs: list[dict[int, Point]]) -> Non
     values = np.array([[run[i] for i in common] for run in some]).reshape(len(some), -1, 2)
     assert np.allclose(np.array(curve.points).reshape(-1, 2), values.mean(axis=0))
     assert np.allclose(curve.deviations, values[:, :, 1].std(axis=0, ddof=1))
-    for (x, low, high), (mean_x, y), deviation in zip(
-        curve.band(score_axis(Score())), curve.points, curve.deviations, strict=True
-    ):
-        assert (x, low, high) == (mean_x, max(y - deviation, 0), min(y + deviation, 1))
+    spread = zip(curve.points, curve.deviations, strict=True)
+    band = [(x, max(y - deviation, 0), min(y + deviation, 1)) for (x, y), deviation in spread]
+    assert curve.band(score_axis(Score())) == band
     last = max(common, default=0)
     longer = [run for run in some if max(run) > last]
     assert [line[-1] for line in curve.rest] == [run[max(run)] for run in longer]
@@ -54,9 +55,8 @@ def test_means_and_bands_are_those_of_numpy(runs: list[dict[int, Point]]) -> Non
 
 def test_seeds_are_one_line_with_a_band_and_one_row(tmp_path: Path, make_run: MakeRun) -> None:
     accuracies = {1: (0.5, 0.75), 2: (0.25, 0.5), 3: (0.5,)}
-    tempo = {"cloud": {"epoch_control": {"name": "tempo"}}}
     fixed = [make_run(tmp_path, {**LAB, "seed": seed}, accuracies=each) for seed, each in accuracies.items()]
-    other = [make_run(tmp_path, {**LAB, **tempo, "seed": seed}, accuracies=(0.75, 1.0)) for seed in (1, 2, 4)]
+    other = [make_run(tmp_path, {**LAB, **TEMPO, "seed": seed}, accuracies=(0.75, 1.0)) for seed in (1, 2, 4)]
     killed = make_run(tmp_path, {**LAB, "seed": 5}, accuracies=(0.125,), last="")
     failed = make_run(tmp_path, {**LAB, "seed": 6}, accuracies=(), last="failed")
     page, title = compose([Run(path) for path in (*fixed, *other, killed, failed)])
@@ -90,15 +90,12 @@ def test_loss_is_beside_accuracy_where_it_is_recorded(tmp_path: Path, make_run: 
 
 
 def test_tasks_are_not_laid_over_each_other(tmp_path: Path, make_run: MakeRun) -> None:
-    larger = {**LAB, "topology": {"institutions": 2, "devices": 8}}
-    page, title = compose([Run(make_run(tmp_path, tree)) for tree in (LAB, larger)])
+    page, title = compose([Run(make_run(tmp_path, tree)) for tree in (LAB, LARGER)])
     assert title == "2 runs: 2 tasks"
     lines = {f.name: list(dict.fromkeys(row[0] for row in f.table.rows)) for f in page.figures if f.table}
     assert lines["accuracy-rounds-task0"] == lines["accuracy-rounds-task1"] == ["tiny"]
-    words = read(page.html(title)).words
-    assert (
-        "2 tasks, between which nothing is comparable: 2 institutions, 4 devices; 2 institutions, 8 devices." in words
-    )
+    words, both = read(page.html(title)).words, "2 institutions, 4 devices; 2 institutions, 8 devices"
+    assert f"2 tasks, between which nothing is comparable: {both}." in words
     assert "Accuracy and loss: 2 institutions, 8 devices" in words
 
 
@@ -130,9 +127,8 @@ def test_the_top_has_what_was_run(tmp_path: Path, make_run: MakeRun) -> None:
     assert (found["cloud"], found["institution"]) == ("fedcross, alpha 0.9", "fedavg, rounds 2")
     assert found["devices"].startswith("cross_entropy, epochs 1, batch_size") and found["seeds"] == "1"
     assert found["topology"] == "2 institutions, 4 devices"
-    assert found["links"].startswith(
-        "WAN 20 Mbit/s down, 10 Mbit/s up; LAN 100 Mbit/s, 0.25 ms (lan-100mbit); enforced"
-    )
+    lan = "LAN 100 Mbit/s, 0.25 ms (lan-100mbit)"
+    assert found["links"].startswith(f"WAN 20 Mbit/s down, 10 Mbit/s up; {lan}; enforced")
     assert found["hardware"].endswith("; no emulated hardware") and "torch" in found["versions"]
     both = facts_of(compose([Run(make_run(tmp_path, tree)) for tree in (LAB, LAB | cross)])[0])
     assert " ".join(both["cloud"].split()) == "#1: fedavg #2: fedcross, alpha 0.9"
@@ -154,7 +150,7 @@ def test_hardware_is_a_table_only_where_it_differs(tmp_path: Path, make_run: Mak
 
 def test_long_names_stand_once_and_notes_in_one_box(tmp_path: Path, make_run: MakeRun) -> None:
     long = ["an averaged model of two institutions", "Tempo over the slower of both links"]
-    slow = {"links": {"wan": {"up_mbit": 1.0}}, "cloud": {"epoch_control": {"name": "tempo"}}}
+    slow = {"links": {"wan": {"up_mbit": 1.0}}, **TEMPO}
     paths = [make_run(tmp_path, {**LAB, **tree, "seed": seed}) for tree in ({}, slow) for seed in (1, 2)]
     killed = make_run(tmp_path, {**LAB, "seed": 3}, last="")
     page, title = compose([Run(path) for path in (*paths, killed)], long)
@@ -174,12 +170,9 @@ def test_long_names_stand_once_and_notes_in_one_box(tmp_path: Path, make_run: Ma
     assert [row[0] for row in series.rows] == long  # files have the names
 
 
-def test_numbers_of_several_tasks_are_explained_with_the_lines_of_their_charts(
-    tmp_path: Path, make_run: MakeRun
-) -> None:
-    larger = {**LAB, "topology": {"institutions": 2, "devices": 8}}
-    tempo = {"cloud": {"epoch_control": {"name": "tempo"}}}
-    text = compose([Run(make_run(tmp_path, tree)) for tree in (LAB, larger, LAB | tempo, larger | tempo)])[0].html("t")
+def test_numbers_of_several_tasks_are_explained_with_lines_of_charts(tmp_path: Path, make_run: MakeRun) -> None:
+    trees = (LAB, LARGER, LAB | TEMPO, LARGER | TEMPO)
+    text = compose([Run(make_run(tmp_path, tree)) for tree in trees])[0].html("t")
     key = re.findall(r'<li><svg [^>]*><path class="stroke-s(\d) [^>]*/></svg> (#\d) ([^<]*)</li>', text)
     four, eight = "2 institutions, 4 devices", "2 institutions, 8 devices"
     assert key == [("0", "#1", f"fixed ({four})"), ("0", "#2", f"fixed ({eight})"), ("1", "#3", f"tempo ({four})"),
@@ -247,12 +240,8 @@ def test_a_printed_report_has_every_row(tmp_path: Path, make_run: MakeRun) -> No
     path = make_run(tmp_path, lab, accuracies=[i / 1000 for i in range(1, 91)])
     with (path / "events.jsonl").open("a") as file:
         for i in range(150):
-            facts = {
-                "time": f"2026-01-01T00:00:00.{i:03}",
-                "event": "warning",
-                "text": f"mark-{i:03} {'words ' * 9}end-{i:03}",
-            }
-            file.write(json.dumps(facts) + "\n")
+            facts = {"event": "warning", "text": f"mark-{i:03} {'words ' * 9}end-{i:03}"}
+            file.write(json.dumps({"time": f"2026-01-01T00:00:00.{i:03}", **facts}) + "\n")
     assert invoke("report", path).exit_code == 0
     pdf = tmp_path / "page.pdf"
     subprocess.run(
@@ -262,6 +251,5 @@ def test_a_printed_report_has_every_row(tmp_path: Path, make_run: MakeRun) -> No
         capture_output=True, timeout=100, check=True,
     )  # fmt: skip
     text = subprocess.run(["pdftotext", "-layout", pdf, "-"], capture_output=True, text=True, check=True).stdout
-    assert [text.count(f"mark-{i:03}") for i in range(150)] == [1] * 150
-    assert [text.count(f"end-{i:03}") for i in range(150)] == [1] * 150
+    assert [text.count(f"{word}-{i:03}") for i in range(150) for word in ("mark", "end")] == [1] * 300
     assert [i for i in range(1, 91) if not re.search(rf"^ *{i} .*0\.{i:03}0 .*1\.5000 ", text, re.MULTILINE)] == []

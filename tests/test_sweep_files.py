@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
+from common.experiment.training import CrossEntropy
+from deploy.console.shipped import shipped_sweeps
 from deploy.sweeps.grid import Grid, PaperFigure, expand, load, merged
 
+Tree = dict[str, Any]
 FILE = Path("two-by-two.toml")
 TREE: dict[str, Any] = {
     "title": "Two rules on two splits",
@@ -47,9 +50,7 @@ def figures(rows: list[list[Any]]) -> dict[str, Any]:
 
 
 @given(trees, trees, trees)
-def test_merging_keeps_what_is_not_changed_and_takes_what_is(
-    base: dict[str, Any], one: dict[str, Any], two: dict[str, Any]
-) -> None:
+def test_merging_keeps_what_is_not_changed_and_takes_what_is(base: Tree, one: Tree, two: Tree) -> None:
     assert merged(base) == base and merged(base, {}) == base and merged({}, base) == base
     assert merged(base, one, two) == merged(merged(base, one), two)
     once = merged(base, one)
@@ -140,10 +141,7 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
 
 
 def test_a_small_form_has_the_figures_of_the_large_one() -> None:
-    changes = {
-        "paper": {"figures": [["split", "FedAvg"], ["IID", 3]]},
-        "small": {"only": {"split": ["IID"]}, "seeds": 1},
-    }
+    changes = figures([["split", "FedAvg"], ["IID", 3]]) | {"small": {"only": {"split": ["IID"]}, "seeds": 1}}
     small_grid, large = (grid(changes, small=each) for each in (True, False))
     assert small_grid.figures == large.figures != {}
 
@@ -168,13 +166,8 @@ def test_a_curve_is_a_measure_every_so_many_rounds() -> None:
 
 
 def test_the_papers_figures_find_their_cells() -> None:
-    figures = [
-        ["split", "FedAvg", "FedCross 0.9, dynamic"],
-        ["Dirichlet 0.1", [46.1, 2.3], {"from": 50, "to": 52}],
-        ["IID", 60.5],
-    ]
-    found = grid({"paper": {"figures": figures}}).figures
-    assert found == {
+    rows = [["split", *TREE["axes"]["method"]], ["Dirichlet 0.1", [46.1, 2.3], {"from": 50, "to": 52}], ["IID", 60.5]]
+    assert grid(figures(rows)).figures == {
         (("Dirichlet 0.1", "FedAvg"), "accuracy"): PaperFigure(46.1, 46.1, 2.3),
         (("Dirichlet 0.1", "FedCross 0.9, dynamic"), "accuracy"): PaperFigure(50, 52),
         (("IID", "FedAvg"), "accuracy"): PaperFigure(60.5, 60.5),
@@ -184,10 +177,8 @@ def test_the_papers_figures_find_their_cells() -> None:
         [["measure", "split", "FedAvg"], ["final", "IID", 60], ["bytes", "IID", 3]],
         [["split", "method", "final", "bytes"], ["IID", "FedAvg", 60, 3], ["Dirichlet 0.1", "FedAvg", "", ""]],
     ):
-        both = grid({"measure": measures, "paper": {"figures": table}}).figures
-        assert both == {
-            (("IID", "FedAvg"), "final"): PaperFigure(60, 60), (("IID", "FedAvg"), "bytes"): PaperFigure(3, 3)
-        }  # fmt: skip
+        both = grid({"measure": measures, **figures(table)}).figures
+        assert both == {(("IID", "FedAvg"), name): PaperFigure(n, n) for name, n in (("final", 60), ("bytes", 3))}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +208,9 @@ def test_the_papers_figures_find_their_cells() -> None:
         ({"measure": {"against": "FedAgv"}}, "measure.against = 'FedAgv': no axis has this value. Did you mean"),
         ({"measure": [{}, {}]}, "measure.label = 'accuracy': two measures have it. Give one another label."),
         ({"small": {"only": {"split": ["x"]}}}, "small.only.split = 'x': the axis has no such value."),
+        ({"paper": {"best": {"C": ["D"]}}}, "paper.best.C.method = 'D': the axis has no such value. There are: FedAvg"),
+        ({"paper": {"best": {"FedAvg": ["FedAvg"]}}}, "paper.best = 'FedAvg': a value of the axis. Use another name."),
+        ({"paper": {"best": {"C": []}}}, "paper.best = 'C': the best of nothing. Name some values."),
         ({"paper": {"baseline": "Fed"}}, "paper.baseline.method = 'Fed': the axis has no such value."),
         ({"axes": {"measure": {"x": {}}}}, "axes = 'measure': a key of the file's own. Give the axis another name."),
         (figures([["split", "FedAgv"]]), "paper.figures = 'FedAgv': no axis, and no value of one. Did you mean"),
@@ -242,3 +236,37 @@ def test_an_experiment_is_no_sweep(tmp_path: Path) -> None:
     file.write_text("rounds = 3\n")
     with pytest.raises(InvalidExperiment, match=r"not a sweep: it has no \[axes\]\. Use `fedstrata run`"):
         load(file)
+
+
+# The study's sweeps
+
+STUDY = [name for name in shipped_sweeps() if name.startswith("study/")]
+EQUAL_WORK = ("study/two", "study/methods", "study/three")
+
+
+@pytest.mark.parametrize("name", STUDY)
+def test_every_cell_is_an_experiment_of_its_own(name: str) -> None:
+    large, small = (load(shipped_sweeps()[name], small=small, seeds=1) for small in (False, True))
+    assert len({*large.experiments, *small.experiments}) == 2 * len(large.cells)
+
+
+def test_the_study_has_the_parts_that_its_page_has() -> None:
+    cells = {name: len(load(shipped_sweeps()[name], seeds=1).cells) for name in STUDY}
+    assert cells == {
+        "study/two": 40, "study/methods": 72, "study/three": 192, "study/tempo": 36, "study/table1": 4,
+        "study/codecs": 76, "study/images": 8, "study/motions": 5, "study/wan": 21,
+    }  # fmt: skip
+    seen = load(shipped_sweeps()["study/two"]).figures
+    assert {label for _, label in seen} == {"Δ 25", "round 300"} and len(seen) == 7
+
+
+def test_all_rows_do_equal_local_work() -> None:
+    work = set()
+    for name in EQUAL_WORK:
+        for one in load(shipped_sweeps()[name], seeds=1).experiments.values():
+            drawn = float(len(one.tree.devices))
+            for tier in one.tiers:
+                drawn *= tier.participation
+            training = one.training.model_copy(update={"objective": CrossEntropy()})  # FedSAM: two gradients a step
+            work.add((one.rounds * one.device_rounds * round(drawn), training.model_dump_json()))
+    assert len(work) == 1
