@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from common.accounting.traffic import TcpStats, Traffic
+from common.accounting.traffic import Traffic
 from common.experiment.links import LinkSettings
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
@@ -41,18 +41,9 @@ from common.protocol.parent_session import ParentSession
 from common.protocol.presence import Identity
 from common.protocol.round_state import Assignment, Closed
 from common.runtime.models import Models
+from tests.session_lab import NoMeter
 
 RECORDING = Path(__file__).parent / "recordings" / "run.msgpack"
-
-
-class NoMeter:
-    """A connection whose kernel reports nothing."""
-
-    def sample(self) -> TcpStats:
-        return TcpStats()
-
-    def received(self) -> int:
-        return -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +81,19 @@ def experiment(recording: dict[str, Any]) -> Experiment:
 
 
 def test_every_message_is_understood_and_written_as_it_was(messages: list[Recorded]) -> None:
-    control = [one for one in messages if one.message is not None]
-    assert len(control) > 50
-    for one in control:
-        assert one.message is not None
+    kinds = []
+    for one in (one for one in messages if one.message is not None):
         assert serialization.encode(one.message, one.session) == one.body
-    kinds = {type(one.message).__name__ for one in control}
-    assert kinds >= {
+        assert msgpack.unpackb(one.body[8:])[0] == serialization.VERSION
+        kinds.append(type(one.message).__name__)
+    assert len(kinds) > 50 and set(kinds) >= {
         "Presence", "Announcement", "Task", "Progress", "Result", "Acknowledgement", "Ask", "Farewell", "Goodbye",
         "WhoIsThere", "Alive", "Preparing",
     }  # fmt: skip
 
 
-def layout_in(messages: list[Recorded]) -> ModelLayout:
-    found = next(one.message for one in messages if isinstance(one.message, Announcement))
-    return ModelLayout.from_json(found.layout)
+def announcement_in(messages: list[Recorded]) -> Announcement:
+    return next(one.message for one in messages if isinstance(one.message, Announcement))
 
 
 def blobs_in(messages: list[Recorded]) -> dict[str, bytearray]:
@@ -187,27 +176,26 @@ class Replay:
                 self.session.link.sent(output.chunk)
             elif isinstance(output, Publish) and output.body:
                 topic = topics.parse(output.topic)
-                _, message = serialization.decode(output.body)
                 if isinstance(topic, topics.InboxTopic):
-                    entry = topic.node, comparable(message)
-                    if entry not in self.sent:
-                        self.sent.append(entry)
+                    entry = topic.node, comparable(serialization.decode(output.body)[1])
+                    self.sent += [entry] if entry not in self.sent else []
 
     def of(self, *kinds: type) -> list[tuple[str, Message]]:
-        return [(receiver, message) for receiver, message in self.sent if isinstance(message, kinds)]
+        return [sent for sent in self.sent if isinstance(sent[1], kinds)]
 
 
 @pytest.mark.parametrize("node", ["cloud", "institution-0"])
 def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Recorded], experiment: Experiment) -> None:
-    layout, blobs = layout_in(messages), blobs_in(messages)
+    blobs = blobs_in(messages)
     children = ["institution-0"] if node == "cloud" else experiment.tree.devices
     identity = Identity(run_of(messages), node, "cloud", session_of(messages, node), ledger=run_of(messages))
     session = ParentSession(
         identity, links=dict.fromkeys(children, LinkSettings()), transfer=experiment.transfer, shaped=False,
         meter=NoMeter(), first_number=1, limits=limits_below(experiment, node),
     )  # fmt: skip
-    session.set_form(Models(sent="fp32", received="fp32").form(layout))
-    session.link.announce(next(one.message for one in messages if isinstance(one.message, Announcement)))
+    announcement = announcement_in(messages)
+    session.set_form(Models(sent="fp32", received="fp32").form(ModelLayout.from_json(announcement.layout)))
+    session.link.announce(announcement)
     replay = Replay(session, messages)
     tasks = {}
     for one in messages:
@@ -226,16 +214,8 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
             }
             for task in tasks[key].values():
                 session.link.offer(task.model, memoryview(blobs[task.model.blob]), children)
-            assert (
-                session.open(
-                    global_round=key.global_round,
-                    local_round=key.local_round,
-                    assignments=given,
-                    closing=Closing(),
-                    now=now,
-                )
-                == key
-            )
+            numbers = {"global_round": key.global_round, "local_round": key.local_round}
+            assert session.open(**numbers, assignments=given, closing=Closing(), now=now) == key
         while (event := session.next_event()) is not None:
             if isinstance(event, UploadAnnounced):
                 buffer = uploads[event.result.model.blob] = bytearray(event.result.model.size)
@@ -256,7 +236,7 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
 
 @pytest.mark.parametrize("node", ["institution-0", "device-0", "device-1"])
 def test_a_child_answers_the_recorded_tasks_again(node: str, messages: list[Recorded], experiment: Experiment) -> None:
-    layout, blobs = layout_in(messages), blobs_in(messages)
+    layout, blobs = ModelLayout.from_json(announcement_in(messages).layout), blobs_in(messages)
     parent = "cloud" if node == "institution-0" else "institution-0"
     session = ChildSession(
         Identity(run_of(messages), node, "device", session_of(messages, node)), parent=parent,
@@ -286,8 +266,3 @@ def test_a_child_answers_the_recorded_tasks_again(node: str, messages: list[Reco
     assert replay.of(Result) == sent_by(node, messages, (Result,))
     assert ended == [NodeState.FINISHED]
     assert not session.link.refusals.total
-
-
-def test_the_recording_is_of_this_version(messages: list[Recorded]) -> None:
-    versions = {msgpack.unpackb(one.body[8:])[0] for one in messages if one.message is not None}
-    assert versions == {serialization.VERSION}

@@ -23,7 +23,7 @@ from deploy.results.run import Run
 from deploy.results.sections import mean_curve
 from docs.tools.runs_picture import picture
 from tests.helpers.commands import invoke
-from tests.test_report import CHROMIUM, LAB, read
+from tests.test_report import CHROMIUM, LAB, Tree
 
 MakeRun = Callable[..., Path]
 TEMPO = {"cloud": {"epoch_control": {"name": "tempo"}}}
@@ -69,7 +69,7 @@ def test_seeds_are_one_line_with_a_band_and_one_row(tmp_path: Path, make_run: Ma
     thin = [[x for x, _ in mark.points] for mark in marks if mark.kind == "stroke-s0 dash-0 thin"]
     assert thin == [[216.0, 386.0], [216.0, 386.0], [216.0]]  # beyond the mean, and of the killed one
     assert sum("band" in mark.kind for mark in marks) == 1  # a band of one point has no area
-    tree = read(page.html(title))
+    tree = Tree(page.html(title))
     heads, first, second = tree.tables["The series: mean ± standard deviation (n - 1) over the finished runs"]
     assert heads[:2] == ["series", "finished"] and first[:3] == ["fixed", "3/5", "1, 2, 3, 5, 6"]
     assert first[4:6] == ["58.33 ± 14.43", "-"]
@@ -94,7 +94,7 @@ def test_tasks_are_not_laid_over_each_other(tmp_path: Path, make_run: MakeRun) -
     assert title == "2 runs: 2 tasks"
     lines = {f.name: list(dict.fromkeys(row[0] for row in f.table.rows)) for f in page.figures if f.table}
     assert lines["accuracy-rounds-task0"] == lines["accuracy-rounds-task1"] == ["tiny"]
-    words, both = read(page.html(title)).words, "2 institutions, 4 devices; 2 institutions, 8 devices"
+    words, both = Tree(page.html(title)).words, "2 institutions, 4 devices; 2 institutions, 8 devices"
     assert f"2 tasks, between which nothing is comparable: {both}." in words
     assert "Accuracy and loss: 2 institutions, 8 devices" in words
 
@@ -143,7 +143,7 @@ def test_hardware_is_a_table_only_where_it_differs(tmp_path: Path, make_run: Mak
     ):
         page, _ = compose([Run(make_run(tmp_path, {**LAB, "hardware": hardware}))])
         assert facts_of(page)["hardware"].endswith(words)
-        rows = read(page.html("t")).tables.get(title)
+        rows = Tree(page.html("t")).tables.get(title)
         assert (rows is None) == ("default" in hardware)
     assert rows is not None and rows[2] == ["device-1", "3.000", "-", "0.000", "-"]
 
@@ -157,7 +157,7 @@ def test_long_names_stand_once_and_notes_in_one_box(tmp_path: Path, make_run: Ma
     text = page.html(title)
     assert title == "5 runs: 2 series"
     assert text.count('class="notes"') == 1 and text.count("<li>#2: other links than #1: ") == 1
-    tree = read(text)
+    tree = Tree(text)
     assert "was interrupted or killed: 3 of 3 global rounds are done" in tree.words
     for i, name in enumerate(long, 1):
         assert len(re.findall(rf"</svg> #{i} {name}</li>", text)) == 1
@@ -177,13 +177,13 @@ def test_numbers_of_several_tasks_are_explained_with_lines_of_charts(tmp_path: P
     four, eight = "2 institutions, 4 devices", "2 institutions, 8 devices"
     assert key == [("0", "#1", f"fixed ({four})"), ("0", "#2", f"fixed ({eight})"), ("1", "#3", f"tempo ({four})"),
                    ("1", "#4", f"tempo ({eight})")]  # fmt: skip
-    means = read(text).tables["The series: mean ± standard deviation (n - 1) over the finished runs"]
+    means = Tree(text).tables["The series: mean ± standard deviation (n - 1) over the finished runs"]
     assert [row[:2] for row in means[1:]] == [[four, "fixed"], [eight, "fixed"], [four, "tempo"], [eight, "tempo"]]
 
 
 def test_a_report_of_many_unfinished_runs_counts_them(tmp_path: Path, make_run: MakeRun) -> None:
     paths = [make_run(tmp_path, {**LAB, "seed": seed}, last="") for seed in range(4)]
-    words = read(compose([Run(path) for path in paths])[0].html("t")).words
+    words = Tree(compose([Run(path) for path in paths])[0].html("t")).words
     assert "4 of 4 runs are not finished; the table of the runs has their states." in words
     assert "was interrupted" not in words
 

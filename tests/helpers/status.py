@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from common.protocol.messages import ChildCount, ChildStatus, Key, LinkBytes, NodeState, RunStatus, Status, Step
+from collections.abc import Iterable
+from typing import Any
+
+from common.protocol.messages import ChildStatus, LinkBytes, NodeState, Status, Step
 
 
-def child(
-    name: str,
-    step: Step = Step.IDLE,
-    *,
-    state: NodeState | None = NodeState.READY,
-    done: int = 0,
-    total: int = 0,
-    size: int = 0,
-    epochs: int = 0,
-    up: int = 0,
-    down: int = 0,
-    loss: float | None = None,
-    seconds: float = 0.0,
-    text: str = "",
-) -> ChildStatus:
-    return ChildStatus(name, state, step, done, total, size, epochs, up, down, loss, seconds, text)
+def child(name: str, step: Step = Step.IDLE, *, state: NodeState | None = NodeState.READY, **facts: Any) -> ChildStatus:
+    """Return what a parent reports of a child: nothing done, but for the facts."""
+    nothing = dict.fromkeys(("done", "total", "size", "epochs", "up", "down"), 0)
+    return ChildStatus(name, state, step, **{**nothing, "loss": None, "seconds": 0.0, "text": "", **facts})
 
 
-def record(
-    *children: ChildStatus,
-    at_s: float,
-    key: Key | None = None,
-    open: bool = True,  # noqa: A002 - the field's name
-    tiers: tuple[tuple[int, int], ...] = (),
-    others: tuple[ChildCount, ...] = (),
-    run: RunStatus | None = None,
-) -> Status:
-    return Status(at_s, key, open, False, tuple(LinkBytes(*each) for each in tiers), children, others, run)
+def record(*children: ChildStatus, at_s: float, tiers: Iterable[tuple[int, int]] = (), **facts: Any) -> Status:
+    """Return a parent's record. `tiers`: bytes up and down of each."""
+    usual: dict[str, Any] = {"key": None, "open": True, "measuring": False, "others": (), "run": None}
+    return Status(at_s=at_s, tiers=tuple(LinkBytes(*each) for each in tiers), children=children, **usual | facts)

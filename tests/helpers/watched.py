@@ -37,14 +37,8 @@ MANY = 2**63 - 1
 
 
 def experiment_of(institutions: int = 2, devices: int = 4, *, rounds: int = 2, global_rounds: int = 10) -> Experiment:
-    return parse(
-        {
-            "name": "small",
-            "rounds": global_rounds,
-            "topology": {"institutions": institutions, "devices": devices},
-            "institution": {"rounds": rounds},
-        }
-    )
+    topology = {"institutions": institutions, "devices": devices}
+    return parse({"name": "small", "rounds": global_rounds, "topology": topology, "institution": {"rounds": rounds}})
 
 
 class Watched:
@@ -52,9 +46,8 @@ class Watched:
 
     def __init__(self, experiment: Experiment | None = None, *, brokers: int = 1) -> None:
         self.now = 0.0
-        self.lab = WatchedLab(
-            RUN, experiment or experiment_of(), brokers=[f"b{i}:1883" for i in range(brokers)], now=0.0
-        )
+        names = [f"b{i}:1883" for i in range(brokers)]
+        self.lab = WatchedLab(RUN, experiment or experiment_of(), brokers=names, now=0.0)
         self.sessions: dict[str, str] = {}
         self.events()
 
@@ -65,18 +58,12 @@ class Watched:
         return self.sessions.setdefault(name, f"{name}-1")
 
     def state(
-        self,
-        name: str,
-        state: NodeState | None,
-        *,
-        session: str = "",
-        reason: str = "",
-        at: int = 0,
-        retained: bool = False,
+        self, name: str, state: NodeState | None, *, session: str = "", reason: str = "", at: int = 0, **how: bool
     ) -> None:
+        """Receive a presence from the broker `at`; None clears it. `how`: `retained`."""
         presence = None if state is None else Presence(state, "device", reason=reason)
         body = b"" if presence is None else serialization.encode(presence, session or self.session(name))
-        self.lab.receive(at, topics.StateTopic(LAB, RUN, name), body, self.now, retained=retained)
+        self.lab.receive(at, topics.StateTopic(LAB, RUN, name), body, self.now, **how)
 
     def status(self, name: str, *children: ChildStatus, at_s: float | None = None, **facts: Any) -> None:
         """Receive a parent's record."""
@@ -85,10 +72,7 @@ class Watched:
         self.lab.receive(0, topics.StatusTopic(LAB, RUN, name), body, self.now)
 
     def events(self) -> list[Event]:
-        found = []
-        while (event := self.lab.next_event()) is not None:
-            found.append(event)
-        return found
+        return [event for event in iter(self.lab.next_event, None) if event is not None]
 
     def all_ready(self) -> None:
         for name in self.lab.nodes:
