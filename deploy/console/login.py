@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -26,60 +26,50 @@ OPERATOR: Final = "operator"  # the name of commands that are no node: watch, la
 METRICS_NAME: Final = "metrics"  # the name of the certificate with which all roles of a machine serve /metrics
 NODE: Final = "{name}"  # in a path or a login: the node's name
 
-Username: TypeAlias = Annotated[
-    str | None,
-    typer.Option(help="Login at the broker; {name} stands for the node's name.", envvar="FEDSTRATA_USERNAME"),
-]
-PasswordFile: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="File with the password. Without it, FEDSTRATA_PASSWORD is used.", envvar="FEDSTRATA_PASSWORD_FILE"
-    ),
-]
-UseTls: TypeAlias = Annotated[
-    bool, typer.Option("--tls", help="Connect by TLS, to port 8883 unless given.", envvar="FEDSTRATA_TLS")
-]
-Authority: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--tls-ca",
-        help="PEM file of the authority that signed the broker's certificate; implies --tls.  [default: the system's]",
-        envvar="FEDSTRATA_TLS_CA",
-        show_default=False,
-    ),
-]
-Certificate: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--tls-cert",
-        help="PEM file of the node's certificate; implies --tls. {name} stands for the node's name.",
-        envvar="FEDSTRATA_TLS_CERT",
-    ),
-]
-Key: TypeAlias = Annotated[
-    str | None, typer.Option("--tls-key", help="PEM file of the certificate's key.", envvar="FEDSTRATA_TLS_KEY")
-]
-Revoked: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--tls-crl",
-        help="PEM file of the certificates that this authority has revoked; needs --tls-ca.",
-        envvar="FEDSTRATA_TLS_CRL",
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Login:
     """How a command's nodes identify themselves at the broker, and how the broker does."""
 
-    username: Username = None
-    password_file: PasswordFile = None
-    tls: UseTls = False
-    tls_ca: Authority = None
-    tls_cert: Certificate = None
-    tls_key: Key = None
-    tls_crl: Revoked = None
+    username: Annotated[
+        str | None,
+        typer.Option(help="Login at the broker; {name} stands for the node's name.", envvar="FEDSTRATA_USERNAME"),
+    ] = None
+    password_file: Annotated[
+        str | None,
+        typer.Option(
+            help="File with the password. Without it, FEDSTRATA_PASSWORD is used.", envvar="FEDSTRATA_PASSWORD_FILE"
+        ),
+    ] = None
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Connect by TLS, to port 8883 unless given.", envvar="FEDSTRATA_TLS")
+    ] = False
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            help="PEM file of the authority that signed the broker's certificate; implies --tls.  "
+            "[default: the system's]",
+            envvar="FEDSTRATA_TLS_CA",
+            show_default=False,
+        ),
+    ] = None
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(
+            help="PEM file of the node's certificate; implies --tls. {name} stands for the node's name.",
+            envvar="FEDSTRATA_TLS_CERT",
+        ),
+    ] = None
+    tls_key: Annotated[
+        str | None, typer.Option(help="PEM file of the certificate's key.", envvar="FEDSTRATA_TLS_KEY")
+    ] = None
+    tls_crl: Annotated[
+        str | None,
+        typer.Option(
+            help="PEM file of the certificates that this authority has revoked; needs --tls-ca.",
+            envvar="FEDSTRATA_TLS_CRL",
+        ),
+    ] = None
 
     def address(self, text: str, *, node: str, option: str = "--broker") -> BrokerAddress:
         """Return the broker at host[:port], or at several such addresses, with a node's login and certificate.
@@ -145,15 +135,11 @@ def warn_of_end(broker: BrokerAddress) -> None:
 
     ends_at = broker.tls.ends_at() if broker.tls is not None else None
     if broker.tls is not None and ends_at is not None and ends_at < time.time() + SOON_S:
-        left = (
-            f"ends in {(ends_at - time.time()) / 86_400:.0f} days"
-            if ends_at
-            else "has ended, or has not begun by this machine's clock"
-        )
-        line = (
-            f"certificate {broker.tls.certificate} {left}. Renew it: `fedstrata provision`, then install the kits again"
-        )
-        logs.write_line(line, level=logging.WARNING)
+        left = "has ended, or has not begun by this machine's clock"
+        if ends_at:
+            left = f"ends in {(ends_at - time.time()) / 86_400:.0f} days"
+        remedy = "Renew it: `fedstrata provision`, then install the kits again"
+        logs.write_line(f"certificate {broker.tls.certificate} {left}. {remedy}", level=logging.WARNING)
 
 
 def with_login(command: Callable[..., None]) -> Callable[..., None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,20 +41,25 @@ DataRoot = Annotated[
 ]
 
 
-def _checked_lab(name: str) -> str:
+@contextmanager
+def _usage(option: str | None = None) -> Iterator[None]:
+    """Turn a ValueError into one of wrong usage."""
     try:
-        return check_lab(name)
+        yield
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _checked_lab(name: str) -> str:
+    with _usage():
+        return check_lab(name)
 
 
 def checked_nodes(given: str | list[str] | None) -> str | list[str] | None:
     """Return the given name, or names, of nodes; the callback of an option."""
-    try:
+    with _usage():
         for name in [given] if isinstance(given, str) else given or ():
             check_node(name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     return given
 
 
@@ -62,11 +68,9 @@ def check_parents(parents: Sequence[str], names: Sequence[str]) -> None:
     for parent in parents:
         if parent in names:
             raise typer.BadParameter(f"{parent!r} is its own name", param_hint="--parent")
-        try:
-            if parent != CLOUD:
+        if parent != CLOUD:
+            with _usage("--parent"):
                 check_node(parent)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--parent") from None
 
 
 LabOption = Annotated[

@@ -75,10 +75,11 @@ def show(
     else:
         with LiveView(errors, log, lab=lab, follow=follow, clock=clock).shown() as view:
             yield view.observe
-    if log.finished:
-        print(summary({**log.run, **log.finished}, label=experiment.score.label), flush=True)
+    if (finished := log.last.get("finished")) is not None:
+        run = log.last["run"]
+        print(summary({**run, **finished}, label=experiment.score.label), flush=True)
         if shows_activity():
-            write_line(f"report it with: fedstrata report {_name(Path(str(log.run['folder'])))}")
+            write_line(f"report it with: fedstrata report {_name(Path(str(run['folder'])))}")
 
 
 class EventLines:
@@ -135,23 +136,16 @@ class EventLines:
 
 
 class CloudLog:
-    """Log lines of a cloud's events. `run`, `row` and `finished`: the facts of the last event of that kind."""
+    """Log lines of a cloud's events. `last`: the facts of the last event of each name."""
 
     def __init__(self, experiment: Experiment, broker: str = "") -> None:
         self.experiment = experiment
         self.broker = broker
-        self.run: Mapping[str, Any] = {}
-        self.row: Mapping[str, Any] = {}
-        self.finished: Mapping[str, Any] = {}
+        self.last: dict[str, Mapping[str, Any]] = {}
 
     def take(self, event: str, facts: Mapping[str, Any]) -> None:
         """Take an event."""
-        if event == "run":
-            self.run = facts
-        elif event == "global_round":
-            self.row = facts
-        elif event == "finished":
-            self.finished = facts
+        self.last[event] = facts
 
     def line(self, event: str, facts: Mapping[str, Any]) -> str | None:
         """Return the log line for an event, or None if the event is not logged."""
@@ -162,10 +156,12 @@ class CloudLog:
                 where = f"in {facts['folder']}" + (f", broker {self.broker}" if self.broker else "")
                 return f"run {facts['run']}: {facts['experiment']}, {lab}, {model}, {where}"
             case "evaluated":
-                row, seconds = self.row, "simulated s" if self.run.get("simulated") else "s"
-                traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in tiers_in(row))
+                run, row = self.last.get("run", {}), self.last.get("global_round", {})
+                seconds = "simulated s" if run.get("simulated") else "s"
+                both = {tier: row[f"{tier}_up_bytes"] + row[f"{tier}_down_bytes"] for tier in tiers_in(row)}
+                traffic = ", ".join(f"{tier} {size(count)}" for tier, count in both.items())
                 return (
-                    f"global round {facts['global_round']}/{self.run.get('global_rounds', '?')}  "
+                    f"global round {facts['global_round']}/{run.get('global_rounds', '?')}  "
                     f"{self.experiment.score.label} {number(facts['score']):.4f}  "
                     f"loss {number(facts['loss']):.4f}  "
                     f"{row.get('elapsed_s', 0):.1f} {seconds}  {traffic}"
@@ -242,7 +238,7 @@ class LiveView:
                     async with asyncio.timeout(pause_s):
                         await self._closed.wait()
             self._draw(live)
-            live.transient = bool(self._log.finished)
+            live.transient = "finished" in self._log.last
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait((self._following,))
@@ -321,7 +317,3 @@ def tiers_in(names: Iterable[str]) -> list[str]:
 def number(fact: float | None) -> float:
     """Return a number of an event, NaN where it was not finite: JSON has no such numbers."""
     return math.nan if fact is None else fact
-
-
-def _both(row: Mapping[str, Any], tier: str) -> int:
-    return int(row.get(f"{tier}_up_bytes", 0)) + int(row.get(f"{tier}_down_bytes", 0))
