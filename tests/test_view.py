@@ -48,9 +48,8 @@ from deploy.simulation.lab import SimulatedLab
 from deploy.watching import showing
 from deploy.watching.formatting import missing, sparkline, traffic
 from deploy.watching.lab import WatchedLab
-from deploy.watching.rows import HiddenNodes, rows_of
 from deploy.watching.showing import CloudLog, EventLines, LiveView, show
-from deploy.watching.view import View
+from deploy.watching.view import HiddenNodes, View, rows_of
 from tests.helpers.commands import PATIENCE_S
 from tests.helpers.status import child, record
 
