@@ -24,9 +24,9 @@ from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.report import describe, print_report, summary
 from tests.simulation.runs import LabReport, Source, check_lab, check_many, with_only
 
-FEW = (3, 5, 6, 7)
+FEW = (0, 3, 8, 9)
 MANY = range(10_000, 10_300)  # `make simulate SEEDS=2000 FROM=20000` runs others
-QUICK = ("old-store-with-a-dead-device", "lost-device-one-deadline", "lost-device-without-chunks")
+QUICK = ("old-store-with-a-dead-device", "lost-device-without-chunks")
 
 BUGS = {name: f"bug-{name.replace('_', '-')}" for name in MUTATIONS}  # each with a lab that finds it
 
@@ -56,15 +56,11 @@ def test_many_drawn_labs_hold_what_is_promised() -> None:
     assert violations(MANY) == []
 
 
-def test_a_cloud_that_is_killed_after_the_last_global_round_does_not_wait_for_children_that_left() -> None:
-    assert [wrong for number in (292, 300, 318) if (wrong := kill_at(0, ("cloud", number)))] == []
-
-
 def test_a_seed_draws_the_same_lab_and_gives_the_same_report() -> None:
-    assert draw_lab(7) == draw_lab(7) != draw_lab(8)
-    first, second = check_lab(draw_lab(7)), check_lab(draw_lab(7))
+    drawn = draw_lab(9)
+    assert draw_lab(9) == drawn != draw_lab(8) and "devices" in describe(drawn)
+    first, second = check_lab(drawn), check_lab(drawn)
     assert (first.virtual_s, first.gap_s, first.violations) == (second.virtual_s, second.gap_s, ())
-    assert "devices" in describe(draw_lab(7))
 
 
 def test_the_draw_has_labs_of_all_kinds() -> None:
@@ -84,7 +80,7 @@ def test_the_draw_has_labs_of_all_kinds() -> None:
 
 
 def test_a_lab_that_is_kept_is_read_as_it_was(tmp_path: Path) -> None:
-    for seed in range(20):
+    for seed in range(5):
         drawn = draw_lab(seed)
         file = tmp_path / f"lab-{seed}.toml"
         file.write_text(write_lab(drawn, why="a test"), encoding="utf-8")
@@ -163,8 +159,11 @@ def test_one_deadline_is_spent_on_a_known_loss() -> None:
     assert wrong(serves_no_chunk, rounds, rounds, rounds) == "" != wrong(serves_no_chunk, rounds, rounds + 1, rounds)
 
 
-@pytest.mark.parametrize("case", [("cloud", 90), ("institution-0", 60), ("device-0", 75)])
+@pytest.mark.parametrize(
+    "case", [("cloud", 90), ("institution-0", 60), ("device-0", 75), *(("cloud", number) for number in (292, 300, 318))]
+)
 def test_a_kill_at_a_message_is_survived(case: tuple[str, int]) -> None:
+    """The last ones are after the last global round: the cloud does not wait for children that left."""
     assert kill_at(0, case) == ""
 
 
