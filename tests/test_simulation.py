@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from typing import Any
 import pytest
 
 from cloud.agent import STATUS_S
-from cloud.results import RunFolder
 from common.errors import FedstrataError
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
@@ -31,6 +32,9 @@ from deploy.simulation.machines import SimulatedProcess
 from deploy.simulation.network import SimulatedNetwork
 from deploy.simulation.outcome import LabOutcome, model_digest
 from deploy.simulation.world import SimulatedWorld
+from tests.helpers.direct import run_direct
+from tests.helpers.scenarios import restarted
+from tests.helpers.sites import forever
 
 SMALL = {
     "name": "simulated",
@@ -113,7 +117,6 @@ def test_a_cloud_shows_its_status_twice_a_second_until_its_run_ends() -> None:
     ids=["three layers", "two layers", "two layers, FedCross under Tempo"],
 )  # fmt: skip
 def test_real_training_gives_the_model_of_a_direct_run(tree: dict[str, Any], tmp_path: Path) -> None:
-    from deploy.local.direct import run_in_process  # torch takes seconds, which the process below need not
     from tests.helpers.real_workload import RealWorkload
 
     experiment = small(
@@ -122,12 +125,7 @@ def test_real_training_gives_the_model_of_a_direct_run(tree: dict[str, Any], tmp
         model={"name": "mlp_digits"},
         training={"momentum": 0.5, "learning_rate": 0.05},
     )
-    run_in_process(
-        RunFolder.create(tmp_path, experiment, direct=True),
-        resume=False,
-        accelerator="cpu",
-        observe=lambda event, facts: None,
-    )
+    run_direct(tmp_path, experiment)
     outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
     assert outcome.ok, outcome
     assert outcome.digest == model_digest(tmp_path) != ""
@@ -161,16 +159,6 @@ def test_a_seed_gives_the_same_in_every_process() -> None:
     other = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, __file__, "5"], env=other, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == here and here.startswith("ok")
-
-
-def killing(node: str, *, at_s: float, down_s: float = 0.5) -> Scenario:
-    async def scenario(sim: SimulatedLab) -> None:
-        await asyncio.sleep(at_s)
-        sim.kill(node)
-        await asyncio.sleep(down_s)
-        sim.start(node)
-
-    return scenario
 
 
 async def terminating(sim: SimulatedLab) -> None:
@@ -210,9 +198,9 @@ def restarting(how: str) -> Scenario:
 @pytest.mark.parametrize(
     "scenario",
     [
-        pytest.param(killing("device-0", at_s=2.0), id="device killed"),
-        pytest.param(killing("institution-0", at_s=3.0), id="institution killed"),
-        pytest.param(killing("cloud", at_s=3.0), id="cloud killed and resumed"),
+        pytest.param(restarted("device-0", 2.0), id="device killed"),
+        pytest.param(restarted("institution-0", 3.0), id="institution killed"),
+        pytest.param(restarted("cloud", 3.0), id="cloud killed and resumed"),
         pytest.param(terminating, id="device terminated"),
         pytest.param(freezing, id="device stopped for longer than its keep-alive"),
         pytest.param(parting, id="institution cut off"),
@@ -255,16 +243,15 @@ def test_a_failed_lab_has_its_reason() -> None:
 
 
 class Pair:
-    """Two clients on one broker: `run` runs a scenario."""
+    """Clients on one broker."""
 
-    def __init__(self, *, keepalive_s: int = 10) -> None:
+    def __init__(self) -> None:
         self.loop = VirtualLoop()
         self.network = SimulatedNetwork(self.loop, seed=0)
         self.broker = self.network.add_broker("b")
         self.connections: dict[str, Connection] = {}
         self.processes: dict[str, SimulatedProcess] = {}
         self.got: dict[str, list[tuple[float, str, bytes]]] = {}
-        self._keepalive_s = keepalive_s
 
     async def client(self, name: str, *filters: str) -> Connection:
         """Return a connected client, which has subscribed."""
@@ -281,7 +268,7 @@ class Pair:
                 BrokerAddress("b"),
                 Handlers(lambda topic, body, retained: got.append((self.loop.time(), topic, body)), subscribe),
                 client_id=name,
-                keepalive_s=self._keepalive_s,
+                keepalive_s=10,
                 will=(f"will/{name}", b"gone"),
             )
             await connection.run(connect_timeout_s=5.0)
@@ -291,243 +278,221 @@ class Pair:
         await self.connections[name].flush()
         return self.connections[name]
 
-    def run(self, scenario: Callable[[Pair], Awaitable[None]]) -> None:
+
+def paired(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in virtual time. Its first parameter is the `Pair`."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        pair = Pair()
+        pair.loop.time_limit = START_S + 1000
         try:
-            self.loop.time_limit = START_S + 1000
-            self.loop.run_until_complete(scenario(self))
+            pair.loop.run_until_complete(test(pair, **fixtures))
         finally:
-            for process in self.processes.values():
+            for process in pair.processes.values():
                 process.discard()
-            self.loop.discard()
+            pair.loop.discard()
+
+    signature = inspect.signature(test)
+    run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    return run
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_link_takes_its_bytes_by_its_rate(direction: str) -> None:
+@paired
+async def test_a_link_takes_its_bytes_by_its_rate(pair: Pair, direction: str) -> None:
     rate, delay_s, count, topic = 1e5, 0.05, 50, "t"
-
-    async def scenario(pair: Pair) -> None:
-        link = pair.network.link("sender" if direction == "up" else "receiver", "b")
-        sender, receiver = await pair.client("sender"), await pair.client("receiver", topic)
-        before = receiver.meter.sample().received
-        link.change(**{f"{direction}_rate": rate, "delay_s": delay_s})
-        start = pair.loop.time()
-        for number in range(count):
-            sender.publish_body(topic, Body(memoryview(number.to_bytes(2) + bytes(9998))), done=lambda: None)
-        await asyncio.sleep(60)
-        times = [at - start for at, _, _ in pair.got["receiver"]]
-        packet = 1 + 2 + 2 + len(topic) + 10_000
-        expected = [number * packet / rate + delay_s + 0.0005 for number in range(1, count + 1)]
-        assert times == pytest.approx(expected, rel=1e-3)
-        assert times[-1] == pytest.approx(expected[-1], rel=1e-6)
-        assert [body[:2] for _, _, body in pair.got["receiver"]] == [number.to_bytes(2) for number in range(count)]
-        assert receiver.meter.sample().received - before == count * packet
-
-    Pair().run(scenario)
+    link = pair.network.link("sender" if direction == "up" else "receiver", "b")
+    sender, receiver = await pair.client("sender"), await pair.client("receiver", topic)
+    before = receiver.meter.sample().received
+    link.change(**{f"{direction}_rate": rate, "delay_s": delay_s})
+    start = pair.loop.time()
+    for number in range(count):
+        sender.publish_body(topic, Body(memoryview(number.to_bytes(2) + bytes(9998))), done=lambda: None)
+    await asyncio.sleep(60)
+    times = [at - start for at, _, _ in pair.got["receiver"]]
+    packet = 1 + 2 + 2 + len(topic) + 10_000
+    expected = [number * packet / rate + delay_s + 0.0005 for number in range(1, count + 1)]
+    assert times == pytest.approx(expected, rel=1e-3)
+    assert times[-1] == pytest.approx(expected[-1], rel=1e-6)
+    assert [body[:2] for _, _, body in pair.got["receiver"]] == [number.to_bytes(2) for number in range(count)]
+    assert receiver.meter.sample().received - before == count * packet
 
 
-def test_a_new_rate_holds_from_the_present_byte_on() -> None:
-    async def scenario(pair: Pair) -> None:
-        sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
-        link = pair.network.link("receiver", "b")
-        link.change(down_rate=1000.0, delay_s=0.0)
-        pair.network.link("sender", "b").change(delay_s=0.0)
-        start, before = pair.loop.time(), receiver.meter.received()
-        sender.publish("t", bytes(10_000 - 6), qos=0)
-        await asyncio.sleep(4)
-        assert receiver.meter.received() - before == 4000
-        link.change(cut=True)
-        await asyncio.sleep(3)
-        link.change(cut=False, down_rate=3000.0)
+@paired
+async def test_a_new_rate_holds_from_the_present_byte_on(pair: Pair) -> None:
+    sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
+    link = pair.network.link("receiver", "b")
+    link.change(down_rate=1000.0, delay_s=0.0)
+    pair.network.link("sender", "b").change(delay_s=0.0)
+    start, before = pair.loop.time(), receiver.meter.received()
+    sender.publish("t", bytes(10_000 - 6), qos=0)
+    await asyncio.sleep(4)
+    assert receiver.meter.received() - before == 4000
+    link.change(cut=True)
+    await asyncio.sleep(3)
+    link.change(cut=False, down_rate=3000.0)
+    await asyncio.sleep(10)
+    assert [at - start for at, _, _ in pair.got["receiver"]] == pytest.approx([4 + 3 + 2])
+
+
+@paired
+async def test_received_bytes_never_fall(pair: Pair) -> None:
+    sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
+    pair.network.link("receiver", "b").change(down_rate=1000.0, delay_s=0.5, duplication=0.5)
+    before = receiver.meter.received()
+    for _ in range(10):
+        sender.publish("t", bytes(1000 - 6), qos=0)
+    counts = []
+    while len(counts) < 200:
+        await asyncio.sleep(0.1)
+        counts.append(receiver.meter.received() - before)
+    assert counts == sorted(counts)
+    assert max(b - a for a, b in itertools.pairwise(counts[:100])) <= 1100  # it flows, and a copy comes at once
+    assert counts[-1] == 1000 * len(pair.got["receiver"]) > 10_000
+
+
+@paired
+async def test_an_order_stays_when_the_delay_shrinks(pair: Pair) -> None:
+    sender = await pair.client("sender")
+    await pair.client("receiver", "t")
+    pair.network.link("receiver", "b").change(delay_s=5.0)
+    sender.publish("t", b"1", qos=1)
+    await asyncio.sleep(1)
+    pair.network.link("receiver", "b").change(delay_s=0.1)
+    sender.publish("t", b"2", qos=1)
+    await asyncio.sleep(10)
+    assert [body for _, _, body in pair.got["receiver"]] == [b"1", b"2"]
+
+
+@paired
+async def test_loss_duplication_and_reordering(pair: Pair) -> None:
+    sender = await pair.client("sender")
+    await pair.client("receiver", "t/#")
+    link = pair.network.link("sender", "b")
+
+    async def sent(qos: int, **conditions: float) -> list[int]:
+        pair.got["receiver"].clear()
+        link.change(loss=0.0, duplication=0.0, reordering=0.0)
+        link.change(**conditions)
+        for number in range(1000):
+            sender.publish("t", number.to_bytes(2), qos=qos)
         await asyncio.sleep(10)
-        assert [at - start for at, _, _ in pair.got["receiver"]] == pytest.approx([4 + 3 + 2])
+        return [int.from_bytes(body) for _, _, body in pair.got["receiver"]]
 
-    Pair().run(scenario)
-
-
-def test_received_bytes_never_fall() -> None:
-    async def scenario(pair: Pair) -> None:
-        sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
-        pair.network.link("receiver", "b").change(down_rate=1000.0, delay_s=0.5, duplication=0.5)
-        before = receiver.meter.received()
-        for _ in range(10):
-            sender.publish("t", bytes(1000 - 6), qos=0)
-        counts = []
-        while len(counts) < 200:
-            await asyncio.sleep(0.1)
-            counts.append(receiver.meter.received() - before)
-        assert counts == sorted(counts)
-        assert max(b - a for a, b in itertools.pairwise(counts[:100])) <= 1100  # it flows, and a copy comes at once
-        assert counts[-1] == 1000 * len(pair.got["receiver"]) > 10_000
-
-    Pair().run(scenario)
+    assert 600 < len(await sent(0, loss=0.3)) < 800
+    assert await sent(1, loss=0.3, reordering=0.3) == list(range(1000))
+    assert 1200 < len(await sent(1, duplication=0.3)) < 1400
+    mixed = await sent(0, reordering=0.3)
+    assert sorted(mixed) == list(range(1000)) != mixed
 
 
-def test_an_order_stays_when_the_delay_shrinks() -> None:
-    async def scenario(pair: Pair) -> None:
-        sender = await pair.client("sender")
-        await pair.client("receiver", "t")
-        pair.network.link("receiver", "b").change(delay_s=5.0)
-        sender.publish("t", b"1", qos=1)
+@paired
+async def test_a_packet_that_is_too_large_for_the_path_blocks_it(pair: Pair) -> None:
+    sender = await pair.client("sender")
+    await pair.client("receiver", "t", "will/#")
+    pair.network.link("sender", "b").change(mtu_bytes=1000)
+    for size in (100, 2000, 200):
+        sender.publish("t", bytes(size), qos=1)
+    await asyncio.sleep(30)
+    assert [(topic, len(body)) for _, topic, body in pair.got["receiver"]] == [("t", 100), ("will/sender", 4)]
+    assert sender.up and sender.reconnects == 1
+    sender.publish("t", bytes(300), qos=1)
+    await asyncio.sleep(1)
+    assert len(pair.got["receiver"][-1][2]) == 300
+
+
+@paired
+async def test_no_byte_of_a_packet_that_is_too_large_is_received(pair: Pair) -> None:
+    sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
+    pair.network.link("receiver", "b").change(mtu_bytes=1000, down_rate=1000.0)
+    before = receiver.meter.received()
+    for size in (1994, 94):
+        sender.publish("t", bytes(size), qos=0)
+    for _ in range(5):
         await asyncio.sleep(1)
-        pair.network.link("receiver", "b").change(delay_s=0.1)
-        sender.publish("t", b"2", qos=1)
-        await asyncio.sleep(10)
-        assert [body for _, _, body in pair.got["receiver"]] == [b"1", b"2"]
-
-    Pair().run(scenario)
+        assert receiver.meter.received() == before
 
 
-def test_loss_duplication_and_reordering() -> None:
-    async def scenario(pair: Pair) -> None:
-        sender = await pair.client("sender")
-        await pair.client("receiver", "t/#")
-        link = pair.network.link("sender", "b")
-
-        async def sent(qos: int, **conditions: float) -> list[int]:
-            pair.got["receiver"].clear()
-            link.change(loss=0.0, duplication=0.0, reordering=0.0)
-            link.change(**conditions)
-            for number in range(1000):
-                sender.publish("t", number.to_bytes(2), qos=qos)
-            await asyncio.sleep(10)
-            return [int.from_bytes(body) for _, _, body in pair.got["receiver"]]
-
-        assert 600 < len(await sent(0, loss=0.3)) < 800
-        assert await sent(1, loss=0.3, reordering=0.3) == list(range(1000))
-        assert 1200 < len(await sent(1, duplication=0.3)) < 1400
-        mixed = await sent(0, reordering=0.3)
-        assert sorted(mixed) == list(range(1000)) != mixed
-
-    Pair().run(scenario)
-
-
-def test_a_packet_that_is_too_large_for_the_path_blocks_it() -> None:
-    async def scenario(pair: Pair) -> None:
-        sender = await pair.client("sender")
-        await pair.client("receiver", "t", "will/#")
-        pair.network.link("sender", "b").change(mtu_bytes=1000)
-        for size in (100, 2000, 200):
-            sender.publish("t", bytes(size), qos=1)
-        await asyncio.sleep(30)
-        assert [(topic, len(body)) for _, topic, body in pair.got["receiver"]] == [("t", 100), ("will/sender", 4)]
-        assert sender.up and sender.reconnects == 1
-        sender.publish("t", bytes(300), qos=1)
-        await asyncio.sleep(1)
-        assert len(pair.got["receiver"][-1][2]) == 300
-
-    Pair().run(scenario)
-
-
-def test_no_byte_of_a_packet_that_is_too_large_is_received() -> None:
-    async def scenario(pair: Pair) -> None:
-        sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
-        pair.network.link("receiver", "b").change(mtu_bytes=1000, down_rate=1000.0)
-        before = receiver.meter.received()
-        for size in (1994, 94):
-            sender.publish("t", bytes(size), qos=0)
-        for _ in range(5):
-            await asyncio.sleep(1)
-            assert receiver.meter.received() == before
-
-    Pair().run(scenario)
-
-
-def test_a_partition_ends_connections_by_their_keep_alive() -> None:
-    async def scenario(pair: Pair) -> None:
-        sender = await pair.client("sender")
-        await pair.client("receiver", "t", "will/#")
-        link, start = pair.network.link("sender", "b"), pair.loop.time()
-        link.change(cut=True)
-        sender.publish("t", b"before it heals", qos=1)
-        await asyncio.sleep(3)
-        link.change(cut=False)
-        await asyncio.sleep(1)
-        assert [body for _, _, body in pair.got["receiver"]] == [b"before it heals"] and sender.reconnects == 0
-        link.change(cut=True)
-        await asyncio.sleep(25)
-        assert not sender.up
-        link.change(cut=False)
-        await asyncio.sleep(20)
-        assert sender.up
-        at, topic, _ = pair.got["receiver"][1]
-        assert topic == "will/sender" and 5 <= at - start - 4 <= 15 + 0.01
-
-    Pair().run(scenario)
+@paired
+async def test_a_partition_ends_connections_by_their_keep_alive(pair: Pair) -> None:
+    sender = await pair.client("sender")
+    await pair.client("receiver", "t", "will/#")
+    link, start = pair.network.link("sender", "b"), pair.loop.time()
+    link.change(cut=True)
+    sender.publish("t", b"before it heals", qos=1)
+    await asyncio.sleep(3)
+    link.change(cut=False)
+    await asyncio.sleep(1)
+    assert [body for _, _, body in pair.got["receiver"]] == [b"before it heals"] and sender.reconnects == 0
+    link.change(cut=True)
+    await asyncio.sleep(25)
+    assert not sender.up
+    link.change(cut=False)
+    await asyncio.sleep(20)
+    assert sender.up
+    at, topic, _ = pair.got["receiver"][1]
+    assert topic == "will/sender" and 5 <= at - start - 4 <= 15 + 0.01
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_link_that_is_cut_in_one_direction(direction: str) -> None:
-    async def scenario(pair: Pair) -> None:
-        node, other = await pair.client("node", "to node"), await pair.client("other", "from node", "will/#")
-        pair.network.link("node", "b").change(**{f"cut_{direction}": True})
-        node.publish("from node", b"up", qos=0)
-        other.publish("to node", b"down", qos=0)
-        await asyncio.sleep(3)
-        assert len(pair.got["node"]) == (direction == "up") and len(pair.got["other"]) == (direction == "down")
-        await asyncio.sleep(22)
-        assert not node.up  # no answer to its pings
-        assert "will/node" in [topic for _, topic, _ in pair.got["other"]]
-
-    Pair().run(scenario)
+@paired
+async def test_a_link_that_is_cut_in_one_direction(pair: Pair, direction: str) -> None:
+    node, other = await pair.client("node", "to node"), await pair.client("other", "from node", "will/#")
+    pair.network.link("node", "b").change(**{f"cut_{direction}": True})
+    node.publish("from node", b"up", qos=0)
+    other.publish("to node", b"down", qos=0)
+    await asyncio.sleep(3)
+    assert len(pair.got["node"]) == (direction == "up") and len(pair.got["other"]) == (direction == "down")
+    await asyncio.sleep(22)
+    assert not node.up  # no answer to its pings
+    assert "will/node" in [topic for _, topic, _ in pair.got["other"]]
 
 
-def test_what_signals_do_to_a_process() -> None:
-    async def scenario(pair: Pair) -> None:
-        sender = await pair.client("sender")
-        receiver = await pair.client("receiver", "t", "will/#")
-        process = pair.processes["receiver"]
-        process.stop()
-        sender.publish("t", b"while stopped", qos=1)
-        await asyncio.sleep(3)
-        assert pair.got["receiver"] == []
-        process.continue_()
-        await asyncio.sleep(0.1)
-        assert [body for _, _, body in pair.got["receiver"]] == [b"while stopped"]
-        process.stop()
-        await asyncio.sleep(16)
-        assert "receiver" not in pair.broker.sessions and pair.broker.retained["will/receiver"].body == b"gone"
-        assert receiver.up  # it does not know
-        process.continue_()
-        await asyncio.sleep(6)
-        assert receiver.reconnects == 1 and "receiver" in pair.broker.sessions
-        pair.processes["sender"].kill()
-        await asyncio.sleep(0.1)
-        assert pair.got["receiver"][-1][1:] == ("will/sender", b"gone") and not pair.processes["sender"].alive
-        before = pair.broker.messages
-        process.terminate()
-        await process.ended.wait()
-        await asyncio.sleep(1)
-        assert pair.broker.messages == before and pair.broker.sessions == {}  # a clean end has no will
-
-    Pair().run(scenario)
+@paired
+async def test_what_signals_do_to_a_process(pair: Pair) -> None:
+    sender = await pair.client("sender")
+    receiver = await pair.client("receiver", "t", "will/#")
+    process = pair.processes["receiver"]
+    process.stop()
+    sender.publish("t", b"while stopped", qos=1)
+    await asyncio.sleep(3)
+    assert pair.got["receiver"] == []
+    process.continue_()
+    await asyncio.sleep(0.1)
+    assert [body for _, _, body in pair.got["receiver"]] == [b"while stopped"]
+    process.stop()
+    await asyncio.sleep(16)
+    assert "receiver" not in pair.broker.sessions and pair.broker.retained["will/receiver"].body == b"gone"
+    assert receiver.up  # it does not know
+    process.continue_()
+    await asyncio.sleep(6)
+    assert receiver.reconnects == 1 and "receiver" in pair.broker.sessions
+    pair.processes["sender"].kill()
+    await asyncio.sleep(0.1)
+    assert pair.got["receiver"][-1][1:] == ("will/sender", b"gone") and not pair.processes["sender"].alive
+    before = pair.broker.messages
+    process.terminate()
+    await process.ended.wait()
+    await asyncio.sleep(1)
+    assert pair.broker.messages == before and pair.broker.sessions == {}  # a clean end has no will
 
 
-def test_a_broker_that_does_not_come_is_an_error() -> None:
-    pair = Pair()
-    world = SimulatedWorld(pair.network, "late")
+@paired
+async def test_a_broker_that_does_not_come_is_an_error(pair: Pair) -> None:
     pair.broker.kill()
-    failures: list[FedstrataError] = []
+    world, failures = SimulatedWorld(pair.network, "late"), list[FedstrataError]()
 
     async def main() -> None:
-        async def connected() -> None:
-            raise AssertionError
-
-        connection = world.connection(
-            BrokerAddress("b"),
-            Handlers(lambda topic, body, retained: None, connected),
-            client_id="late",
-            keepalive_s=10,
-        )
+        handlers = Handlers(lambda topic, body, retained: None, forever)
+        connection = world.connection(BrokerAddress("b"), handlers, client_id="late", keepalive_s=10)
         try:
             await connection.run(connect_timeout_s=5.0)
         except FedstrataError as error:
             failures.append(error)
 
-    async def scenario(_: Pair) -> None:
-        world.process = pair.processes["late"] = SimulatedProcess(pair.loop, "late", main)
-        await pair.processes["late"].ended.wait()
-
-    pair.run(scenario)
+    world.process = pair.processes["late"] = SimulatedProcess(pair.loop, "late", main)
+    await pair.processes["late"].ended.wait()
     assert "connection refused" in str(failures[0])
 
 
