@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
+from math import inf
 from typing import Any, Final
 
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.protocol import serialization, topics
-from common.protocol.messages import (
-    Message,
-)
+from common.protocol.messages import Message
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Workload
 from deploy.simulation.lab import AgentFactory, Scenario, SimulatedLab
@@ -36,6 +35,23 @@ def lab(scenario: Scenario | None = None, *, tree: dict[str, Any] | None = None,
     return SimulatedLab(
         parse(TREE | (tree or {})), scenario=scenario, **{"model_bytes": MODEL_BYTES, "time_limit_s": 900.0} | options
     ).run()
+
+
+@cache
+def undisturbed() -> LabOutcome:
+    """Return the outcome of the lab to which nothing happens."""
+    outcome = lab()
+    assert outcome.ok, outcome
+    return outcome
+
+
+def survived(scenario: Scenario | None = None, *, within_s: float = inf, **options: Any) -> LabOutcome:
+    """Run a lab, whose model must be the undisturbed one, at most so many virtual seconds later."""
+    outcome = lab(scenario, **options)
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed().digest
+    assert outcome.virtual_s < undisturbed().virtual_s + within_s
+    return outcome
 
 
 def quorum(number: int, *, deadline_s: float) -> dict[str, Any]:
