@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, cast
@@ -30,12 +28,9 @@ from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.outcome import LabOutcome, model_digest
 from tests.helpers.commands import DEMO, null_model, run_lab, table
-from tests.helpers.examples import slow
 from tests.helpers.netns import in_namespaces
 from tests.helpers.scenarios import restarted
 from tests.helpers.sites import SimulatedSite, virtual
-from tests.simulation.drawn import draw_lab
-from tests.simulation.runs import run_lab as run_drawn
 
 
 def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
@@ -56,22 +51,9 @@ def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
         ("run-2", presence(NodeState.READY), True, True, 50.0),  # remains of a dead run
         ("run-1", b"noise", False, True, 50.0),
         ("run-1", (b"", presence(NodeState.READY)), False, True, 50.0),  # a stranger cleared it, and the parent lives
-        ("run-1", (presence(NodeState.FAILED), presence(NodeState.READY)), False, True, 50.0),
+        ("run-1", (presence(NodeState.FAILED), presence(NodeState.READY)), False, True, 50.0),  # a stranger ended it
     ],
-    ids=[
-        "left",
-        "finished",
-        "failed",
-        "failed before",
-        "lost",
-        "resumed",
-        "retained",
-        "elsewhere",
-        "remains",
-        "noise",
-        "cleared by a stranger",
-        "ended by a stranger",
-    ],
+    ids=lambda value: "",
 )
 @virtual
 async def test_a_device_that_is_away_reads_its_parents_state(
@@ -245,19 +227,6 @@ def test_a_quorum_goes_on_without_devices_that_are_away() -> None:
     assert found.ended[CLOUD] == "" and len(found.rounds) == 3 and found.ended["device-0"] == ""
 
 
-@pytest.mark.slow  # the kept lab killed-while-another-is-away has it, too
-def test_a_quorum_waits_for_a_return_though_another_device_is_lost() -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(4.0)
-        lab.kill("device-2")
-
-    closing = {"rule": "quorum", "quorum": 2, "deadline_s": 5.0}
-    topology = {"institutions": 1, "devices": 3}
-    institution = {"rounds": 4, "closing": closing}
-    found = run({"device-0": [0, 3, 63]}, topology=topology, institution=institution, scenario=kill)
-    assert found.ok and found.virtual_s > 63, found  # thrice idle_s, after which the cloud would give up
-
-
 def test_a_device_that_left_for_good_ends_a_round_of_all_with_the_reason() -> None:
     found = run({"device-0": [0, 3]})
     assert not found.ok
@@ -271,33 +240,16 @@ def test_the_cloud_waits_for_devices_directly_below_it() -> None:
     trace = {"trace": {"changes": {"device-0": [0, 3, 43]}}}
     experiment = parse(tree | {"topology": {"institutions": 0, "devices": 2}, "availability": trace, "rounds": 5})
     events: list[dict[str, Any]] = []
+    manifest: dict[str, Any] = {}
 
     def read(lab: SimulatedLab) -> None:
-        for path in lab.agents.runs.glob("*/events.jsonl"):
-            events.extend(json.loads(line) for line in path.read_text().splitlines())
-        manifests.extend(json.loads(path.read_text()) for path in lab.agents.runs.glob("*/manifest.json"))
+        (folder,) = lab.agents.runs.iterdir()
+        events.extend(map(json.loads, (folder / "events.jsonl").read_text().splitlines()))
+        manifest.update(json.loads((folder / "manifest.json").read_text()))
 
-    manifests: list[dict[str, Any]] = []
     assert SimulatedLab(experiment, seed=3, model_bytes=400, durations=Durations(spread=0.0), at_end=read).run().ok
     assert next(each for each in events if each["event"] == "away")["returns_s"].keys() == {"device-0"}
-    assert manifests[0]["availability"]["devices"] == 1 and len(manifests[0]["availability"]["digest"]) == 16
-
-
-@pytest.mark.parametrize("seed", slow(range(6), but=[0, 1, 3]))
-def test_random_labs_end_with_the_same_model_whoever_is_away_meanwhile(seed: int) -> None:
-    drawn, rng = draw_lab(seed), random.Random(f"{seed} availability")
-    experiment, idle_s = drawn.experiment, drawn.experiment.transfer.idle_s
-    times = {}
-    for device in experiment.tree.devices:
-        leaves = rng.uniform(0.0, drawn.expected_s)
-        if rng.random() < 0.6:
-            times[device] = [0.0, leaves, leaves + rng.uniform(1.0, 2 * idle_s)]
-    trace = {"availability": {"trace": {"changes": times or {experiment.tree.devices[0]: [1.0]}}}}
-    drawn = replace(drawn, faults=()).without_absences()
-    away = replace(drawn, experiment=parse(experiment.model_dump(mode="json") | trace))
-    found, twin = (run_drawn(each, seed=seed).outcome for each in (away, drawn))
-    assert found.ok and twin.ok, (found.result, twin.result)
-    assert drawn.timed or found.digest == twin.digest
+    assert manifest["availability"]["devices"] == 1 and len(manifest["availability"]["digest"]) == 16
 
 
 @pytest.mark.parametrize("node", [CLOUD, "institution-0", "device-0"])

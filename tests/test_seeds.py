@@ -24,7 +24,7 @@ from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.report import describe, print_report, summary
 from tests.simulation.runs import LabReport, Source, check_lab, check_many, with_only
 
-FEW = (0, 3, 8, 9)
+FEW = (0, 3, 9, 44)
 MANY = range(10_000, 10_300)  # `make simulate SEEDS=2000 FROM=20000` runs others
 QUICK = ("old-store-with-a-dead-device", "lost-device-without-chunks")
 

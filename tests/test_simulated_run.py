@@ -97,13 +97,19 @@ def rows(root: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cloud": {"aggregation": CROSS}},
+        {"cloud": {"aggregation": CROSS, "epoch_control": {"name": "tempo"}}},
         TWO_LAYERS,
         {"evaluation": {"at": "both", "data": "test"}},
         {**TWO_LAYERS, "training": {"objective": {"name": "scaffold"}}, "cloud": {"aggregation": {"name": "scaffold"}}},
         {"model": {"frozen": ["fc1.bias"], "personal": ["fc2.*"]}, "evaluation": {"at": "devices"}},
     ],
-    ids=["three layers, fedcross", "two layers", "scored by devices", "two layers, scaffold", "personal parts"],
+    ids=[
+        "three layers, fedcross under Tempo",
+        "two layers",
+        "scored by devices",
+        "two layers, scaffold",
+        "personal parts",
+    ],
 )
 def test_the_model_is_that_of_a_direct_run(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,9 +30,7 @@ from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
 from deploy.simulation.machines import SimulatedProcess
 from deploy.simulation.network import SimulatedNetwork
-from deploy.simulation.outcome import model_digest
 from deploy.simulation.world import SimulatedWorld
-from tests.helpers.direct import run_direct
 from tests.helpers.scenarios import TREE, lab, restarted, survived, undisturbed
 from tests.helpers.sites import forever
 
@@ -82,31 +80,6 @@ def test_a_cloud_shows_its_status_twice_a_second_until_its_run_ends() -> None:
     assert times[-1] - times[0] > outcome.virtual_s - 3 * STATUS_S
     done = [facts["run"]["closed"] for _, facts in shown if facts["run"]]
     assert done == sorted(done) and len({*done}) == small().rounds
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"topology": {"institutions": 1, "devices": 2}},
-        {"topology": {"institutions": 0, "devices": 4}, "cloud": {"participation": 0.5}, "institution": {}},
-        {"topology": {"institutions": 0, "devices": 3}, "cloud": {"aggregation": {"name": "fedcross", "alpha": 0.8},
-         "epoch_control": {"name": "tempo"}}, "institution": {}},
-    ],
-    ids=["three layers", "two layers", "two layers, FedCross under Tempo"],
-)  # fmt: skip
-def test_real_training_gives_the_model_of_a_direct_run(tree: dict[str, Any], tmp_path: Path) -> None:
-    from tests.helpers.real_workload import RealWorkload
-
-    experiment = small(
-        **tree,
-        data={"dataset": "digits"},
-        model={"name": "mlp_digits"},
-        training={"momentum": 0.5, "learning_rate": 0.05},
-    )
-    run_direct(tmp_path, experiment)
-    outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
-    assert outcome.ok, outcome
-    assert outcome.digest == model_digest(tmp_path) != ""
 
 
 async def storm(sim: SimulatedLab) -> None:

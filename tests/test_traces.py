@@ -135,10 +135,12 @@ def run(links: dict[str, Any], **settings: Any) -> LabOutcome:
     return SimulatedLab(experiment, seed=3, model_bytes=400_000, durations=Durations(spread=0.0)).run()
 
 
+SHAPED = {"up_mbit": 2, "down_mbit": 2}
+
+
 @pytest.mark.parametrize("tier", slow(["wan", "lan"], but=["wan"]))
 def test_a_lab_survives_an_outage_and_its_model_is_the_same(tier: str) -> None:
-    plain = run({tier: {"up_mbit": 2, "down_mbit": 2}})
-    outage = run({tier: {"trace": OUTAGE}})
+    plain, outage = run({tier: SHAPED}), run({tier: {"trace": OUTAGE}})
     assert plain.ok and outage.ok, outage
     assert outage.digest == plain.digest and outage.faults == ()
     assert plain.virtual_s + 15 < outage.virtual_s < plain.virtual_s + 30
@@ -160,20 +162,17 @@ def test_the_manifest_has_the_digest_of_each_trace() -> None:
 
 
 def test_an_outage_of_a_single_device_delays_the_others_by_its_length() -> None:
-    lan = {"up_mbit": 2, "down_mbit": 2}
-    one, none = run({"lan": lan, "of": {"device-0": {"trace": OUTAGE}}}), run({"lan": lan})
+    one, none = run({"lan": SHAPED, "of": {"device-0": {"trace": OUTAGE}}}), run({"lan": SHAPED})
     assert one.ok and one.digest == none.digest and one.virtual_s > none.virtual_s + 10
 
 
 def test_a_longer_outage_than_idle_s_ends_the_run_with_its_reason() -> None:
-    outage = {"seconds": [0, 6, 106], "up_mbit": [2, 0, 2], "down_mbit": [2, 0, 2]}
-    ended = run({"lan": {"trace": outage}})
+    ended = run({"lan": {"trace": OUTAGE | {"seconds": [0, 6, 106]}}})
     assert not ended.ok and "made no progress for 30 s" in ended.ended["cloud"] + str(ended.ended), ended
 
 
 def test_a_quorum_goes_on_without_a_device_in_an_outage() -> None:
-    outage = {"seconds": [0, 4, 400], "up_mbit": [2, 0, 2], "down_mbit": [2, 0, 2]}
     closing = {"rule": "quorum", "quorum": 1, "deadline_s": 8.0}
-    ended = run({"lan": {"up_mbit": 2, "down_mbit": 2}, "of": {"device-0": {"trace": outage}}},
-                institution={"rounds": 2, "closing": closing})  # fmt: skip
+    single = {"device-0": {"trace": OUTAGE | {"seconds": [0, 4, 400]}}}
+    ended = run({"lan": SHAPED, "of": single}, institution={"rounds": 2, "closing": closing})
     assert ended.ended["cloud"] == "" and len(ended.rounds) == 3
