@@ -15,7 +15,7 @@ import pytest
 
 from common.errors import ConnectionFailed
 from deploy.brokers import broker as brokers
-from deploy.simulation.broker import RetainedMessage, SessionWill, SimulatedBroker, SubscriptionTree, matches
+from deploy.simulation.broker import RetainedMessage, SessionWill, SimulatedBroker
 
 PATIENCE_S = 10.0
 PACKET_LIMIT = 5000
@@ -416,12 +416,12 @@ def test_clients_see_the_same_as_with_mosquitto(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_filters(pattern: str, topic: str, covered: bool) -> None:
-    tree: SubscriptionTree[str] = SubscriptionTree()
-    tree.add(pattern, "client", 1)
-    assert matches(pattern, topic) is covered
-    assert (tree.subscribers(topic) == {"client": 1}) is covered
-    tree.remove(pattern, "client")
-    assert tree.subscribers(topic) == {}
+    broker, client = SimulatedBroker("b"), _SimulatedClient("client")
+    session = broker.connect("client", client)
+    broker.subscribe(session, [pattern], qos=1)
+    assert (broker.subscribers(topic) == {session: 1}) is covered
+    broker.unsubscribe(session, [pattern])
+    assert broker.subscribers(topic) == {}
 
 
 def test_what_waits_for_a_client_is_bounded() -> None:

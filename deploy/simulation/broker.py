@@ -6,138 +6,80 @@ clean. Packets between clients and the broker cross simulated links: `deploy.sim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from paho.mqtt.client import topic_matches_sub
+
 from common.accounting.counters import packet_bytes
 
-_S = TypeVar("_S")
+_V = TypeVar("_V")
 
 
 @dataclass(slots=True)
-class _Level(Generic[_S]):
-    subscribers: dict[_S, int] = field(default_factory=dict)
-    below: dict[str, _Level[_S]] = field(default_factory=dict)
+class _Level(Generic[_V]):
+    value: _V | None = None  # of the topic that ends here
+    below: dict[str, _Level[_V]] = field(default_factory=dict)
 
 
-class SubscriptionTree(Generic[_S]):
-    """Subscribers by topic filter, with their QoS. Lookups return them in the order of subscription."""
+class TopicTree(Generic[_V]):
+    """Values by topic, or by topic filter."""
 
     def __init__(self) -> None:
-        self._root: _Level[_S] = _Level()
+        self._root: _Level[_V] = _Level()
 
-    def add(self, topic_filter: str, subscriber: _S, qos: int) -> None:
-        """Add a subscription; it replaces an equal one."""
-        level = self._root
-        for part in topic_filter.split("/"):
-            level = level.below.setdefault(part, _Level())
-        level.subscribers[subscriber] = qos
-
-    def remove(self, topic_filter: str, subscriber: _S) -> None:
-        """Remove an existing subscription."""
-        passed: list[tuple[_Level[_S], str]] = []
-        level = self._root
-        for part in topic_filter.split("/"):
-            passed.append((level, part))
-            level = level.below[part]
-        del level.subscribers[subscriber]
-        for above, part in reversed(passed):
-            if above.below[part].subscribers or above.below[part].below:
-                break
-            del above.below[part]
-
-    def subscribers(self, topic: str) -> dict[_S, int]:
-        """Return each subscriber of a topic once, with the highest QoS of its subscriptions."""
-        found: dict[_S, int] = {}
-        levels = [self._root]
-        for depth, part in enumerate(topic.split("/")):
-            wild = depth > 0 or not topic.startswith("$")
-            following = []
-            for level in levels:
-                if wild and (rest := level.below.get("#")) is not None:
-                    _merge(found, rest.subscribers)
-                for name in ("+", part) if wild else (part,):
-                    if (next_level := level.below.get(name)) is not None:
-                        following.append(next_level)
-            levels = following
-        for level in levels:
-            _merge(found, level.subscribers)
-            if (rest := level.below.get("#")) is not None:
-                _merge(found, rest.subscribers)
-        return found
-
-
-@dataclass(slots=True)
-class _Names:
-    number: int | None = None  # of the topic that ends here
-    below: dict[str, _Names] = field(default_factory=dict)
-
-
-class TopicTree:
-    """Topics, found by a filter in the order in which they were added."""
-
-    def __init__(self, topics: Iterable[str] = ()) -> None:
-        self._root = _Names()
-        self._numbers = count()
-        for topic in topics:
-            self.add(topic)
-
-    def add(self, topic: str) -> None:
-        """Add a topic that is not there."""
+    def setdefault(self, topic: str, value: _V) -> _V:
+        """Return the value of a topic, which is this one if it has none yet."""
         level = self._root
         for part in topic.split("/"):
-            level = level.below.setdefault(part, _Names())
-        level.number = next(self._numbers)
+            level = level.below.setdefault(part, _Level())
+        if level.value is None:
+            level.value = value
+        return level.value
 
     def remove(self, topic: str) -> None:
         """Remove an existing topic."""
-        passed: list[tuple[_Names, str]] = []
+        passed: list[tuple[_Level[_V], str]] = []
         level = self._root
         for part in topic.split("/"):
             passed.append((level, part))
             level = level.below[part]
-        level.number = None
+        level.value = None
         for above, part in reversed(passed):
-            if above.below[part].below or above.below[part].number is not None:
+            if above.below[part].value is not None or above.below[part].below:
                 break
             del above.below[part]
 
-    def matching(self, topic_filter: str) -> list[str]:
-        """Return the topics that a filter covers, as `matches`."""
-        found: list[tuple[int, str]] = []
-        self._find(self._root, topic_filter.split("/"), (), found)
-        return [topic for _, topic in sorted(found)]
+    def covering(self, topic: str) -> list[_V]:
+        """Return the values of the filters that cover a topic."""
+        found: list[_Level[_V] | None] = []
+        levels = [self._root]
+        for depth, part in enumerate(topic.split("/")):
+            wild = depth > 0 or not topic.startswith("$")
+            if wild:
+                found += [level.below.get("#") for level in levels]
+            names = ("+", part) if wild else (part,)
+            levels = [level.below[name] for level in levels for name in names if name in level.below]
+        for level in levels:
+            found += [level, level.below.get("#")]
+        return [level.value for level in found if level is not None and level.value is not None]
 
-    def _find(self, level: _Names, parts: list[str], path: tuple[str, ...], found: list[tuple[int, str]]) -> None:
-        if (not parts or parts == ["#"]) and level.number is not None and path:
-            found.append((level.number, "/".join(path)))
+    def covered(self, topic_filter: str) -> Iterator[_V]:
+        """Yield the values of the topics that a filter covers."""
+        return self._below(self._root, topic_filter.split("/"))
+
+    def _below(self, level: _Level[_V], parts: list[str]) -> Iterator[_V]:
+        if (not parts or parts == ["#"]) and level.value is not None:
+            yield level.value
         if not parts:
             return
         part, rest = parts[0], parts if parts[0] == "#" else parts[1:]
-        names = level.below if part in ("+", "#") else (part,)
-        for name in names:
-            if name in level.below and (path or part == name or not name.startswith("$")):
-                self._find(level.below[name], rest, (*path, name), found)
-
-
-def matches(topic_filter: str, topic: str) -> bool:
-    """Return whether a filter covers a topic."""
-    if topic.startswith("$") and topic_filter[:1] in "+#":
-        return False
-    parts, names = topic_filter.split("/"), topic.split("/")
-    for place, part in enumerate(parts):
-        if part == "#":
-            return True
-        if place >= len(names) or part not in ("+", names[place]):
-            return False
-    return len(parts) == len(names)
-
-
-def _merge(found: dict[_S, int], subscribers: dict[_S, int]) -> None:
-    for subscriber, qos in subscribers.items():
-        found[subscriber] = max(qos, found.get(subscriber, 0))
+        for name in level.below if part in ("+", "#") else (part,):
+            hidden = level is self._root and part != name and name.startswith("$")
+            if name in level.below and not hidden:
+                yield from self._below(level.below[name], rest)
 
 
 QUEUE_MOST = 1_000_000  # as `deploy.brokers.broker` configures mosquitto, whose default is 1000
@@ -223,8 +165,9 @@ class SimulatedBroker:
         self.dropped = 0
         self.sessions: dict[str, BrokerSession] = {}
         self.retained: dict[str, RetainedMessage] = {}
-        self._tree: SubscriptionTree[BrokerSession] = SubscriptionTree()
-        self._topics = TopicTree()  # those of `retained`
+        self._subscriptions: TopicTree[dict[BrokerSession, int]] = TopicTree()  # with their QoS
+        self._topics: TopicTree[tuple[int, str]] = TopicTree()  # those of `retained`, in their order
+        self._numbers = count()
         self._accepts = accepts
         self._routed = routed
 
@@ -258,8 +201,8 @@ class SimulatedBroker:
                 continue
             codes.append(qos)
             session.filters[topic_filter] = qos
-            self._tree.add(topic_filter, session, qos)
-            for topic in self._topics.matching(topic_filter):
+            self._subscriptions.setdefault(topic_filter, {})[session] = qos
+            for _, topic in sorted(self._topics.covered(topic_filter)):
                 message = self.retained[topic]
                 self._send(session, topic, message.body, qos=min(qos, message.qos), retain=True)
         return codes
@@ -268,7 +211,10 @@ class SimulatedBroker:
         """Remove subscriptions."""
         for topic_filter in topic_filters:
             if session.filters.pop(topic_filter, None) is not None:
-                self._tree.remove(topic_filter, session)
+                subscribers = self._subscriptions.setdefault(topic_filter, {})
+                del subscribers[session]
+                if not subscribers:
+                    self._subscriptions.remove(topic_filter)
 
     def disconnect(self, session: BrokerSession) -> None:
         """End a session after a DISCONNECT, without its will."""
@@ -291,13 +237,21 @@ class SimulatedBroker:
         if retain:
             if body:
                 if topic not in self.retained:
-                    self._topics.add(topic)
+                    self._topics.setdefault(topic, (next(self._numbers), topic))
                 self.retained[topic] = RetainedMessage(body, qos)
             elif self.retained.pop(topic, None) is not None:
                 self._topics.remove(topic)
-        for session, most in self._tree.subscribers(topic).items():
+        for session, most in self.subscribers(topic).items():
             self._send(session, topic, body, qos=min(qos, most), retain=False)
         self._routed(message)
+
+    def subscribers(self, topic: str) -> dict[BrokerSession, int]:
+        """Return each subscriber of a topic once, with the highest QoS of its subscriptions."""
+        found: dict[BrokerSession, int] = {}
+        for subscribers in self._subscriptions.covering(topic):
+            for session, qos in subscribers.items():
+                found[session] = max(qos, found.get(session, 0))
+        return found
 
     def snapshot(self) -> Mapping[str, RetainedMessage]:
         """Return the current retained messages, for a later `start`."""
@@ -322,7 +276,9 @@ class SimulatedBroker:
             self.retained = dict(store)
         elif store == "empty":
             self.retained = {}
-        self._topics = TopicTree(self.retained)
+        self._topics = TopicTree()
+        for topic in self.retained:
+            self._topics.setdefault(topic, (next(self._numbers), topic))
         self.up = True
 
     def _end(self, session: BrokerSession) -> None:
@@ -348,4 +304,4 @@ class SimulatedBroker:
         session.subscriber.deliver(topic, body, qos=qos, retain=retain)
 
     def _is_denied(self, topic: str) -> bool:
-        return bool(self.denied) and any(matches(pattern, topic) for pattern in self.denied)
+        return bool(self.denied) and any(topic_matches_sub(pattern, topic) for pattern in self.denied)

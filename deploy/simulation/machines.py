@@ -19,18 +19,8 @@ from itertools import count
 from typing import Any, Final, Protocol
 
 from common.runtime.discovery import SEEKER
-from deploy.simulation.link import Packet, RateQueue
+from deploy.simulation.link import ClientStream, Packet, RateQueue
 from deploy.simulation.loop import OWNER, OwnedHandle, VirtualLoop
-
-
-class Socket(Protocol):
-    """A process's end of a connection, as the kernel sees it."""
-
-    def process_killed(self) -> None:
-        """Close the socket: the process was killed."""
-
-    def process_paused(self) -> None:
-        """React to the process being stopped or continued."""
 
 
 class SimulatedProcess:
@@ -46,7 +36,7 @@ class SimulatedProcess:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.slept_s = 0.0
         self.kept: list[OwnedHandle] = []
-        self.sockets: dict[Socket, None] = {}
+        self.sockets: dict[ClientStream, None] = {}
         self.ended = asyncio.Event()
         self._loop = loop
         self._main = main

@@ -5,19 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from deploy.simulation.broker import Routed, SimulatedBroker
-from deploy.simulation.link import LinkConditions, Packet, PacketKind, RateQueue
+from deploy.simulation.link import ClientStream, LinkConditions, Packet, PacketKind, RateQueue
 from deploy.simulation.loop import VirtualLoop
 from deploy.simulation.machines import ClientPath, Machines
-
-
-class LinkEnd(Protocol):
-    """A connection on a link."""
-
-    def link_changed(self, before: LinkConditions, now: LinkConditions) -> None:
-        """Adapt to new conditions."""
 
 
 class SimulatedLink:
@@ -31,7 +24,7 @@ class SimulatedLink:
     ) -> None:
         self.conditions = conditions
         self.path = path
-        self.connections: dict[LinkEnd, None] = {}
+        self.connections: dict[ClientStream, None] = {}
         self.rng = rng
         self.up = RateQueue(loop, self._depart)
         self.down = RateQueue(loop, self._depart)
