@@ -61,7 +61,7 @@ def doctor(
     It takes half a minute and 32 MB of a broker's memory, and disturbs no run. Exit codes: 0 everything needed is
     there, 1 something needed is missing, 3 a broker cannot be reached.
     """
-    from deploy.brokers.reaching import STEPS
+    from deploy.brokers.contract import STEPS
     from deploy.kits.lab import reach
 
     with reporting():
@@ -136,8 +136,7 @@ def _brokers(reached: LabAccess, name: str, given: str | None) -> list[BrokerAdd
 
 def _broker(address: BrokerAddress, lab: str, name: str) -> Iterator[Finding]:
     from common.host.examination import Finding
-    from deploy.brokers.contract import examine
-    from deploy.brokers.reaching import STEPS, steps
+    from deploy.brokers.contract import STEPS, examine, steps
 
     there = True
     for step in steps(address):

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -34,7 +34,27 @@ from common.runtime.round import ClosedRound, Dispatch, Observe, Work, WorkResul
 from common.runtime.world import new_session, nothing
 from common.storage.spool import Spool
 from common.text import by_cause
-from deploy.local.decisions import ALL_USED, RoundDecisions
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDecisions:
+    """One round: who took part, None if seed and round determine it; who was not used, or not known yet.
+
+    `used`: whose results were used where tasks go on, else None. `absent`: those that could not take part.
+    """
+
+    taking_part: Sequence[str] | None = None
+    without: frozenset[str] = frozenset()
+    unreported: frozenset[str] = frozenset()
+    used: frozenset[str] | None = None
+    absent: frozenset[str] = frozenset()
+
+    def uses(self, name: str) -> bool:
+        """Return whether a child's result may be used in this round."""
+        return name not in self.without and (self.used is None or name in self.used)
+
+
+ALL_USED: Final = RoundDecisions()
 
 
 class Clock:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cloud.evaluator import Beginning, EvaluationResult
 from cloud.global_rounds import GlobalRounds
@@ -39,12 +39,14 @@ from common.runtime.round import Observe, Report, Work, WorkResult
 from common.runtime.world import REAL
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
-from deploy.local.decisions import Decisions
 from device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared, most_together
 from device.pool.pool import is_cpu
 from device.pool.trainers import Trainers
 from device.training.work import LocalWork
 from institution.rounds import LocalRounds
+
+if TYPE_CHECKING:
+    from deploy.local.replay import Decisions
 
 
 def run_in_process(
@@ -80,7 +82,6 @@ async def _run(
         return EvaluationResult(global_round, found.score, found.loss, found.more)
 
     layout, partition = cloud.beginning.layout, cloud.beginning.partition
-    calls = partial(Calls, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
     tree = experiment.tree
     training, frozen = _Training(where), _given(folder, cloud.beginning)
@@ -93,27 +94,29 @@ async def _run(
         work[name] = training.work(devices[name], _local(folder, name, facts))
     samples = {name: facts.samples for name, facts in prepared.items()}
 
-    def accounting(parent: str) -> dict[str, Any]:
-        return {
-            "below": lambda child: below[child].ledger.tiers() if child in below else (),
-            "limits": limits_below(experiment, parent),
-            "at_once": most_together(experiment, where) if parent in tree.layers[-2] else 1,
-            "recorded": decisions and partial(decisions.of_round, parent),
-        }
+    def calls(parent: str, spool: Spool, record: Observe = lambda event, facts: None) -> Calls:
+        tier, children = experiment.tier_below(parent), tree.children[parent]
+        return Calls(
+            {child: work[child] for child in children},
+            samples={child: samples[child] for child in children},
+            layouts=link_layouts(tier.aggregation, layout),
+            codecs=tier.transfer,
+            spool=spool,
+            resident_mb=experiment.transfer.resident_mb,
+            clock=clock,
+            below=lambda child: below[child].ledger.tiers() if child in below else (),
+            limits=limits_below(experiment, parent),
+            observe=record,
+            recorded=partial(decisions.of_round, parent) if decisions else None,
+            at_once=most_together(experiment, where) if parent in tree.layers[-2] else 1,
+        )
 
     def choose(parent: str) -> Choose | None:
         return decisions.choose(parent) if decisions else None
 
     for name in reversed(tree.aggregators):
-        children, spool = tree.children[name], _spool(folder, name)
-        below[name] = calls(
-            {child: work[child] for child in children},
-            samples={child: samples[child] for child in children},
-            layouts=link_layouts(experiment.tier_below(name).aggregation, layout),
-            codecs=experiment.tier_below(name).transfer,
-            spool=spool,
-            **accounting(name),
-        )
+        spool = _spool(folder, name)
+        below[name] = calls(name, spool)
         samples[name] = sum(below[name].samples.values())
         rounds = LocalRounds(
             name,
@@ -127,15 +130,7 @@ async def _run(
         )
         work[name] = rounds.work
     spool = _spool(folder, CLOUD)
-    down = calls(
-        {child: work[child] for child in tree.children[CLOUD]},
-        samples={child: samples[child] for child in tree.children[CLOUD]},
-        layouts=link_layouts(experiment.tier_below(CLOUD).aggregation, layout),
-        codecs=experiment.tier_below(CLOUD).transfer,
-        spool=spool,
-        observe=record,
-        **accounting(CLOUD),
-    )
+    down = calls(CLOUD, spool, record)
     try:
         run = GlobalRounds(
             folder,

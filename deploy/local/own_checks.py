@@ -1,19 +1,24 @@
-"""What own code must do before a lab relies on it: the properties that fedstrata's own rules and objectives have."""
+"""What own code must do before a lab relies on it: the properties that fedstrata's own has."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, RefusedModel, WireError
 from common.experiment import own
+from common.experiment.codecs import CodecSettings
 from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.experiment.tiers import Tier
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
@@ -25,13 +30,20 @@ from common.methods.selection import ClientSelection, ResultFacts, Selector
 from common.methods.single_model import KEY, GuardedRule, OwnRule
 from common.methods.statistics import Statistics, gram
 from common.model.delta_codecs import DeltaCodec
-from common.model.layout import ModelLayout, Section
+from common.model.layout import ModelLayout, Row, Section
+from common.model.scores import ScoreSums
 from common.model.trainer import ArrayTrainer
-from deploy.local import codec_checks, trainer_checks
+from device.jobs import LocalResult, Order
+from device.training.arrays import ArrayTraining
 
 CHILDREN: Final = 5
 ROUNDS: Final = 3
 PARAMETERS: Final = 2 * COLUMNS + 11  # three blocks, the last one short
+WIDTHS: Final = (1, 2, 63, 1025, 5000)
+MEANS: Final = 400  # encodings of a change, of which the mean is taken
+FEW: Final = 63  # columns of it
+SIGMAS: Final = 6.0
+GARBAGE: Final = 200
 
 
 class Report(NamedTuple):
@@ -57,10 +69,10 @@ def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, 
         return "selector", _each(_selector(parse(tree).tiers[0]))
     if isinstance(found, type) and issubclass(found, ArrayTrainer):
         tree = {"training": {"trainer": {**keywords, "name": name}}, "data": {"root": str(data)}}
-        return "trainer", _each(trainer_checks.of(parse(tree)))
+        return "trainer", _each(_trainer(parse(tree)))
     if isinstance(found, type) and issubclass(found, DeltaCodec):
         tree = {"transfer": {"wan": {"up": {**keywords, "name": name}}}}
-        return "codec", _each(codec_checks.of(parse(tree).tiers[0].transfer.up))
+        return "codec", _each(_codec(parse(tree).tiers[0].transfer.up))
     if isinstance(found, type):
         from device.training.objectives.objective import Objective
 
@@ -202,3 +214,178 @@ def _part(whole: Columns, columns: slice) -> Columns:
     return Columns(
         whole.uploads_KC[:, columns], whole.model_C[columns], whole.mean_C[columns], whole.weights_K, state, extras
     )
+
+
+# Trainers
+
+
+def _trainer(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Yield each item and its problem, "" for none. Raises InvalidExperiment if the trainer fails."""
+    with TemporaryDirectory(prefix="fedstrata-") as home:
+        folders = [Path(home) / name for name in ("first", "again", "killed")]
+        first = _Trained(experiment, folders[0])
+        yield "first arrays and samples", ""
+        models = [first.round(r) for r in range(ROUNDS)]
+        yield f"{ROUNDS} rounds", "" if _apart(models, [first.start, *models]) else "it changes no array"
+        again = _Trained(experiment, folders[1])
+        same = _differ(models, [again.round(r) for r in range(ROUNDS)])
+        yield "the same twice", same and f"{same}; draw random numbers from task.seed, or from global generators"
+        if first.evaluates:
+            yield "the same score twice", "" if first.score() == again.score() else "its scores of one model differ"
+        killed = _Trained(experiment, folders[2])
+        for r in range(ROUNDS - 1):
+            killed.round(r)
+        resumed = _Trained(experiment, folders[2], model=killed.model)
+        same = _differ(models[-1:], [resumed.round(ROUNDS - 1)])
+        yield "killed and resumed", same and f"{same}; what it needs to keep belongs into task.state"
+        once, more = resumed.result, resumed.again(ROUNDS, epochs=2)
+        wrong = "" if more.samples == once.samples else f"it reports {more.samples} samples after {once.samples}"
+        yield "the same samples with more epochs", wrong
+        few = f"it takes {more.steps} steps in two epochs, and {once.steps} in one"
+        yield "more steps with more epochs", "" if more.steps > once.steps else few
+
+
+class _Trained:
+    """A device with a trainer, alone: its model goes from task to task. `model`: None for the first one."""
+
+    def __init__(self, experiment: Experiment, folder: Path, model: Row | None = None) -> None:
+        self._training = ArrayTraining(experiment, node=experiment.tree.devices[0], accelerator="cpu")
+        self._layout = self._training.prepare().layout
+        self.start = self._training.first.copy()
+        self.model = self.start if model is None else model
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def round(self, r: int) -> Row:
+        """Train for a round, and return the model."""
+        self.result = self._train(r, epochs=1, folder=self._folder)
+        return self.model
+
+    def again(self, r: int, *, epochs: int) -> LocalResult:
+        """Train for some epochs, from a copy of the state."""
+        with TemporaryDirectory(prefix="fedstrata-") as home:
+            copy = Path(home) / "state"
+            shutil.copytree(self._folder, copy)
+            return self._train(r, epochs=epochs, folder=copy)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it can score models."""
+        return self._training.evaluates
+
+    def score(self) -> ScoreSums:
+        """Return the sums of the model over its test samples, without the seconds."""
+        tests = self._order(ROUNDS, epochs=0, folder=self._folder, scores=True)[0].tests
+        assert tests is not None and tests.received is not None
+        return replace(tests.received, seconds=0.0)
+
+    def _train(self, r: int, *, epochs: int, folder: Path) -> LocalResult:
+        result, self.model = self._order(r, epochs=epochs, folder=folder)
+        return result
+
+    def _order(self, r: int, *, epochs: int, folder: Path, scores: bool = False) -> tuple[LocalResult, Row]:
+        out = self._layout.empty()
+        given = self.model.copy()
+        given.flags.writeable = False
+        order = Order(given, out, epochs, r, lambda done, of: None, Event(), scores, folder=folder)
+        return self._training.train(order), out
+
+
+def _apart(wanted: Sequence[Row], found: Sequence[Row]) -> bool:
+    return not all(map(np.array_equal, wanted, found))
+
+
+def _differ(wanted: Sequence[Row], found: Sequence[Row]) -> str:
+    return "its models differ" if _apart(wanted, found) else ""
+
+
+# Codecs
+
+
+def _codec(settings: CodecSettings) -> Iterator[tuple[str, str]]:
+    """Yield each item and its problem, "" for none. Raises InvalidExperiment if the codec fails in encoding."""
+    codec = settings.build()
+    changes = [_change(i, columns) for i, columns in enumerate(WIDTHS)]
+    yield "sizes", next(filter(None, (_wrong_size(codec, delta_D) for delta_D in changes)), "")
+    yield "the same twice", next(filter(None, (_draws(codec, delta_D) for delta_D in changes)), "")
+    if codec.unbiased:
+        yield "unbiased", _bias(codec, _change(9, FEW))
+    else:
+        yield "a contraction", next(filter(None, (_grows(codec, delta_D) for delta_D in changes)), "")
+    yield "any bytes", next(filter(None, (_fails(codec, columns) for columns in WIDTHS)), "")
+    yield "numbers that are not finite", next(filter(None, (_hides(codec, value) for value in (np.nan, np.inf))), "")
+
+
+def _change(seed: int, columns: int) -> npt.NDArray[np.float32]:
+    return (1e-3 * np.random.default_rng(seed).laplace(size=columns)).astype(np.float32)
+
+
+def _decoded(codec: DeltaCodec, delta_D: npt.NDArray[np.float32], seed: int = 0) -> npt.NDArray[np.float64]:
+    return codec.decode(codec.encode(delta_D.copy(), np.random.default_rng(seed)), delta_D.size).astype(np.float64)
+
+
+def _wrong_size(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
+    columns = delta_D.size
+    found = codec.decode(codec.encode(delta_D.copy(), np.random.default_rng(0)), columns)
+    if not isinstance(found, np.ndarray) or found.shape != (columns,) or found.dtype != np.float32:
+        shape = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
+        return f"decode returns {shape}, not float32 [{columns}]"
+    return ""
+
+
+def _draws(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
+    same = codec.encode(delta_D.copy(), np.random.default_rng(5)) == codec.encode(
+        delta_D.copy(), np.random.default_rng(5)
+    )
+    return "" if same else "its bytes differ; draw random numbers from `chance`"
+
+
+def _grows(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
+    d = delta_D.astype(np.float64)
+    share = np.sum((d - _decoded(codec, delta_D)) ** 2) / np.sum(d**2)
+    return f"of {d.size} columns it leaves out {share:.4g} times what there is" if not share < 1 else ""
+
+
+def _bias(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
+    found = np.array([_decoded(codec, delta_D, seed) for seed in range(MEANS)])
+    apart = np.abs(found.mean(axis=0) - delta_D)
+    allowed = SIGMAS * found.std(axis=0).max() / np.sqrt(MEANS) + 1e-4 * np.abs(delta_D).max()
+    if (apart <= allowed).all():
+        return ""
+    share = apart.max() / np.abs(delta_D).max()
+    return f"the mean of {MEANS} decoded changes differs from the change by {share:.2g} of its largest column"
+
+
+def _fails(codec: DeltaCodec, columns: int) -> str:
+    """Return why bytes from the network are not handled: each gives a change, WireError or ValueError."""
+    draw, most = np.random.default_rng(columns), codec.nbytes(columns)
+    sound = codec.encode(_change(1, columns), np.random.default_rng(0))
+    tried = [sound[: draw.integers(len(sound) + 1)] for _ in range(GARBAGE // 4)]
+    tried += [draw.bytes(int(draw.integers(most + 1))) for _ in range(GARBAGE // 2)]
+    for _ in range(GARBAGE // 4 if sound else 0):
+        flipped = bytearray(sound)
+        flipped[draw.integers(len(sound))] ^= 1 << int(draw.integers(8))
+        tried.append(bytes(flipped))
+    for data in tried:
+        try:
+            found = codec.decode(data, columns)
+        except (WireError, ValueError):
+            continue
+        except RefusedModel as error:
+            return f"decode must raise ValueError for {len(data)} bytes that are invalid: {error}"
+        if not isinstance(found, np.ndarray) or found.shape != (columns,) or found.dtype != np.float32:
+            return f"decode returns no float32 [{columns}] of {len(data)} invalid bytes"
+    return ""
+
+
+def _hides(codec: DeltaCodec, value: float) -> str:
+    """Return why a model that diverged would not be refused."""
+    delta_D = _change(2, 1025)
+    delta_D[700] = value
+    try:
+        with np.errstate(all="ignore"):
+            found = codec.decode(codec.encode(delta_D, np.random.default_rng(0)), delta_D.size)
+    except (WireError, ValueError, RefusedModel, InvalidExperiment):
+        return ""
+    hides = np.isfinite(found).all()
+    return f"a change with {value} is decoded to finite numbers, so the parent would use it" if hides else ""

@@ -1,7 +1,12 @@
-"""A replay of a recorded run: its experiment in this process, with the decisions that depended on time."""
+"""A replay of a recorded run: its experiment in this process, with the decisions that depended on time.
+
+Of each round they are in its plan (`events.jsonl`): who took part, if the selector reads earlier rounds, and whose
+result was not used. If a resumed run has repeated a round, its last plan counts. So the replay is the run, bit for bit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -11,12 +16,54 @@ from safetensors.numpy import load_file
 from cloud.results import HELD, RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.reading import load
+from common.experiment.schema import Experiment
+from common.methods.selection import TAKING_PART, Choose, Situation
 from common.runtime.round import Observe
-from deploy.local.decisions import Decisions
+from deploy.local.calls import RoundDecisions
 from deploy.local.direct import run_in_process
 from deploy.results.run import Run, State
 
 MODEL: Final = "model.safetensors"
+
+
+class Decisions:
+    """The decisions of one run."""
+
+    def __init__(self, run: Run, experiment: Experiment) -> None:
+        self._run = run
+        self._experiment = experiment
+        self._rounds: dict[tuple[str, int], RoundDecisions] = {}
+        for event in run.events:
+            if event.name in ("plan", "scoring") and "node_round" in event.facts:
+                without, unreported, absent = (
+                    frozenset(event.facts.get(name, ())) for name in ("without", "unreported", "absent")
+                )
+                used = frozenset(event.facts["used"]) if "used" in event.facts else None
+                found = RoundDecisions(event.facts.get(TAKING_PART), without, unreported, used, absent)
+                self._rounds[event.facts["node"], event.facts["node_round"]] = found
+
+    def of_round(self, node: str, global_round: int, local_round: int) -> RoundDecisions:
+        """Return the decisions of a node's local round in a global round, both from 0. Raises InvalidExperiment."""
+        rounds = self._experiment.rounds_of(self._experiment.tree.depth(node))
+        return self._of(node, global_round * rounds + local_round)
+
+    def choose(self, node: str) -> Choose | None:
+        """Return the recorded client selection of a node; None if seed and round determine it."""
+        tier = self._experiment.tier_below(node)
+        if not (tier.selection.remembers or tier.aggregation.buffers):
+            return None
+
+        def choose(now: Situation) -> Sequence[str]:
+            return self._of(node, now.r).taking_part or now.children
+
+        return choose
+
+    def _of(self, node: str, r: int) -> RoundDecisions:
+        if (found := self._rounds.get((node, r))) is None:
+            problem = f"it has no plan of {node}'s round {r}, counted from 0"
+            remedy = "Runs whose events.jsonl was cut cannot be replayed."
+            raise InvalidExperiment("RUN", str(self._run.path), problem, remedy)
+        return found
 
 
 def replayed(run: Run, runs: Path, *, accelerator: str, observe: Observe) -> Path:
