@@ -187,11 +187,7 @@ LAB: dict[str, Any] = {
 
 
 def run(
-    changes: dict[str, list[float]],
-    *,
-    repeat_s: float | None = None,
-    scenario: Scenario | None = None,
-    **settings: Any,
+    changes: dict[str, list[float]], *, repeat_s: float | None = None, scenario: Scenario | None = None, **settings: Any
 ) -> LabOutcome:
     trace = {"availability": {"trace": {"changes": changes, "repeat_s": repeat_s}}} if changes else {}
     experiment = parse(LAB | trace | settings)

@@ -119,22 +119,14 @@ def test_a_round_closes_without_lost_children(given: dict[str, Any], selected: i
 @pytest.mark.parametrize(
     ("table", "change", "expected"),
     [
-        (
-            "institution",
-            {"min_available": 4},
-            "= 4: more than the children of a parent (3). Use at most 3.",
-        ),
+        ("institution", {"min_available": 4}, "= 4: more than the children of a parent (3). Use at most 3."),
         ("cloud", {"min_available": 3}, "cloud.min_available = 3: more than the children of a parent (2)"),
         ("cloud", {"min_available": 0}, "cloud.min_available = 0"),
         ("cloud", {"min_available": 1.5}, "cloud.min_available = 1.5"),
         ("institution", {"min_available": "half"}, "institution.min_available = 'half'"),
         ("institution", {"aggregation": {"name": "clusamp"}}, "the rule clusamp selects from all children"),
         ("institution", {"aggregation": {"name": "krum", "wrong": 1}}, "institution.aggregation"),
-        (
-            "institution",
-            {"aggregation": {"name": "fedbuff", "buffer": 3}},
-            "than the 2 children that train at once",
-        ),
+        ("institution", {"aggregation": {"name": "fedbuff", "buffer": 3}}, "than the 2 children that train at once"),
         ("cloud", {"entering": 1}, "cloud.entering = 1: its children must be devices"),
         ("institution", {"min_available": None, "entering": 1}, "institution.entering = 1: rounds wait for each child"),
         ("institution", {"move_after_s": 5}, "institution.move_after_s = 5.0: no parent takes in"),

@@ -172,7 +172,7 @@ def test_the_services_of_each_machine(lab: Lab) -> None:
                 for name in ("device-0", "device-1", "device-2", "probe")
             )
             + " --name device-3 --parent region-0 --broker a,b"
-            " --accelerator cuda:0 --slots 2 --energy plug:plugs/gpu-0 --data /srv/data --allow nets.own --lab rack",
+            " --accelerator cuda:0 --slots 2 --energy plug:plugs/gpu-0 --data /srv/data --allow nets.own --lab rack"
         },
     }
 

@@ -12,23 +12,10 @@ from session_lab import manifest_of as blob_of
 
 from common.experiment.schema import TransferSettings
 from common.protocol.coordinator import Coordinator
-from common.protocol.messages import (
-    Acknowledgement,
-    Failure,
-    Key,
-    NodeState,
-    Phase,
-    Presence,
-)
+from common.protocol.messages import Acknowledgement, Failure, Key, NodeState, Phase, Presence
 from common.protocol.participant import TRANSITIONS as CHILD_TRANSITIONS
 from common.protocol.participant import ParticipantCause, ParticipantState
-from common.protocol.round_state import (
-    TRANSITIONS,
-    ChildCause,
-    ChildInRound,
-    ChildState,
-    Stalled,
-)
+from common.protocol.round_state import TRANSITIONS, ChildCause, ChildInRound, ChildState, Stalled
 from tests.helpers.coordinators import (
     OLD,
     OneChild,

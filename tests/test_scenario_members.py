@@ -18,15 +18,7 @@ from common.accounting.counters import packet_bytes
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
-from common.protocol.messages import (
-    Ask,
-    NodeState,
-    Presence,
-    Reports,
-    Result,
-    Task,
-    WhoIsThere,
-)
+from common.protocol.messages import Ask, NodeState, Presence, Reports, Result, Task, WhoIsThere
 from common.protocol.presence import CHALLENGED_MOST
 from deploy.local.agents import run_agents
 from deploy.simulation.broker import Routed

@@ -16,17 +16,7 @@ import pytest
 from common.accounting.traffic import Traffic
 from common.experiment.topology import CLOUD
 from common.protocol import serialization
-from common.protocol.messages import (
-    Acknowledgement,
-    Key,
-    Manifest,
-    NodeState,
-    Phase,
-    Presence,
-    Progress,
-    Result,
-    Task,
-)
+from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.receiver import PATIENCE_S
 from deploy.simulation.broker import Routed
 from deploy.simulation.lab import Scenario, SimulatedLab

@@ -151,19 +151,13 @@ def test_a_tier_that_is_not_there_cannot_be_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        (
-            {"topology": {"institutions": 0}, "institution": {"rounds": 2}},
-            ("institution.rounds", "2: this"),
-        ),
+        ({"topology": {"institutions": 0}, "institution": {"rounds": 2}}, ("institution.rounds", "2: this")),
         (
             {"topology": {"institutions": 0}, "institution": {"aggregation": {"name": "fedmr"}}},
             ("institution.aggregation.name", "'fedmr'"),
         ),
         ({"topology": {"institutions": 0}, "links": {"lan": "lte"}}, ("links.lan.up_mbit", "no institution")),
-        (
-            {"topology": {"institutions": 0}, "transfer": {"lan": {"up": "fp16"}}},
-            ("transfer.lan.up.name", "Remove"),
-        ),
+        ({"topology": {"institutions": 0}, "transfer": {"lan": {"up": "fp16"}}}, ("transfer.lan.up.name", "Remove")),
         ({"topology": {"institutions": 0}, "data": {"partition": "institution_shards"}}, ("data.partition",)),
         ({"topology": {"institutions": 0, "devices": ["d"], "members": {"a": ["d"]}}}, ("topology.members.a",)),
         ({"topology": {"institutions": 0, "devices": []}}, ("topology.devices", "cloud would have no device")),

@@ -172,11 +172,7 @@ def living(
 
 
 def serving(
-    site: Site,
-    child: ChildEndpoint,
-    layout: ModelLayout,
-    place: int,
-    before: Callable[[], Awaitable[object]] = nothing,
+    site: Site, child: ChildEndpoint, layout: ModelLayout, place: int, before: Callable[[], Awaitable[object]] = nothing
 ) -> asyncio.Task[Any]:
     """Let a child serve: it waits for `before`, then adds 1 + place to each number."""
     out = layout.empty()
