@@ -57,9 +57,9 @@ def test_a_node_with_other_labels_is_reported_though_its_places_are_the_same(tmp
     trainers = [Trainer(lab, node=f"device-{i}", accelerator="cpu") for i in range(2)]
     for trainer in trainers:
         trainer.prepare()
-    check_alike(lab.data, "device-0", partition=trainers[0].partition, clouds=clouds.digest)
+    check_alike(lab.data, "device-0", partition=trainers[0].facts.partition, clouds=clouds.digest)
     with pytest.raises(InvalidExperiment) as reported:
-        check_alike(lab.data, "device-1", partition=trainers[1].partition, clouds=clouds.digest)
+        check_alike(lab.data, "device-1", partition=trainers[1].facts.partition, clouds=clouds.digest)
     for word in ("data.root", "device-1", mine.digest, clouds.digest, "the same files", "the same release"):
         assert word in str(reported.value)
 
