@@ -294,7 +294,7 @@ def replaceable(do: Callable[[ReplaceableProcess], Awaitable[None]], **settings:
 
 
 def once(left: Path, how: str) -> Callable[[SubprocessChannel], Awaitable[Record]]:
-    """Return a request that fails as often as the number in a file tells."""
+    """Return a request that fails as many times as the number in a file."""
     return lambda channel: channel.request(do="once", path=str(left), how=how)
 
 
