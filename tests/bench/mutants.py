@@ -121,27 +121,27 @@ def tests_of(path: str) -> tuple[list[str], list[str]]:
     ]
 
 
-def found_by(folder: Path, tests: Sequence[str]) -> bool:
-    """Return whether one of the tests fails in a copy of the sources."""
+def found_by(folder: Path, tests: Sequence[str]) -> str:
+    """Return which of the tests fails in a copy of the sources, "" if none does."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        return True  # pytest's own limit for one test is lower: it hangs where that cannot end it
-    return done.returncode != 0
+        return "the time limit"  # pytest's own limit for one test is lower: it hangs where that cannot end it
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return "" if done.returncode == 0 else (failed or ["a process that ended"])[-1].split(" - ")[0]
 
 
 def play(mutant: Mutant, folder: Path) -> str:
-    """Make a change in a copy, run the tests, and take it back; return by which tests it was found, "" if by none."""
+    """Make a change in a copy, run the tests, and take it back; return by what it was found, "" if by nothing."""
     file = folder / mutant.path
     source = file.read_bytes()
     file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
     try:
-        for title, tests in zip(("direct", "second"), tests_of(mutant.path), strict=True):
-            if tests and found_by(folder, tests):
-                return title
-        return ""
+        return next(filter(None, (found_by(folder, tests) for tests in tests_of(mutant.path) if tests)), "")
     finally:
         file.write_bytes(source)
 
@@ -181,8 +181,8 @@ def main() -> None:
         killed, counts = Counter[str](), Counter(mutant.room for mutant in drawn)
         for mutant, by in threads.map(played, drawn):
             killed[mutant.room] += bool(by)
-            if not by:
-                console.print(f"survived: {mutant.path}:{mutant.line}: {mutant.before} -> {mutant.text}", markup=False)
+            change = f"{mutant.path}:{mutant.line}: {mutant.before} -> {mutant.text}"
+            console.print(f"found by {by}: {change}" if by else f"SURVIVED: {change}", markup=False, highlight=False)
     table = Table("room", "changes", "found", title=f"{killed.total()} of {counts.total()} changes were found")
     for room, count in sorted(counts.items()):
         table.add_row(room, str(count), str(killed[room]))
