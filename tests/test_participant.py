@@ -26,7 +26,7 @@ def test_a_verdict_is_what_its_description_states(rule: str) -> None:
     for accepted, refused, idle, waiting, absent in itertools.product(range(3), repeat=5):
         standing = Standing(accepted, refused, idle, waiting, absent)
         total = accepted + refused + idle + waiting + absent
-        quorums = range(1, total + 1) if rule == "quorum" else (None, 1)
+        quorums = (None, *range(1, total + 1))
         for quorum, overdue in itertools.product(quorums, (False, True)):
             closing = Closing(rule=rule, quorum=quorum, deadline_s=5.0)  # type: ignore[arg-type]
             to_come = waiting + absent

@@ -316,15 +316,6 @@ def test_nothing_is_published_while_links_have_no_room() -> None:
 # With loss
 
 
-@pytest.mark.parametrize("loss", [0.05, 0.2, 0.4])
-@pytest.mark.parametrize("receivers", [1, 3, 8])
-def test_a_broadcast_survives_loss_duplicates_and_reordering(receivers: int, loss: float) -> None:
-    line = Line(seed=receivers, loss=loss, duplicates=0.1, jitter_s=0.05)
-    manifest, data = broadcast(line, 40, names_of(receivers))
-    line.run()
-    check_complete(line, manifest, data)
-
-
 @pytest.mark.parametrize("lost", [0, 3, 39])
 def test_a_lost_chunk_is_published_once_more(lost: int) -> None:
     line = Line()
@@ -458,7 +449,7 @@ def asked_at(carried: Callable[[float], int], *, until_s: float, exclusive: bool
         (lambda now: int(8000 * min(now, 100.0)), 100.0),
         (lambda now: int(100 * now), 0.0),  # acknowledgements and pings
         (lambda now: -1, 0.0),
-        (lambda now: -1 if now < 1 else 10**9, 0.0),  # a kernel that begins to tell, or ceases
+        (lambda now: -1 if now < 1 else 1000, 0.0),  # a kernel that begins to tell, or ceases
         (lambda now: 10**9 if now < 1 else -1, 0.0),
     ],
 )

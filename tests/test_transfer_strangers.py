@@ -94,13 +94,6 @@ def test_a_damaged_chunk_is_refused_and_asked_for_again(body: bytes) -> None:
     assert one.core.next_event() == Fetched(OWNER, one.manifest.blob)
 
 
-def test_chunks_in_each_others_place_are_refused() -> None:
-    one = one_fetch()
-    assert not one.chunk(0, bytes(one.data[CHUNK : 2 * CHUNK]))
-    assert not one.chunk(9, bytes(one.data[:CHUNK]))
-    assert one.core.chunks_refused == 2 and one.core.lacks(OWNER, one.manifest.blob) == 10
-
-
 def test_foreign_chunks_touch_nothing() -> None:
     one = one_fetch()
     assert not one.chunk(10, b"x") and not one.chunk(10**9 - 1, b"x")

@@ -54,11 +54,6 @@ class Attempts:
         """The place of `address` among the broker's addresses, from 0."""
         return self._place
 
-    @property
-    def endless(self) -> bool:
-        """Whether the attempts never end: a connection has worked, or there is no time limit."""
-        return self._give_up == math.inf
-
     def begin(self, *, give_up: float) -> None:
         """Begin to connect; the attempts end at `give_up` if no connection has worked, but try each address once."""
         self._give_up, self._failed, self._pauses = give_up, 0, 0
@@ -78,7 +73,7 @@ class Attempts:
         self._failed += 1
         if self._failed < len(self._each):
             return 0.0
-        hopeless = not self.endless and all(self._final.values())
+        hopeless = self._give_up < math.inf and all(self._final.values())
         if now >= self._give_up or hopeless:
             hint = "Are the login and its files right?" if hopeless else HINT
             raise ConnectionFailed(f"broker {self.reasons().rstrip('.')}. {hint}")

@@ -41,11 +41,6 @@ class Claim:
     challenged: deque[str] = field(default_factory=lambda: deque(maxlen=CHALLENGED_MOST))
     lost: bool = False
 
-    def challenge(self, session: str) -> None:
-        """Note a challenged session; beyond the limit the oldest is dropped."""
-        if session not in self.challenged:
-            self.challenged.append(session)
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -128,7 +123,8 @@ class OwnPresence:
             claim.lost = True
             self.taken = run
         elif self._established and (presence is None or not presence.answers or presence.state in FINAL):
-            claim.challenge(session)
+            if session not in claim.challenged:
+                claim.challenged.append(session)
             self._due.append(replace(self.presence, answers=session))  # the second node reads it and ends
 
     def begin(self, begun: float) -> None:
@@ -251,20 +247,15 @@ class PeerProofs:
     def speaks(self, peer: str, session: str, now: float) -> bool:
         """Return whether this session represents the peer; any message of it proves that it is alive.
 
-        Another session is asked for its presence, which may be lost or delayed.
+        Another session is asked for its presence, which may be lost or delayed, at most once per ASK_S.
         """
         known = self._of[peer]
         if session == known.session:
             self._live(known)
             return True
-        self.sought(peer, session, now)
-        return False
-
-    def sought(self, peer: str, session: str, now: float) -> None:
-        """Ask an unknown session under a peer's name for its presence, at most once per ASK_S."""
-        known = self._of[peer]
-        if session != known.session and known.ask_at == inf:
+        if known.ask_at == inf:
             self._ask(known, now + known.ask_s)
+        return False
 
     def receive(self, peer: str, session: str, presence: Presence, *, retained: bool, now: float) -> bool:
         """Handle a presence; return whether it counts, because it was published during this connection."""

@@ -198,10 +198,15 @@ def _integer(value: Any) -> int:
     return value
 
 
-def _real(value: Any) -> float:
-    if type(value) is not float:  # NaN is allowed: a diverged child's result must arrive to be refused
-        raise WireError(f"{_brief(value)} is not a number")
-    return value
+def _exactly(kind: type, what: str) -> Callable[[Any], Any]:
+    """Return the check that a value is of one type."""
+
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            raise WireError(f"{_brief(value)} is not {what}")
+        return value
+
+    return check
 
 
 def _text(value: Any, limit: TextLimit) -> str:
@@ -212,24 +217,6 @@ def _text(value: Any, limit: TextLimit) -> str:
     return text
 
 
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes):
-        raise WireError(f"{_brief(value)} is not a byte string")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise WireError(f"{_brief(value)} is not a flag")
-    return value
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, tuple):
-        raise WireError(f"{_brief(value)} is not a list")
-    return value
-
-
 def _enum(kind: type[StrEnum], value: Any) -> StrEnum:
     try:
         return kind(value)
@@ -237,7 +224,11 @@ def _enum(kind: type[StrEnum], value: Any) -> StrEnum:
         raise WireError(f"{_brief(value)} is not a {kind.__name__}") from None
 
 
+_tuple: Final = _exactly(tuple, "a list")
 _SCALARS: Final[dict[Any, Callable[[Any], Any]]] = {
-    int: _integer, float: _real, bytes: _bytes, bool: _flag,
-}  # fmt: skip
+    int: _integer,
+    float: _exactly(float, "a number"),  # NaN is allowed: a diverged child's result must arrive to be refused
+    bytes: _exactly(bytes, "a byte string"),
+    bool: _exactly(bool, "a flag"),
+}
 _DECODERS: Final[dict[type[Message], Callable[[Any], Any]]] = {kind: _record_decoder(kind) for kind in KINDS}

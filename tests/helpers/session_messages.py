@@ -79,17 +79,7 @@ def messages_of(key: Key, blob: str) -> list[Message]:
         Goodbye(),
         RollCall("nonce"),
         Here(
-            "nonce",
-            "device",
-            "cloud",
-            RUN,
-            "1.0",
-            "host",
-            "1 x cpu",
-            "mnist",
-            "0123456789ab",
-            1.5e9,
-            (Finding("memory", True, True, "1 GB"),),
+            "n", "device", "cloud", RUN, "1.0", "host", "cpu", "mnist", "", 1.5e9, (Finding("memory", True, True, ""),)
         ),
         StatusRequest(RUN),
         Status(1.0, key, True, False, (LinkBytes(1, 2),), (), ()),
