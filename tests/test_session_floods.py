@@ -42,6 +42,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.presence import ASK_MOST_S
+from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.session_messages import BLOB, IDLE_S, READY, inject, messages_of, silence_chunks
 
 # Floods
@@ -117,7 +118,7 @@ def test_a_flood_of_asks_for_a_model_costs_few_chunks_of_it(lies: bool) -> None:
         seen = (draw.getrandbits(40), draw.getrandbits(40)) if lies else (0, 0)
         return Ask(blob.blob, b"\xfc", *seen, 64, not lies)
 
-    flood(lab, "device-0", (ask() for _ in range(3000)), seconds=3.0)
+    flood(lab, "device-0", (ask() for _ in range(1500)), seconds=3.0)
     begun = lab.now
     closed = lab.round(closing=Closing(rule="quorum", quorum=2, deadline_s=4.0))
     assert set(closed.results) >= {"device-1", "device-2"} and lab.now - begun < 5.0
@@ -367,7 +368,7 @@ def any_message(draw: random.Random, lab: Lab) -> tuple[str, bytes]:
     return topic, body
 
 
-@settings(max_examples=8)
+@settings(max_examples=DRAWN[PROFILE] // 4)
 @given(seed=st.integers(0, 2**32), moment=st.floats(0.0, 4.0))
 def test_any_bytes_on_any_topic_raise_nothing(seed: int, moment: float) -> None:
     lab, draw = Lab(names_of(2), seed=seed, train_s=1.0), random.Random(seed)
@@ -406,7 +407,7 @@ def is_malformed(topic: str, body: bytes) -> bool:
     return False
 
 
-@settings(max_examples=3)
+@settings(max_examples=DRAWN[PROFILE] // 7)
 @given(seed=st.integers(0, 2**32))
 def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
     """All that strangers, other runs and unknown sessions may publish; peers' own messages are another matter."""

@@ -203,7 +203,7 @@ def test_chunks_lost_with_their_connection_are_not_the_brokers() -> None:
     loss=st.sampled_from([0.0, 0.0, 0.1]),
     some=st.sets(st.integers(0, 8), min_size=1),
 )
-def test_a_thousand_hostile_chunks_are_refused_and_the_blob_is_exact(
+def test_hundreds_of_hostile_chunks_are_refused_and_the_blob_is_exact(
     forge: Callable[..., Any], seed: int, chunks: int, receivers: int, loss: float, some: set[int]
 ) -> None:
     line, draw = Line(seed=seed, loss=loss, pace_s=0.01), random.Random(seed)
@@ -227,11 +227,11 @@ def test_a_thousand_hostile_chunks_are_refused_and_the_blob_is_exact(
         refused, duplicate, true = refused + (not sound), duplicate + (sound and not fresh), true + fresh
         assert victim.core.chunks_refused - before == (not sound)
 
-    for kind in draw.choices([forged.kinds[place] for place in sorted(some)], k=1000):
+    for kind in draw.choices([forged.kinds[place] for place in sorted(some)], k=400):
         line.after(draw.uniform(0.0, 0.01 * chunks), lambda kind=kind: attack(kind))  # type: ignore[misc]
     line.run()
     check_complete(line, manifest, data)
-    assert refused + duplicate + true == 1000
+    assert refused + duplicate + true == 400
     if not loss:
         assert len(line.published) <= 2 * chunks + 16
 
