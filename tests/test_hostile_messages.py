@@ -20,12 +20,7 @@ from common.model.layout import ModelLayout
 from common.protocol import serialization, topics
 from common.protocol.admission import Refusal
 from common.protocol.manifest import describe
-from common.protocol.messages import (
-    Ask,
-    Preparing,
-    Result,
-    Task,
-)
+from common.protocol.messages import Ask, Preparing, Result, Task
 from tests.helpers.nodes import (
     FINE,
     LAB,

@@ -8,19 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import (
-    FORM,
-    LAB,
-    PARENT,
-    RUN,
-    Lab,
-    lab_at,
-    manifest_of,
-    model_of,
-    names_of,
-    settled,
-    snapshot,
-)
+from session_lab import FORM, LAB, PARENT, RUN, Lab, lab_at, manifest_of, model_of, names_of, settled, snapshot
 
 from common.accounting.traffic import Traffic
 from common.experiment.tiers import Closing
