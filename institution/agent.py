@@ -236,7 +236,7 @@ class _OwnPresence:
 
     def look(self) -> None:
         """Publish that no child is present, after `NO_CHILD_S` without any, and that one is present again."""
-        if not self._down.session.present():
+        if not self._down.session.attendance.present():
             if self._timer is None and not self.reason and not self._closed:
                 self._timer = asyncio.get_running_loop().call_later(NO_CHILD_S, self._report)
             return

@@ -150,7 +150,7 @@ def test_a_seeker_that_asks_twice_at_once_is_answered_a_second_time_soon() -> No
 
 def test_a_child_that_clears_its_presence_has_left() -> None:
     lab = settled(2)
-    assert lab.parent.session.present() == names_of(2)
+    assert lab.parent.session.attendance.present() == names_of(2)
     child = lab.child
     child.session.set_state(NodeState.FINISHED)
     lab.rest(0.1)
@@ -159,7 +159,7 @@ def test_a_child_that_clears_its_presence_has_left() -> None:
         child._perform(output)
     lab.rest(1.0)
     assert [event.state for event in lab.parent.of(PeerChanged) if event.child == "device-0"][-1] == "left"
-    assert lab.parent.session.present() == ["device-1"]
+    assert lab.parent.session.attendance.present() == ["device-1"]
     assert lab.parent.session.readiness(lab.now).missing == {"device-0": "was lost, or left"}
 
 

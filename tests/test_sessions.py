@@ -132,10 +132,10 @@ def test_a_child_whose_presence_was_lost_is_asked_for_it(
     lost = serialization.encode(Presence(NodeState.LOST, "device", reason="connection lost"), lab.child.process)
     lab.broker.drop = lambda topic: topic.endswith("/device-0" if deaf_s else "/device-0/state")
     lab.parent.receive(topics.state(LAB, RUN, "device-0"), lost if will else b"")
-    assert not lab.parent.session.present()
+    assert not lab.parent.session.attendance.present()
     lab.rest(deaf_s)
     lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
-    lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=within_s)
+    lab.until(lambda: lab.parent.session.attendance.present() == ["device-0"], within_s=within_s)
     assert set((lab.play() if in_round else lab.round()).results) == {"device-0"}
 
 
@@ -194,7 +194,7 @@ def test_a_retained_ready_of_a_dead_child_captures_no_parent() -> None:
     lab.start("device-1")
     lab.rest(2.0)
     session = lab.parent.session
-    assert session.present() == ["device-1"] and session.samples == {"device-1": 10}
+    assert session.attendance.present() == ["device-1"] and session.samples == {"device-1": 10}
     readiness = session.readiness(lab.now)
     assert readiness.ready == {"device-1"} and readiness.missing == {"device-0": "has not joined yet"}
     assert not readiness.failed and not readiness.hanging
@@ -280,7 +280,7 @@ def test_who_died_while_the_broker_was_away_is_found_out() -> None:
     lab.restart_broker(down_s=1.0)  # it crashed: no will is sent, and the store has everybody READY
     lab.kill("device-0", will_after_s=None)
     lab.until(lambda: lab.parent.of(PeerChanged)[-1].state == "lost", within_s=SILENT_MOST_S + 10)
-    assert lab.parent.session.present() == ["device-1", "device-2"]
+    assert lab.parent.session.attendance.present() == ["device-1", "device-2"]
     (lost,) = [event for event in lab.parent.of(PeerChanged) if event.state == "lost"]
     assert lost.child == "device-0" and "no reply" in lost.reason
     begun = lab.now

@@ -212,7 +212,7 @@ def test_the_last_record_of_a_run_is_published_at_once() -> None:
 
 def test_records_of_many_children_come_more_rarely() -> None:
     session = parent_of(*(f"device-{place}" for place in range(1000)))
-    for name in session.peers:
+    for name in session.link.peers:
         session.coordinator.presence(name, "s", Presence(NodeState.READY, "device"), now=0.0)
     ask(session, 1.0)
     times = [now for tick in range(100) if records(session, now := 1.0 + tick / 10)]

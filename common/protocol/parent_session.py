@@ -61,7 +61,7 @@ from common.protocol.outbox import Output
 from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received, Sought
 from common.protocol.presence import Identity
 from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
-from common.protocol.round_state import Assignment, Restarted, Timeline
+from common.protocol.round_state import Assignment, Restarted
 from common.protocol.status import RunProgress, status_of
 from common.text import short
 
@@ -124,11 +124,6 @@ class ParentSession:
         self._now = 0.0
         self.run: RunProgress | None = None  # at the cloud
         self.measuring = False  # the links are being calibrated
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """The children's names in order, those that entered last."""
-        return self.link.peers
 
     # Rounds
 
@@ -194,15 +189,6 @@ class ParentSession:
         self.coordinator.refuse(child, key, reason=reason, now=now)
         self.link.events.append(UploadRefused(child, reason))
 
-    def in_flight(self) -> list[str]:
-        """Return the children whose tasks go on after their round has closed."""
-        return self.coordinator.in_flight()
-
-    @property
-    def timeline(self) -> Timeline:
-        """Times of the events in the last round."""
-        return self.coordinator.timeline
-
     def end_round(self, now: float, *, in_flight: Collection[str] = ()) -> list[str]:
         """Stop all transfers with the children but those in flight; return the blobs that are not served any more.
 
@@ -255,20 +241,6 @@ class ParentSession:
             run=None if self.run is None else self.run.status,
         )
 
-    @property
-    def complete(self) -> bool:
-        """Whether all children can take part now."""
-        return self.attendance.complete
-
-    @property
-    def owes_farewells(self) -> bool:
-        """Whether a child that is present or has just finished has not sent its farewell."""
-        return self.attendance.owes_farewells
-
-    def present(self) -> list[str]:
-        """Return the children that are present."""
-        return self.attendance.present()
-
     def ask_quiet(self, now: float) -> None:
         """Ask children that stopped reporting their preparation: the message that they are ready may be lost."""
         for name in self.attendance.quiet(now):
@@ -279,7 +251,7 @@ class ParentSession:
         entering = self._entering
         if entering is None or not entering.admits(name):
             return
-        if len(self.peers) >= entering.most:
+        if len(self.link.peers) >= entering.most:
             raise Misfit(f"it wants to enter, and all places are taken: {entering.most} children")
         self._limits[name] = limits = entering.limits(name)
         self.link.ways.add(name, entering.link(name))
@@ -317,7 +289,7 @@ class ParentSession:
         The children's idle times begin again: without the broker nothing could arrive from them.
         """
         lab, run, me = self.link.identity.lab, self.link.identity.run, self.link.identity.name
-        inboxes = [*(topics.inbox(lab, run, me, peer) for peer in self.peers), topics.seek(lab, me, "+")]
+        inboxes = [*(topics.inbox(lab, run, me, peer) for peer in self.link.peers), topics.seek(lab, me, "+")]
         inboxes.append(topics.watch(lab, "+"))
         self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.coordinator.reconnected(now)

@@ -120,7 +120,7 @@ class ParentEndpoint(Endpoint):
     @property
     def peers(self) -> tuple[str, ...]:
         """The children's names in order."""
-        return self.session.peers
+        return self.session.link.peers
 
     @property
     def samples(self) -> dict[str, int]:
@@ -203,7 +203,7 @@ class ParentEndpoint(Endpoint):
         in_flight: Sequence[str] = ()
         try:
             closed = await self._closed
-            in_flight = () if dispatch.last else self.session.in_flight()
+            in_flight = () if dispatch.last else self.session.coordinator.in_flight()
         finally:  # after this the rows of both directions may be overwritten, but for those of children in flight
             self._on_progress = nothing
             retired = self.session.end_round(self.now(), in_flight=in_flight)
@@ -216,7 +216,7 @@ class ParentEndpoint(Endpoint):
         results = {name: closed.results[name] for name in children if name in closed.results}
         uploads = Uploads(children, self._uploads.array, tuple(map(results.get, children)), self._uploads.release)
         nbytes = {name: sent[name] + result.model.size for name, result in results.items()}
-        timeline, buffered = self.session.timeline, dispatch.carried is not None
+        timeline, buffered = self.session.coordinator.timeline, dispatch.carried is not None
         return ClosedRound(
             results, uploads, closed.missing, closed.refused, timeline, nbytes, buffered, dispatch.absent
         )
@@ -273,7 +273,7 @@ class ParentEndpoint(Endpoint):
         observe_at = self.now()
         remind_at, failed = observe_at + REMIND_FIRST_S, frozenset[str]()
         observed: Mapping[str, str] = {}
-        while not self.session.complete:
+        while not self.session.attendance.complete:
             now = self.now()
             found = self.session.readiness(now)
             if enough(found, now):
@@ -288,7 +288,7 @@ class ParentEndpoint(Endpoint):
             self.session.ask_quiet(now)
             self.wake()
             await self._changed_within(LOOK_S)
-            while not self.session.complete and (left_s := now + LOOK_AGAIN_S - self.now()) > 0:
+            while not self.session.attendance.complete and (left_s := now + LOOK_AGAIN_S - self.now()) > 0:
                 await self._changed_within(left_s)  # as each look is at all children
         return None
 
@@ -308,7 +308,7 @@ class ParentEndpoint(Endpoint):
         """Wait until the present children have sent their farewells, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self.session.owes_farewells:
+                while self.session.attendance.owes_farewells:
                     if not await self._changed_within(REPEAT_END_S):
                         self.link.own.repeat()
                         self.wake()

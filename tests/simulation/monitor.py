@@ -156,7 +156,7 @@ class Monitor:
         """Return whether a parent has yet to receive the model of a result that a child announced."""
         found = (endpoint.session for endpoint in endpoints(self.lab, parent, last=True))
         parents = [each for each in found if isinstance(each, ParentSession) and each.link.identity.session == session]
-        return any(child in each.peers and each.coordinator.is_announced(child, key) for each in parents)
+        return any(child in each.link.peers and each.coordinator.is_announced(child, key) for each in parents)
 
     async def sample(self) -> None:
         """Sample all sessions at growing intervals until cancelled."""
