@@ -82,12 +82,6 @@ def test_any_bytes_give_a_limit_or_none(data: bytes) -> None:
     assert limit is None or 0 < limit <= PACKET_MOST
 
 
-def test_a_broker_that_answers_nothing_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_client, "ASK_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert asyncio.run(plain_client.reported_limits(BrokerAddress("127.0.0.1", server.getsockname()[1]))) == NONE
-
-
 @pytest.mark.parametrize("most", [1_001_024, 100_000])
 def test_a_limit_that_is_not_reported_is_found_by_trying(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -122,10 +116,11 @@ def test_a_link_that_is_too_slow_for_large_packets_is_not_tried_with_them(
     assert sizes == [plain_client.LEAST_BYTES]
 
 
-def test_nobody_there_is_no_limit() -> None:
+def test_a_broker_that_answers_nothing_or_is_away_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_client, "ASK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    where = BrokerAddress("127.0.0.1", port)
+        where = BrokerAddress("127.0.0.1", server.getsockname()[1])
+        assert asyncio.run(plain_client.reported_limits(where)) == NONE
     assert asyncio.run(plain_client.reported_limits(where)) == NONE
     assert asyncio.run(plain_client.packet_limit(where, topic="t", most=1_000_000)) is None
 
