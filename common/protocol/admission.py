@@ -147,10 +147,6 @@ class PendingAsks:
         self._of = {}
         return asks
 
-    def clear(self) -> None:
-        """Drop all asks: the connection is lost."""
-        self._of = {}
-
 
 class PendingAnswers:
     """Pending `WhoIsThere` questions: the last one of each node, answered at most once per ANSWER_S.

@@ -48,8 +48,8 @@ def chunk_digest(chunk: bytes | memoryview) -> bytes:
 def missing(manifest: Manifest, buffer: memoryview) -> npt.NDArray[np.bool_]:
     """Return the chunks, bool [chunks], that a buffer, uint8 [manifest.size], lacks, according to their digests."""
     data = buffer.cast("B")
-    parts = ((data[manifest.span(i)], manifest.digests[8 * i : 8 * i + 8]) for i in range(manifest.chunks))
-    return np.array([chunk_digest(chunk) != digest for chunk, digest in parts], np.bool_)
+    chunks = range(manifest.chunks)
+    return np.array([chunk_digest(data[manifest.span(i)]) != manifest.digest(i) for i in chunks], np.bool_)
 
 
 def shared(manifest: Manifest, other: Manifest) -> npt.NDArray[np.bool_]:

@@ -72,6 +72,10 @@ class Manifest:
         """Return the range of bytes of chunk `index`."""
         return slice(index * self.chunk_bytes, min(self.size, (index + 1) * self.chunk_bytes))
 
+    def digest(self, index: int) -> bytes:
+        """Return the digest of chunk `index`."""
+        return self.digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
+
     def extras_in(self, index: int) -> int:
         """Return how many bytes of chunk `index` are extras."""
         begin, end = index * self.chunk_bytes, min(self.size, (index + 1) * self.chunk_bytes)

@@ -212,7 +212,7 @@ class PeerLink:
             self.away_since = now
         self.up = False
         self.outbox.clear()
-        self._asks.clear()
+        self._asks.take()  # they are void
 
     def place(self, topic_text: str, size: int) -> Landing | Skipped | None:
         """Return the destination of an arriving chunk, None if it is not wanted; SKIPPED for what is too large."""

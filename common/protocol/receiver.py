@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.experiment.links import LinkDirection
-from common.protocol.manifest import chunk_digest, window_for
+from common.protocol.manifest import chunk_digest, missing, window_for
 from common.protocol.messages import Ask, Manifest
 from common.protocol.topics import ALL, ChunkTopic
 
@@ -194,11 +194,8 @@ class Receiver:
 
     def take(self, owner: str, manifest: Manifest, buffer: memoryview | None, data: bytes) -> None:
         """Handle a blob that was sent inside its announcement; without a buffer it is used where it is."""
-        whole = len(data) == manifest.size
         view = memoryview(data)
-        for index in range(manifest.chunks if whole else 0):
-            whole = whole and chunk_digest(view[manifest.span(index)]) == _digest(manifest, index)
-        if not whole:
+        if len(data) != manifest.size or missing(manifest, view).any():
             self.chunks_refused += 1
             reason = "wrong digest of an inline model"
             self._events.append(FetchFailed(owner, manifest.blob, FetchFailure.DAMAGED, reason))
@@ -281,7 +278,7 @@ class Receiver:
             self.chunks_refused += 1
             return False
         span = fetch.manifest.span(index)
-        sound = len(data) == span.stop - span.start and chunk_digest(data) == _digest(fetch.manifest, index)
+        sound = len(data) == span.stop - span.start and chunk_digest(data) == fetch.manifest.digest(index)
         if not sound:
             self._damaged(fetch, index, now)
         self._count(fetch, ALL if stream == ALL else "own", number, silent_s, sound=sound)
@@ -476,7 +473,3 @@ class Receiver:
     def _fail(self, fetch: Fetch, cause: FetchFailure, reason: str, now: float) -> None:
         self._events.append(FetchFailed(fetch.owner, fetch.manifest.blob, cause, reason))
         self.drop(fetch.owner, blob=fetch.manifest.blob, now=now)
-
-
-def _digest(manifest: Manifest, index: int) -> bytes:
-    return manifest.digests[8 * index : 8 * index + 8]
