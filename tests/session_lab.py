@@ -413,7 +413,7 @@ class ChildNode(Node):
             self._train(self.task)
         elif isinstance(event, ModelFailed) and self.task is not None and event.blob == self.task.model.blob:
             self._stop()
-            self.session.abandon()
+            self.session.participant.abandon()
             self.wake()
 
     def _stop(self) -> None:
@@ -460,7 +460,7 @@ class ChildNode(Node):
             self.session.link.retire(manifest.blob)
         self._answer, self._answer_blob = answer, manifest.blob
         result = Result(task.key, manifest, inline, 10, 0.5, task.epochs, 6, 6, 1.0, 0.0, 0.0, (), "")
-        self.session.finish(result, self.lab.loop.now)
+        self.session.participant.finish(result, now=self.lab.loop.now)
 
     def _later(self, delay: float, action: Callable[[], None]) -> None:
         work = self._work

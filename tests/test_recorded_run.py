@@ -252,7 +252,7 @@ def test_a_child_answers_the_recorded_tasks_again(node: str, messages: list[Reco
         if mine and isinstance(one.message, Result):
             answer = blobs[one.message.model.blob]  # what comes back of it does not travel
             session.link.offer(one.message.model, memoryview(blobs[one.message.model.blob]), (parent,))
-            session.finish(one.message, now)
+            session.participant.finish(one.message, now=now)
         while (event := session.next_event()) is not None:
             if isinstance(event, TaskReceived):
                 buffer = models[event.task.model.blob] = np.frombuffer(bytearray(answer), np.uint8)

@@ -1,7 +1,7 @@
 """A child's session with its parent, without I/O: tasks, results, and the parent's presence.
 
 For each task the endpoint answers `TaskReceived` with a buffer (`fetch`). After `ModelArrived` it reports the start of
-the work (`begin_work`), its progress (`progress`), and the result (`finish`).
+the work (`begin_work`), its progress (`progress`), and the result (`participant.finish`).
 """
 
 from __future__ import annotations
@@ -221,14 +221,6 @@ class ChildSession:
         if self._fetching is not None and self._fetching.model.blob == task.model.blob:
             self._fetching = None
         self.link.receiver.drop(self.parent, blob=task.model.blob, now=now)
-
-    def finish(self, result: Result, now: float) -> None:
-        """Announce a result until it is acknowledged; its model must have been offered."""
-        self.participant.finish(result, now=now)
-
-    def abandon(self) -> None:
-        """Give up a task whose model is not available; the parent sends it again."""
-        self.participant.abandon()
 
     # The end
 

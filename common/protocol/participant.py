@@ -137,8 +137,8 @@ class Participant:
     def finish(self, result: Result, *, now: float) -> None:
         """Announce the result of the task that began with its key, from now until it is acknowledged.
 
-        The key is replaced here, because a task that was sent again may have another one. The result of a replaced
-        task is dropped.
+        Its model must have been offered. The key is replaced here, because a task that was sent again may have another
+        one. The result of a replaced task is dropped.
         """
         if self._task is None or result.key != self._begun or not self._go(ParticipantCause.FINISH):
             return

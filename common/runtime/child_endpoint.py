@@ -276,21 +276,21 @@ class ChildEndpoint(Endpoint):
             await model.whole()  # this node's children may have finished before
         except ModelUnavailable as error:
             self.refusals = [*self.refusals, str(error)][-REFUSALS_KEPT:]
-            session.abandon()
+            session.participant.abandon()
             return
         finally:
             self._fetching = None
             session.stop_fetching(task, self.now())
             await _stop(self._decoding)  # it writes the row
         if not task.epochs:  # the model was scored alone
-            session.finish(result.announcement(task, task.model), self.now())
+            session.participant.finish(result.announcement(task, task.model), now=self.now())
             self.wake()
             return
         cut = self.link.cut(self.link.peers)
         manifest = await self.models.describe(layouts.up, result.blob, cut=cut, task=task.model.blob)
         inline = self.link.offer(manifest, result.blob, self.link.peers)
         self._result_model = manifest, result.blob
-        session.finish(result.announcement(task, manifest, inline), self.now())
+        session.participant.finish(result.announcement(task, manifest, inline), now=self.now())
         self.wake()
 
     async def _fetch(self, task: Task, inside: Row | None, layout: ModelLayout) -> Arriving:
