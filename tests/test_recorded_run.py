@@ -26,16 +26,7 @@ from common.protocol.child_session import ChildSession
 from common.protocol.events import ModelArrived, RunEnded, TaskReceived, UploadAnnounced, UploadArrived
 from common.protocol.limits import limits_below
 from common.protocol.manifest import missing
-from common.protocol.messages import (
-    Acknowledgement,
-    Announcement,
-    Goodbye,
-    Manifest,
-    Message,
-    NodeState,
-    Result,
-    Task,
-)
+from common.protocol.messages import Acknowledgement, Announcement, Goodbye, Manifest, Message, NodeState, Result, Task
 from common.protocol.outbox import Output, Publish, PublishChunk
 from common.protocol.parent_session import ParentSession
 from common.protocol.presence import Identity

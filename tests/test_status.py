@@ -56,10 +56,9 @@ def made(children: dict[str, ChildInRound], **facts: Any) -> Status:
     return status_of(children, ledger, **usual | {"waits_for": {}, "uploads": {}} | facts)
 
 
-def at_work(done: int, total: int = 100) -> ChildInRound:
-    return ChildInRound(
-        presence=NodeState.READY, state=ChildState.WORKING, mark=(Phase.TRAINING, done), total=total, loss=0.5
-    )
+def at_work(done: int) -> ChildInRound:
+    mark = Phase.TRAINING, done
+    return ChildInRound(presence=NodeState.READY, state=ChildState.WORKING, mark=mark, total=100, loss=0.5)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +139,8 @@ def test_a_runs_progress_is_that_of_the_clouds_events() -> None:
     progress.take("run", {"done": 3})
     progress.take("begun", {"elapsed_s": 30.0})
     for closed in range(4, 44):
-        progress.take(
-            "global_round",
-            {"global_round": closed, "elapsed_s": 30.0 + 5 * (closed - 3), "train_loss": 0.5, "train_s": 4.0},
-        )
+        facts = {"global_round": closed, "elapsed_s": 30.0 + 5 * (closed - 3), "train_loss": 0.5, "train_s": 4.0}
+        progress.take("global_round", facts)
         if closed % 2:
             progress.take("evaluated", {"global_round": closed, "score": closed / 100, "loss": math.inf})
     status = progress.status

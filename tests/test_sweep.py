@@ -81,9 +81,7 @@ def test_two_at_once_give_the_same_bits_and_nothing_is_run_again(tmp_path: Path)
     again = invoke("sweep", file, "--direct", "--runs", runs, "--format", "csv")
     assert again.stdout == done.stdout and "4 of 4 runs are finished" in again.stderr
     assert before == {path: os.stat(path / "rounds.csv").st_mtime_ns for path in folders(runs / "two")}
-    alone = invoke(
-        "run", runs / "two" / folders(runs / "two")[0].name / "experiment.toml", "--direct", "--runs", tmp_path
-    )
+    alone = invoke("run", folders(runs / "two")[0] / "experiment.toml", "--direct", "--runs", tmp_path)
     assert alone.exit_code == 0  # an ordinary run has the same model
     (other,) = models(tmp_path).items()
     assert other in found[1][1].items()
@@ -95,9 +93,8 @@ def test_two_at_once_give_the_same_bits_and_nothing_is_run_again(tmp_path: Path)
 def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> None:
     file = sweep_file(tmp_path, {"axes": {"method": {"FedCross": {"rounds": 15}}}})
     words = ["sweep", file, "--direct", "--format", "csv"]
-    process = subprocess.Popen(
-        command(*words, "--jobs", "2", "--runs", tmp_path / "killed"), stderr=subprocess.PIPE, text=True
-    )
+    killed = command(*words, "--jobs", "2", "--runs", tmp_path / "killed")
+    process = subprocess.Popen(killed, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process, process.stderr as lines:
         assert any(line.startswith("1/4: ") for line in lines)  # the short one; the long one still runs

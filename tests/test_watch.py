@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 
 from common.errors import NoProgress, RunFailed, WireError
 from common.protocol import serialization, topics
-from common.protocol.messages import (
-    Goodbye,
-    Key,
-    NodeState,
-    PhaseSeconds,
-    RoundScore,
-    RunStatus,
-    Step,
-)
+from common.protocol.messages import Goodbye, Key, NodeState, PhaseSeconds, RoundScore, RunStatus, Step
 from common.text import json_text
 from deploy.watching import formatting
 from deploy.watching.lab import GOODBYE_S, SILENT_S, WARN_S
@@ -72,18 +64,14 @@ def test_what_is_refused_or_declined_is_reported_once_with_its_reason() -> None:
     watched.all_ready()
     for _ in range(3):
         watched.now += 1.0
-        watched.status(
-            "institution-0",
-            child("device-0", Step.ASSIGNED, text="wrong layout"),
-            child("device-1", Step.REFUSED, text="its loss is nan"),
-        )
+        declined, refused = child("device-0", Step.ASSIGNED, text="why"), child("device-1", Step.REFUSED, text="so")
+        watched.status("institution-0", declined, refused)
     events = watched.events()
-    assert events == [
-        ("declined", {"node": "device-0", "reason": "wrong layout"}),
-        ("refused", {"node": "device-1", "reason": "its loss is nan"}),
-    ]
+    reasons = {"device-0": "why", "device-1": "so"}
+    assert [event for event, _ in events] == ["declined", "refused"]
+    assert [facts for _, facts in events] == [{"node": node, "reason": reason} for node, reason in reasons.items()]
     assert [formatting.note(watched.lab, *event) for event in events] == [
-        "device-0: declined (wrong layout)", "device-1: refused (its loss is nan)",
+        "device-0: declined (why)", "device-1: refused (so)"
     ]  # fmt: skip
 
 
@@ -213,12 +201,16 @@ def ended(watched: Watched) -> bool:
     return watched.lab.ended
 
 
-def test_it_ends_when_the_cloud_has_finished_and_left() -> None:
+@pytest.mark.parametrize("root", ["cloud", "institution-1"])
+def test_it_ends_when_the_cloud_or_the_institution_of_a_site_alone_has_finished_and_left(root: str) -> None:
     watched = Watched()
-    watched.all_ready()
-    watched.state("cloud", NodeState.FINISHED)
+    if root == "cloud":
+        watched.all_ready()
+    watched.state(root, NodeState.READY)
     assert not ended(watched)
-    watched.state("cloud", None)
+    watched.state(root, NodeState.FINISHED)
+    assert not ended(watched)
+    watched.state(root, None)
     assert ended(watched) and watched.lab.end is None
     watched.state("device-0", None)
     assert watched.events()[-1] == ("end", {"state": "finished"})
@@ -281,15 +273,6 @@ def test_a_broker_that_restarts_is_reported_of_and_forgets_what_it_kept() -> Non
     assert watched["device-0"].state == "ready"
     states = [facts.get("state") for _, facts in watched.events()]
     assert states == ["away", "connected"]  # and nothing of nodes that are as they were
-
-
-def test_a_site_alone_ends_with_its_institution() -> None:
-    watched = Watched()
-    watched.state("institution-1", NodeState.READY)
-    assert not ended(watched)
-    watched.state("institution-1", NodeState.FINISHED)
-    watched.state("institution-1", None)
-    assert ended(watched) and watched.lab.end is None
 
 
 TOPICS = st.one_of(
