@@ -22,6 +22,7 @@ TINY: Final[dict[str, Any]] = {
     "seed": 3,
     "rounds": 3,
     "topology": {"institutions": 3, "devices": 9},
+    "data": {"dataset": "synthetic", "classes": 3, "image_shape": [1, 8, 8], "samples": 180, "test_samples": 20},
     "model": {"name": "mlp_digits"},
     "training": {"batch_size": 2000, "learning_rate": 0.2},
     "cloud": {"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 60}},

@@ -280,7 +280,7 @@ def test_without_matplotlib_there_is_a_page_and_one_line(
 
 
 def test_the_option_that_names_no_writable_place_is_reported(tmp_path: Path, make_run: MakeRun) -> None:
-    path, file = make_run(tmp_path, LAB), tmp_path / "file"
+    path, file = make_run(tmp_path, LAB, accuracies=()), tmp_path / "file"
     file.touch()
     for option, place in (("--figures", file), ("--out", file / "r.html")):
         done = invoke("report", path, option, place, "--figure-formats", "svg")

@@ -168,15 +168,6 @@ def test_accuracy_loss_time_left_and_notes() -> None:
     assert not any("#d55e00" in str(span.style) for span in styles["institution-0"])
 
 
-@pytest.mark.parametrize("width", [80, 200, None])
-def test_nothing_is_cropped_that_has_room(width: int | None) -> None:
-    fed = Fed()
-    fed.status(child("institution-0", Step.ASSIGNED), key=Key(0, 109, 0), tiers=((123_456_789, 0),))
-    lines = fed.lines(width, None)
-    assert all(any(text in line for line in lines) for text in ("110/400", str(RUN["folder"]), "123.5 MB"))
-    assert width is None or max(map(len, lines)) <= width
-
-
 def test_off_a_terminal_long_names_and_reasons_are_whole() -> None:
     experiment = parse({"name": "n", "tiers": [{"name": "wan", "children": "device", "fan_out": 2}]})
     lab = WatchedLab("run-1", experiment, brokers=["b"], now=0.0)
