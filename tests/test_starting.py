@@ -82,6 +82,7 @@ def test_a_run_is_interrupted(tmp_path: Path) -> None:
         (1, "1"),
         (True, "true"),
         ("a'b", '"a\'b"'),
+        ("\N{GRINNING FACE}", '"\N{GRINNING FACE}"'),  # TOML has no surrogates
         ([1, "x"], '[1, "x"]'),
         ({"a": {"b": [0.5]}}, '{"a" = {"b" = [0.5]}}'),
     ],

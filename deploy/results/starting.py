@@ -123,10 +123,10 @@ class RunningLab:
 def _toml(key: str, value: Any) -> str:
     """Return a value as `--set` reads it. Raises InvalidExperiment."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(key, part)}" for name, part in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml(key, name)} = {_toml(key, part)}" for name, part in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(key, part) for part in value) + "]"
     if isinstance(value, (bool, int, float, str)):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     problem, remedy = "no value of an experiment", "Give a number, a text, true or false, or a list or table of them."
     raise InvalidExperiment(key, value, problem, remedy)
