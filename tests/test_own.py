@@ -64,7 +64,7 @@ def test_the_files_of_the_page_are_enough_for_a_run_in_one_process(flats: Path) 
     done = invoke(*shlex.split(direct)[1:], "--format", "json")
     assert done.exit_code == 0, done.stderr
     run = Run(folder_in(done.stdout))
-    assert (run.scored_by.name, run.scored_by.higher) == ("r2", True)
+    assert (run.experiment.score.name, run.experiment.score.higher) == ("r2", True)
     assert run.score is not None and run.score > 0.8 and run.accuracy is None
     rows = table(run.path / "rounds.csv")
     assert not any(row["accuracy"] for row in rows) and float(rows[-1]["score"]) == pytest.approx(run.score, rel=1e-5)
@@ -88,7 +88,7 @@ def test_the_other_loss_and_score_of_the_page_run(flats: Path) -> None:
     done = fedstrata("run", "flats.toml", "--direct", "--format", "json", "--set", "rounds=2", *sets)
     assert done.returncode == 0, done.stderr
     run = Run(folder_in(done.stdout))
-    assert run.score is not None and 0 < run.score <= 1 and run.scored_by.label == "covered"
+    assert run.score is not None and 0 < run.score <= 1 and run.experiment.score.label == "covered"
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
             assert cell.replace(THIN, "") == (line[name] or "-")
     tiers = {(row[0].lower(), row[1]): row for row in tree.tables["Bytes by tier and direction"][1:]}
     for (tier, way), row in tiers.items():
-        parents = {"cloud"} if tier == "wan" else set(run.nodes.aggregators)
+        parents = {"cloud"} if tier == "wan" else set(run.experiment.tree.aggregators)
         mine = [x for x in wanted if (x["tier"], x["kind"], x["from"] in parents) == (tier, "all", way == "down")]
         assert number(row[2]) == sum(int(x["payload_bytes"]) for x in mine) > 0
         assert number(row[3]) == sum(int(x["message_bytes"]) for x in mine)

@@ -24,13 +24,13 @@ MakeRun = Callable[..., Path]
 
 def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> None:
     run = Run(make_run(tmp_path, {"name": "lab", "seed": 3, "rounds": 3}))
-    assert (run.name, run.seed, run.global_rounds, run.direct) == ("lab", 3, 3, False)
+    assert (run.experiment.name, run.seed, run.experiment.rounds, run.direct) == ("lab", 3, 3, False)
     assert [row.accuracy for row in run.rounds] == [0.5, 0.75, 0.9] and run.accuracy == 0.9
     assert run.totals == {name: 3 * count for name, count in BYTES.items()}
     assert [row.epochs for row in run.rounds] == [{"institution-0": n} for n in (1, 2, 3)]
     assert set(run.rounds[0].phases) == set(GLOBAL_PHASES) and run.rounds[0].seconds == pytest.approx(1.58)
-    assert run.nodes.children == {"cloud": ["institution-0"], "institution-0": ["device-0"]}
-    assert run.tiers == ("wan", "lan")
+    assert run.experiment.tree.children == {"cloud": ["institution-0"], "institution-0": ["device-0"]}
+    assert run.tiers == ["wan", "lan"]
     assert run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
     run = Run(make_run(tmp_path, {}, accuracies=(0.5, None)))  # the last one is not known yet
     assert [row.accuracy for row in run.rounds] == [0.5, None] and run.accuracy == 0.5

@@ -338,7 +338,7 @@ def sharpness(
             for places in zip(*several, strict=True):
                 values = [[place.loss, place.worst_loss, place.score, place.worst_score] for place in places]
                 rows.append([each.label, places[0].distance, *map(Spread.of, zip(*values, strict=True))])
-        score = series[0].runs[0].scored_by.label
+        score = series[0].runs[0].experiment.score.label
         columns = [Column("", text=True), Column("distance", digits=3)]
         columns += [Column(head, digits=4) for head in ("loss", "loss, worst", score, f"{score}, worst")]
         if output == "table":
@@ -356,7 +356,7 @@ def _listed(given: str, known: Sequence[str], option: str) -> list[str]:
 def _summary(run: Run) -> dict[str, Any]:
     return {
         "run": run.id,
-        "name": run.name,
+        "name": run.experiment.name,
         "started": run.started,
         "aggregation": run.aggregation,
         "model": run.experiment.model.name,
@@ -364,10 +364,10 @@ def _summary(run: Run) -> dict[str, Any]:
         "state": str(run.state),
         "reason": run.reason,
         "global_rounds_done": len(run.rounds),
-        "global_rounds": run.global_rounds,
+        "global_rounds": run.experiment.rounds,
         "accuracy": run.accuracy,
         "score": run.score,
-        "score_name": run.scored_by.name,
+        "score_name": run.experiment.score.name,
         "seconds": run.seconds,
         "simulated": run.simulated,
         "bytes": run.totals,

@@ -52,7 +52,7 @@ class Group:
 def costs_to(run: Run, target: float) -> Mapping[str, float] | None:
     """Return a run's costs until it first reached a score, None if it did not."""
     for i, row in enumerate(run.rounds):
-        if run.scored_by.reached(row.score, target):
+        if run.experiment.score.reached(row.score, target):
             done = run.rounds[: i + 1]
             costs: dict[str, float] = {"rounds": row.global_round, "seconds": row.elapsed_s}
             costs |= {name: sum(each.bytes_[name] for each in done) for name in columns_of(run.tiers)}
@@ -64,16 +64,16 @@ def costs_to(run: Run, target: float) -> Mapping[str, float] | None:
 
 def target_of(runs: Sequence[Run], given: float | None) -> float:
     """Return the target of the score: `given`, else that of the experiments. Raises InvalidExperiment."""
-    scores = {(run.scored_by.name, run.scored_by.higher) for run in runs}
+    scores = {(run.experiment.score.name, run.experiment.score.higher) for run in runs}
     if len(scores) > 1:
-        names = sorted({run.scored_by.name for run in runs})
+        names = sorted({run.experiment.score.name for run in runs})
         raise InvalidExperiment("RUN", [run.id for run in runs], f"they have several scores: {', '.join(names)}",
                                 "Compare runs with the same score.")  # fmt: skip
     if given is not None:
-        if runs[0].scored_by.name == ACCURACY and not 0 <= given <= 1:
+        if runs[0].experiment.score.name == ACCURACY and not 0 <= given <= 1:
             raise InvalidExperiment("--target", given, "an accuracy is a fraction of 1", "Write 0.9 for 90 %.")
         return given
-    own = {run.target for run in runs}
+    own = {run.experiment.stop.target for run in runs}
     if len(own) > 1:
         problem = "the experiments have different ones"
         raise InvalidExperiment("--target", sorted(map(str, own)), problem, "Give --target.")
@@ -138,7 +138,7 @@ def table(groups: Sequence[Group], target: float) -> Table:
             *[", ".join(each.unlike)] * unlike,
         ])  # fmt: skip
     within = ", speed-ups within each task" if tasks else ""
-    label = groups[0].first.runs[0].scored_by.label
+    label = groups[0].first.runs[0].experiment.score.label
     article = "an" if label[0] in VOWELS else "a"
     return Table("compare", f"Costs of reaching {article} {label} of {target:g}{within}", columns, rows)
 
@@ -178,13 +178,14 @@ def notes(groups: Sequence[Group], target: float) -> list[str]:
     for each in groups:
         label, runs = each.series.whole, each.series.runs
         for left in (run for run, cost in zip(runs, each.costs, strict=True) if cost is None):
-            score = left.scored_by
+            score = left.experiment.score
             choose = max if score.higher else min
             best = choose((row.score for row in left.rounds if row.score is not None), default=None)
             seen = f"no {score.label}" if best is None else f"at best {best:.4f}"
-            done = f"{len(left.rounds)} of {left.global_rounds} global rounds, {left.state}"
-            if left.state is State.FINISHED and left.target is not None and not score.reached(left.target, target):
-                done += f" at its own target of {left.target:g}"
+            done = f"{len(left.rounds)} of {left.experiment.rounds} global rounds, {left.state}"
+            own = left.experiment.stop.target
+            if left.state is State.FINISHED and own is not None and not score.reached(own, target):
+                done += f" at its own target of {own:g}"
             found.append(f"{label}: {left.id} (seed {left.seed}) did not reach the target: {seen} in {done}")
         if len({str(run.seed) for run in runs}) < len(runs):
             found.append(f"{label}: several runs have the same seed; the deviation is over runs")

@@ -34,7 +34,7 @@ def costs_until(run: Run, global_round: int) -> dict[str, float]:
     if "joules" in found:
         rounds = [row for row in run.rounds if row.global_round <= global_round]
         score, count = rounds[-1].score if rounds else None, sum(sum(row.bytes_.values()) for row in rounds)
-        if run.scored_by.share and score is not None and score > 0:
+        if run.experiment.score.share and score is not None and score > 0:
             found["joules_per_point"] = found["joules"] / (100 * score)
         if count:
             found["joules_per_mb"] = found["joules"] / (count / 1e6)

@@ -61,7 +61,7 @@ def figures(run: Run) -> list[Figure]:
     models = list(dict.fromkeys(each.personalised for each in statistics_of([run])))
     if not models:
         return []
-    score, axis = run.scored_by, score_axis(run.scored_by)
+    score, axis = run.experiment.score, score_axis(run.experiment.score)
 
     def line(statistic: str, deviation: str = "", *, own: bool) -> Curve:
         rows = [row for row in run.rounds if row.of_devices("mean", personalised=own) is not None]
@@ -93,10 +93,10 @@ def figures(run: Run) -> list[Figure]:
 
 def table(run: Run) -> Table:
     """Return a table of the devices' scores of each global round."""
-    share, unit = (100.0, "%") if run.scored_by.share else (1.0, "")
+    share, unit = (100.0, "%") if run.experiment.score.share else (1.0, "")
     columns, rows = [Column("global round")], list[list[float | None]]()
     models = list(dict.fromkeys(each.personalised for each in statistics_of([run])))
-    further = list(run.scored_by.columns.values())
+    further = list(run.experiment.score.columns.values())
     for own in models:
         kind = f"{PERSONALISED}, " if own else ""
         columns += [Column(f"{kind}{name}") for name in ("devices", "test samples")]

@@ -159,7 +159,7 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
     several, tasks = len(runs) > 1, list(firsts(series))
     what = f"{len(tasks)} tasks" if len(tasks) > 1 else "; ".join(each.label for each in series)
     what = what if len(what) <= TITLE_MOST else f"{len(series)} series"
-    title = f"{len(runs)} runs: {what}" if several else f"{runs[0].name} {runs[0].id}"
+    title = f"{len(runs)} runs: {what}" if several else f"{runs[0].experiment.name} {runs[0].id}"
     page.parts.append(f"<header><h1>{html(title)}</h1></header>")
     notes = [_unfinished(run) for run in runs if run.state is not State.FINISHED]
     if len(notes) > UNFINISHED_MOST:
@@ -198,7 +198,7 @@ def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None
     if not any(run.rounds for each in series for run in each.runs):
         return
     of = f": {task}" if task else ""
-    label = series[0].runs[0].scored_by.label
+    label = series[0].runs[0].experiment.score.label
     page.add_heading(2, f"{label[:1].upper()}{label[1:]} and loss{of}")
     page.add_paragraph(sections.SCORES)
     if any(len(each.runs) > 1 for each in series):
@@ -243,7 +243,7 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add_heading(level, "Epochs and work")
         page.add_paragraph(sections.EPOCHS)
         page.add_figures([sections.epochs(run)])
-        page.add_table(sections.work(run), folded=len(run.nodes.aggregators) > 1)
+        page.add_table(sections.work(run), folded=len(run.experiment.tree.aggregators) > 1)
         if (costs := device_costs.table(run, each_most=maps.NODES_MOST)) is not None:
             page.add_table(costs, folded=len(costs.rows) > 2)
             page.add_paragraph(device_costs.NOTE, "soft")
@@ -272,14 +272,14 @@ def _line(line: tuple[str, str]) -> str:
 def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:
     totals = run.totals
     yield sections.score_column([run]), "-" if run.score is None else f"{run.score:.4f}"
-    yield "global rounds", f"{len(run.rounds)} of {run.global_rounds}"
+    yield "global rounds", f"{len(run.rounds)} of {run.experiment.rounds}"
     yield "time", f"{show(run.seconds)} {seconds_of([run])}"
     for tier in run.tiers:
         yield f"{tier.upper()} up / down", f"{size(totals[f'{tier}_up_bytes'])} / {size(totals[f'{tier}_down_bytes'])}"
 
 
 def _unfinished(run: Run) -> str:
-    done = f"{len(run.rounds)} of {run.global_rounds} global rounds are done"
+    done = f"{len(run.rounds)} of {run.experiment.rounds} global rounds are done"
     if run.state is State.RUNNING:
         return f"{run.id} is still running: {done}. This page shows the run so far."
     if run.state is State.FAILED:

@@ -24,8 +24,6 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.short_form import as_written
-from common.experiment.topology import Tree
-from common.experiment.training import Score
 from common.host.files import writing
 
 if TYPE_CHECKING:
@@ -126,11 +124,6 @@ class Run:
     def file_name(self, name: str) -> str:
         """Return the name of a figure's file, which is unique to the run."""
         return f"{name}-{self.ending}"
-
-    @property
-    def name(self) -> str:
-        """The experiment's name."""
-        return self.experiment.name
 
     @property
     def seed(self) -> int:
@@ -251,19 +244,9 @@ class Run:
             shutil.rmtree(self.path)
 
     @property
-    def nodes(self) -> Tree:
-        """The lab's nodes."""
-        return self.experiment.tree
-
-    @property
     def tiers(self) -> Sequence[str]:
         """The names of the tiers, from the cloud down."""
-        return tuple(tier.name for tier in self.experiment.tiers)
-
-    @property
-    def global_rounds(self) -> int:
-        """The number of global rounds in the experiment."""
-        return self.experiment.rounds
+        return self.experiment.tier_names
 
     @property
     def accuracy(self) -> float | None:
@@ -279,16 +262,6 @@ class Run:
         """Return the last known one of the devices' STATISTICS, of the models that they trained or not, or None."""
         found = (row.of_devices(statistic, personalised=personalised) for row in reversed(self.rounds))
         return next((value for value in found if value is not None), None)
-
-    @property
-    def scored_by(self) -> Score:
-        """The name and the direction of the score."""
-        return self.experiment.score
-
-    @property
-    def target(self) -> float | None:
-        """The score at which the experiment ends, or None."""
-        return self.experiment.stop.target
 
     @property
     def loss(self) -> float | None:

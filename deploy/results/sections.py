@@ -55,10 +55,10 @@ def curves(series: Sequence[Series], key: str = "") -> list[Figure]:
     tiers = tiers_of(runs)
     overs = [("score", "rounds"), ("loss", "rounds"), ("score", "seconds"), ("loss", "seconds"),
              *(("score", tier) for tier in tiers), ("train_loss", "rounds")]  # fmt: skip
-    scored_by = runs[0].scored_by
+    scored_by = runs[0].experiment.score
     shown = {"score": score_axis(scored_by), "loss": LOSS, "train_loss": TRAINING_LOSS}
     names = {"score": scored_by.label, "loss": "test loss", "train_loss": "training loss"}
-    targets = {run.target for run in runs}
+    targets = {run.experiment.stop.target for run in runs}
     target = targets.pop() if len(targets) == 1 else None
     figures: list[Figure] = []
     for field, over in overs:
@@ -181,8 +181,8 @@ def links(run: Run) -> Table:
                Column("least", "ms", 3), Column("declared", "Mbit/s"), Column("measured", "Mbit/s", 2)]  # fmt: skip
     rows: list[list[Cell]] = []
     of, title, devices = _declared_links(run), "Bytes of each link", frozenset[str]()
-    if len(run.nodes.devices) > NODES_MOST:
-        devices = frozenset(run.nodes.devices)
+    if len(run.experiment.tree.devices) > NODES_MOST:
+        devices = frozenset(run.experiment.tree.devices)
         title += f" but those of the {len(devices)} devices (links.csv has them)"
     for link in run.links:
         if link.to in devices or link.from_ in devices:
@@ -199,11 +199,11 @@ def topology(run: Run) -> Figure:
     measured = {link.goes: link.measured_mbit for link in run.links if link.kind == "all"}
     rates = {}
     for name, link in _declared_links(run).items():
-        parent = run.nodes.parent(name) if name in run.nodes else CLOUD
+        parent = run.experiment.tree.parent(name) if name in run.experiment.tree else CLOUD
         declared = (_rate(link.get("down_mbit")), _rate(link.get("up_mbit")))
         seen = (measured.get(f"{parent} {name}"), measured.get(f"{name} {parent}"))
         rates[name] = Rates(declared, _rate(link.get("delay_ms")) or 0.0, seen)
-    return maps.topology(run.file_name("topology"), run.nodes, rates)
+    return maps.topology(run.file_name("topology"), run.experiment.tree, rates)
 
 
 def _by_direction(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
@@ -216,7 +216,7 @@ def _by_direction(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
 
 
 def _goes_down(run: Run, link: LinkRecord) -> bool:
-    return link.to != CLOUD and link.to in run.nodes and run.nodes.parent(link.to) == link.from_
+    return link.to != CLOUD and link.to in run.experiment.tree and run.experiment.tree.parent(link.to) == link.from_
 
 
 def _carried(whole: Sequence[LinkRecord]) -> int | None:
@@ -325,13 +325,13 @@ def means(series: Sequence[Series]) -> Table:
 
 def score_column(runs: Sequence[Run]) -> str:
     """Return the title of a column of the runs' scores."""
-    labels = sorted({run.scored_by.label for run in runs})
+    labels = sorted({run.experiment.score.label for run in runs})
     return f"test {' or '.join(labels)}"
 
 
 def _scored(runs: Sequence[Run]) -> tuple[Column, Callable[[Run], float | None]]:
     """Return the column of the runs' scores, and the value of a run in it: in percent if all scores are shares."""
-    factor = 100.0 if all(run.scored_by.share for run in runs) else 1.0
+    factor = 100.0 if all(run.experiment.score.share for run in runs) else 1.0
     column = Column(score_column(runs), *(("%", 2) if factor > 1 else ("", 4)))
     return column, lambda run: None if run.score is None else factor * run.score
 
@@ -395,7 +395,7 @@ def mean_phases(series: Sequence[Series], key: str = "") -> Table:
 
 def epochs(run: Run) -> Figure:
     """Return a figure of the epochs (tau_c) of each child of the cloud in each global round."""
-    names = run.nodes.children[CLOUD]
+    names = run.experiment.tree.children[CLOUD]
     return maps.epochs(run.file_name("epochs"), {name: [row.epochs.get(name) for row in run.rounds] for name in names})
 
 

@@ -294,8 +294,8 @@ def _rank(key: str) -> int:
 def nodes_of(run: Run) -> str:
     """Return the numbers of a run's nodes, such as `3 institutions, 12 devices`, and their shares where they differ."""
     texts, above = [], [CLOUD]
-    for kind, layer in zip(run.experiment.count_by_kind(), run.nodes.layers[1:], strict=True):
-        sizes = [len(run.nodes.children.get(parent, ())) for parent in above]
+    for kind, layer in zip(run.experiment.count_by_kind(), run.experiment.tree.layers[1:], strict=True):
+        sizes = [len(run.experiment.tree.children.get(parent, ())) for parent in above]
         shares = f" ({' + '.join(map(str, sizes))})" if max(sizes) - min(sizes) > 1 else ""
         texts.append(f"{len(layer)} {kind if len(layer) != 1 else kind.removesuffix('s')}{shares}")
         above = layer

@@ -291,7 +291,7 @@ class SweepResults:
         for seed, run in self.runs_of(cell).items():
             key = run.id, f"{measure.label} {target}"
             if key not in self._known:
-                self._known[key] = value_of(run.rounds, measure, target=target, rounds=run.global_rounds)
+                self._known[key] = value_of(run.rounds, measure, target=target, rounds=run.experiment.rounds)
             value = self._known[key]
             if value is not None:
                 found[seed] = value

@@ -31,7 +31,7 @@ def picture(folder: Path) -> str:
     for task in firsts(series):
         title, lines = _named([each for each in series if each.task == task])
         found = {figure.name: figure for figure in curves(lines)}
-        score = lines[0].runs[0].scored_by.label.replace(" ", "-")
+        score = lines[0].runs[0].experiment.score.label.replace(" ", "-")
         shown = [found[f"{score}-{over}"] for over in ("seconds", tiers_of(lines[0].runs)[0])]
         rows += [[Drawing((0, 22), [Text(2, 16, title)])]] * bool(title) + [[figure.page() for figure in shown]]
         texts += [title, *(figure.text for figure in shown)]
