@@ -23,6 +23,7 @@ from deploy.results.run import Run
 from deploy.results.sections import mean_curve
 from docs.tools.runs_picture import picture
 from tests.helpers.commands import invoke
+from tests.helpers.records import BYTES
 from tests.test_report import CHROMIUM, LAB, Tree
 
 MakeRun = Callable[..., Path]
@@ -82,7 +83,11 @@ def test_seeds_are_one_line_with_a_band_and_one_row(tmp_path: Path, make_run: Ma
 
 
 def test_loss_is_beside_accuracy_where_it_is_recorded(tmp_path: Path, make_run: MakeRun) -> None:
-    names = [figure.name for figure in compose([Run(make_run(tmp_path, LAB))])[0].figures][:7]
+    figures = compose([Run(make_run(tmp_path, LAB))])[0].figures
+    by_wan = next(figure.table for figure in figures if figure.name == "accuracy-wan")
+    both = (BYTES["wan_up_bytes"] + BYTES["wan_down_bytes"]) / 1e6
+    assert by_wan is not None and [row[1] for row in by_wan.rows] == pytest.approx([both, 2 * both, 3 * both])
+    names = [figure.name for figure in figures][:7]
     assert names == ["accuracy-rounds", "loss-rounds", "accuracy-seconds", "loss-seconds", "accuracy-wan",
                      "accuracy-lan", "train-loss-rounds"]  # fmt: skip
     without = compose([Run(make_run(tmp_path, LAB, accuracies=(None, None)))])[0].figures

@@ -250,7 +250,8 @@ def test_what_a_lab_waits_for_is_written_once(tmp_path: Path, capsys: pytest.Cap
         for reason in ("device-0", "device-0", "device-1"):
             progress.take(run, "waiting", {"for": reason})
             progress.remind()
-        progress.take(run, "global_round", {"global_round": 1})
+        progress.take(run, "waiting", {"for": "device-2"})
+        progress.take(run, "global_round", {"global_round": 1})  # it waits no more
         progress.remind()
     assert capsys.readouterr().err.splitlines() == [
         "FedAvg, seed 1 waits for device-0", "FedAvg, seed 1 waits for device-1"

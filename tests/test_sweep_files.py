@@ -126,7 +126,7 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
     small = {
         "experiment": {"rounds": 2},
         "axes": {"method": {"FedCross 0.9, dynamic": {"training": {"epochs": 1}}}},
-        "where": [{"split": "IID", "experiment": {"data": {"node_samples": 29}}}],
+        "where": [{"split": "IID", "experiment": {"data": {"node_samples": 29}}, "target": 0.3}],
         "only": {"split": ["IID"]},
         "seeds": [7],
         "measure": {"name": "bytes", "until": "end"},
@@ -134,6 +134,7 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
     where = [{"split": "IID", "experiment": {"rounds": 50}}]
     small_grid, large = (grid({"where": where, "small": small}, small=each) for each in (True, False))
     assert [one.rounds for one in large.experiments.values()] == [4, 4, 50, 50] * 2
+    assert {cell.target for cell in small_grid.cells} == {0.3} and {cell.target for cell in large.cells} == {None}
     one, other = small_grid.experiments.values()
     assert (one.rounds, one.seed, one.training.epochs, one.data.node_samples) == (2, 7, 2, 29)
     assert (other.training.epochs, other.tiers[0].aggregation.name) == (1, "fedcross")
