@@ -247,10 +247,10 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         if (costs := device_costs.table(run, each_most=maps.NODES_MOST)) is not None:
             page.add_table(costs, folded=len(costs.rows) > 2)
             page.add_paragraph(device_costs.NOTE, "soft")
-    if picture := sections.partition(run):
+    if run.partition is not None:
         page.add_heading(level, "Data")
         page.add_paragraph(sections.DATA)
-        page.add_figures([picture])
+        page.add_figures([maps.partition(run.partition, name=run.file_name("partition"))])
     page.add_heading(level, "Events")
     events, omitted = sections.events(run)
     page.add_table(events, folded=len(events.rows) > FOLD)

@@ -421,11 +421,6 @@ def work(run: Run) -> Table:
     return Table(run.file_name("devices"), "Work of each device", columns, rows)
 
 
-def partition(run: Run) -> Figure | None:
-    """Return a figure of the samples by device and class, or None if the run has no partition.json."""
-    return None if run.partition is None else maps.partition(run.partition, name=run.file_name("partition"))
-
-
 def events(run: Run) -> tuple[Table, int]:
     """Return a table of the last EVENTS_MOST events without plans and global rounds, and the number of omitted ones."""
     shown = [event for event in run.events if _is_shown(event)]

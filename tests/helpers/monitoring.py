@@ -106,17 +106,10 @@ def start(stack: ExitStack, *words: str | Path, env: Mapping[str, str] | None = 
     return process
 
 
-def start_prometheus(
-    stack: ExitStack,
-    folder: Path,
-    *,
-    port: int,
-    cloud: int,
-    alertmanager: int | None = None,
-    tls: Path | None = None,
-) -> int:
+def start_prometheus(stack: ExitStack, folder: Path, *, port: int, **shipped: Any) -> int:
+    """Start Prometheus at a port, and return that; `shipped`: as of `configure`."""
     start(
-        stack, "prometheus", f"--config.file={configure(folder, cloud=cloud, alertmanager=alertmanager, tls=tls)}",
+        stack, "prometheus", f"--config.file={configure(folder, **shipped)}",
         f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
     )  # fmt: skip
     return port
@@ -135,11 +128,9 @@ def expressions() -> dict[str, str]:
                 found[f"{file}: {name}"] = truth(rule["expr"]) if "alert" in rule else rule["expr"]
     for name in DASHBOARDS:
         made = json.loads(dashboard(name))
-        for panel in made["panels"]:
-            for target in panel["targets"]:
-                found[f"{name}: {panel['id']} {panel['title']} {target['refId']}"] = target["expr"]
-        for mark in made["annotations"]["list"]:
-            found[f"{name}: {mark['name']}"] = truth(mark["expr"])
+        targets = [(panel, target) for panel in made["panels"] for target in panel["targets"]]
+        found |= {f"{name}: {panel['id']} {panel['title']} {each['refId']}": each["expr"] for panel, each in targets}
+        found |= {f"{name}: {mark['name']}": truth(mark["expr"]) for mark in made["annotations"]["list"]}
         for variable in made["templating"]["list"]:
             if variable["type"] == "textbox":
                 continue
