@@ -22,7 +22,8 @@ from common.protocol import topics
 from common.protocol.limits import MESSAGE_MOST
 from deploy.brokers.broker import BrokerProcess, Kind, choose, start
 from deploy.brokers.guard import PACKET_MOST, Guard, one_login
-from deploy.console import local_login
+from deploy.console import login
+from deploy.console.login import kept_login, local_login
 from deploy.local.network import OWN_LOGIN, one_host
 from tests.helpers.commands import DEMO, invoke
 from tests.helpers.sites import in_real_time
@@ -317,24 +318,24 @@ def test_a_broker_does_not_outlive_a_killed_parent(kind: Kind, tmp_path: Path) -
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(local_login, "FOLDER", str(tmp_path / "logins"))
+    monkeypatch.setattr(login, "LOGINS", str(tmp_path / "logins"))
     return tmp_path / "logins"
 
 
 def test_a_login_is_found_while_its_run_lasts(folder: Path) -> None:
-    with local_login.kept(1883, ("name", "secret")):
-        assert local_login.find("127.0.0.1", 1883) == local_login.find("localhost", 1883) == ("name", "secret")
-        assert local_login.find("127.0.0.1", 1884) is None and local_login.find("10.0.0.1", 1883) is None
+    with kept_login(1883, ("name", "secret")):
+        assert local_login("127.0.0.1", 1883) == local_login("localhost", 1883) == ("name", "secret")
+        assert local_login("127.0.0.1", 1884) is None and local_login("10.0.0.1", 1883) is None
         assert (folder / "1883").stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
-    assert local_login.find("127.0.0.1", 1883) is None
+    assert local_login("127.0.0.1", 1883) is None
 
 
 def test_a_folder_that_others_write_to_is_not_believed(folder: Path) -> None:
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     (folder / "1883").write_text("name\nsecret")
-    assert local_login.find("127.0.0.1", 1883) is None
-    with local_login.kept(1883, ("name", "other")):
+    assert local_login("127.0.0.1", 1883) is None
+    with kept_login(1883, ("name", "other")):
         assert (folder / "1883").read_text() == "name\nsecret"
 
 
@@ -346,7 +347,7 @@ def test_watch_enters_the_broker_of_this_users_run_and_of_no_other(
     with one_host(load(DEMO), tmp_path) as network:
         entered = invoke(*words, network.upward["cloud"])
         assert entered.exit_code == 5 and "no active run" in entered.output
-        monkeypatch.setattr(local_login, "FOLDER", str(tmp_path / "another user's"))
+        monkeypatch.setattr(login, "LOGINS", str(tmp_path / "another user's"))
         refused = invoke(*words, network.upward["cloud"])
         assert refused.exit_code == 3 and "authori" in refused.output
         given = {name: network.environment[name] for name in ("FEDSTRATA_USERNAME", "FEDSTRATA_PASSWORD")}

@@ -1,4 +1,4 @@
-"""The options of the broker connection that all commands share: login and TLS."""
+"""The options of the broker connection that all commands share: login and TLS; and the logins of this user's runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 import typer
 
 from common.errors import InvalidExperiment
-from common.host.files import read_text
+from common.host.files import private, private_folder, read_text
 from deploy.console import logs
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 OPERATOR: Final = "operator"  # the name of commands that are no node: watch, lab status, doctor
 METRICS_NAME: Final = "metrics"  # the name of the certificate with which all roles of a machine serve /metrics
 NODE: Final = "{name}"  # in a path or a login: the node's name
+LOGINS: Final = "/var/tmp/fedstrata-logins-{uid}"  # the folder of the logins of this user's runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,6 @@ class Login:
         Raises InvalidExperiment.
         """
         from common.net import address, tls
-        from deploy.console import local_login
 
         secure = self.tls_of(node)
         try:
@@ -87,7 +88,7 @@ class Login:
             raise InvalidExperiment(option, text, str(error), remedy) from None
         username = self.username and self.username.replace(NODE, node)
         password = self._password(node)
-        if username is None and secure is None and (own := local_login.find(host, port)) is not None:
+        if username is None and secure is None and (own := local_login(host, port)) is not None:
             username, password = own
         return address.BrokerAddress(host, port, username, password, tuple(others), secure)
 
@@ -127,6 +128,47 @@ class Login:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise InvalidExperiment("--password-file", str(path), reason, "Name a readable file.") from None
+
+
+@contextmanager
+def kept_login(port: int, login: tuple[str, str]) -> Iterator[None]:
+    """Keep the login of a run's own broker, by its port, for other commands of this user, while the run lasts.
+
+    It is in a file that only its owner can read. Where that is not possible, `watch` needs the login by hand.
+    """
+    path = _login_file(port)
+    try:
+        private_folder(path.parent)
+        path.unlink(missing_ok=True)
+        with open(path, "x", encoding="utf-8", opener=private) as file:
+            file.write("\n".join(login))
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def local_login(host: str, port: int) -> tuple[str, str] | None:
+    """Return the login of a broker of this machine that a run of this user started, None if there is none."""
+    from common.net.address import is_loopback
+
+    if not is_loopback(host) or not _login_file(port).exists():
+        return None
+    try:
+        private_folder(_login_file(port).parent)  # others could put a login there to learn what is sent
+        with open(_login_file(port), encoding="utf-8", opener=private) as file:
+            name, _, password = file.read().partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return (name, password) if password else None
+
+
+def _login_file(port: int) -> Path:
+    return Path(LOGINS.format(uid=os.geteuid())) / str(port)
 
 
 def warn_of_end(broker: BrokerAddress) -> None:

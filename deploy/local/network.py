@@ -14,7 +14,7 @@ from common.experiment.topology import CLOUD
 from common.net.address import BrokerAddress
 from deploy.brokers import broker
 from deploy.brokers.guard import Guard, one_login
-from deploy.console import local_login
+from deploy.console.login import kept_login
 from deploy.console.logs import write_line
 from device.pool.pool import cores
 
@@ -84,7 +84,7 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
         )
     tree = experiment.tree
     guard = one_login()
-    with broker.start(directory=home, guard=guard) as served, local_login.kept(served.port, guard.login or ("", "")):
+    with broker.start(directory=home, guard=guard) as served, kept_login(served.port, guard.login or ("", "")):
         address = f"{served.host}:{served.port}"
         write_line(f"broker: {served.kind} on {address}")
         yield LabNetwork(
