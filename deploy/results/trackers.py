@@ -126,11 +126,11 @@ class MLflowTracker:
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         logging.getLogger("urllib3").setLevel(logging.ERROR)
         from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param, RunTag
+        from mlflow.entities import Metric, Param
 
         self._run = run
         self._client = MlflowClient(tracking_uri=where)
-        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self._metric, self._param = Metric, Param
         self._began = began_s(run)
         self._id = ""
         self._at_ms = int(1000 * self._began)  # of what was written last
@@ -145,9 +145,8 @@ class MLflowTracker:
             known = client.search_runs([group], f"tags.fedstrata_run = '{self._run.id}'", max_results=1)
             if known:
                 self._id = known[0].info.run_id
-                points = client.get_metric_history(
-                    self._id, f"{time_of(self._run)}/elapsed"
-                )  # which each global round has
+                elapsed = f"{time_of(self._run)}/elapsed"  # which each global round has
+                points = client.get_metric_history(self._id, elapsed)
                 self._at_ms = max((each.timestamp for each in points), default=self._at_ms)
                 return max((each.step for each in points), default=0)
             tags = {"fedstrata_run": self._run.id, "fedstrata_folder": str(self._run.path.resolve())}
