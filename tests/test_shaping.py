@@ -54,24 +54,16 @@ def send(rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str
     return left
 
 
+@pytest.mark.parametrize("late_s", [0.0, 0.005])
 @pytest.mark.parametrize("mbit", [0.25, 1, 10, 100, 1000])
-@pytest.mark.parametrize("late_s", [0.0, 0.005])
-@pytest.mark.parametrize("share", [0.5, 0.05])
-def test_the_long_run_rate_is_exact(mbit: float, late_s: float, share: float) -> None:
-    """Chunks of half a second as the agents cut them, capped at 1.9 MB, and much smaller ones."""
-    rate = mbit * 1e6 / 8
-    chunk = max(1024, min(1_900_000, int(rate * share)))
-    left = send(rate, [chunk] * 4000, late_s=late_s)
-    measured = chunk * (len(left) - 1) / (left[-1] - left[0])
-    assert measured == pytest.approx(rate, rel=0.005)
-
-
-@pytest.mark.parametrize("late_s", [0.0, 0.005])
-def test_the_rate_holds_for_messages_of_all_sizes(late_s: float) -> None:
-    randomness = random.Random(1)
-    sizes = [randomness.choice([50, 300, 5000, 70_000, 1_000_000]) for _ in range(3000)]
-    left = send(12.5e6, sizes, late_s=late_s)
-    assert sum(sizes[1:]) / (left[-1] - left[0]) == pytest.approx(12.5e6, rel=0.005)
+@pytest.mark.parametrize("share", [0.5, 0.05, None])
+def test_the_long_run_rate_is_exact(mbit: float, late_s: float, share: float | None) -> None:
+    """Chunks of half a second as the agents cut them, capped at 1.9 MB, much smaller ones, and all sizes."""
+    rate, randomness = mbit * 1e6 / 8, random.Random(1)
+    chunk = max(1024, min(1_900_000, int(rate * (share or 1))))
+    sizes = [chunk if share else randomness.choice([50, 300, 5000, 70_000, 1_000_000]) for _ in range(2000)]
+    left = send(rate, sizes, late_s=late_s)
+    assert sum(sizes[1:]) / (left[-1] - left[0]) == pytest.approx(rate, rel=0.005)
 
 
 def waited(shaper: Shaper, *peers: str, now: float) -> None:
@@ -107,43 +99,21 @@ def test_an_idle_link_gives_nothing_away() -> None:
 
 
 @given(
-    idle_s=st.floats(0, 1e6),
-    sizes=st.lists(st.integers(1, 3_000_000), min_size=1, max_size=20),
+    gaps=st.lists(st.tuples(st.floats(0, 2) | st.just(1e6), st.integers(1, 3_000_000)), min_size=1, max_size=60),
+    window=st.tuples(st.integers(0, 59), st.integers(0, 59)),
     mbit=st.sampled_from([0.25, 10, 1000]),
 )
-def test_an_idle_link_saves_up_no_more_than_the_credit(idle_s: float, sizes: list[int], mbit: float) -> None:
-    shaper, rate = shaper_of(mbit * 1e6 / 8), mbit * 1e6 / 8
-    shaper.reserve(("a",), 1000, 100.0)
-    now = 101.0 + idle_s
-    sent = 0
-    for size in sizes:
-        due = shaper.reserve(("a",), size, now)
-        sent += size
-        assert due >= now and sent <= (due - now + CREDIT_S) * rate * (1 + 1e-9) + 1
-
-
-@given(
-    gaps=st.lists(st.tuples(st.floats(0, 2), st.integers(1, 200_000)), min_size=1, max_size=60),
-    window=st.tuples(st.integers(0, 59), st.integers(0, 59)),
-)
 def test_no_stretch_of_time_carries_more_than_rate_and_credit(
-    gaps: list[tuple[float, int]], window: tuple[int, int]
+    gaps: list[tuple[float, int]], window: tuple[int, int], mbit: float
 ) -> None:
-    shaper, rate, now, sent = shaper_of(100_000.0), 100_000.0, 10.0, []
+    rate, now, sent = mbit * 1e6 / 8, 10.0, list[tuple[float, int]]()
+    shaper = shaper_of(rate)
     for gap, size in gaps:
         now += gap
         sent.append((shaper.reserve(("a",), size, now), size))
     first, last = sorted(at % len(sent) for at in window)
     carried = sum(size for _, size in sent[first + 1 : last + 1])
     assert carried <= (sent[last][0] - sent[first][0] + CREDIT_S) * rate * (1 + 1e-9) + 1
-
-
-def test_peers_have_links_of_their_own() -> None:
-    shaper = shaper_of(1000.0)
-    shaper.reserve(("a",), 1000, 10.0)
-    assert not shaper.ready(("a",), 10.5) and shaper.ready(("b",), 10.5)
-    assert not shaper.ready(("a", "b"), 10.5)
-    assert shaper.reserve(("b",), 100, 10.5) == pytest.approx(10.6)
 
 
 def test_a_message_to_several_peers_takes_time_on_each_link() -> None:
@@ -169,7 +139,7 @@ def test_a_link_that_is_not_shaped_never_waits() -> None:
     assert shaper.ready((), 0.0) and shaper.reserve((), 10, 5.0) == 5.0
 
 
-def test_each_peer_has_its_own_rate_and_delay() -> None:
+def test_each_peer_has_its_own_link_rate_and_delay() -> None:
     shaper = Shaper({"slow": LinkDirection(1000.0), "fast": LinkDirection(100_000.0), "far": LinkDirection(None, 0.3)})
     due = {peer: shaper.reserve((peer,), 1000, 10.0) for peer in ("slow", "fast", "far", "stranger")}
     assert due == pytest.approx({"slow": 11.0, "fast": 10.01, "far": 10.3, "stranger": 10.0})
@@ -435,31 +405,31 @@ def test_the_counts_balance(packets: list[tuple[str, str, int, int, int]]) -> No
         assert getattr(traffic, direction) == sum(sum(packet) for packet in mine)
 
 
-def test_overhead_goes_to_control_where_both_travel_together() -> None:
+@pytest.mark.parametrize(
+    ("packets", "expected"),
+    [
+        (
+            [{"message": 1050, "model": 1000}, {"message": 1600, "model": 1000, "control": 510}],  # overhead to control
+            {"model_payload": 2000, "model_message": 2050, "control_payload": 510, "control_message": 600},
+        ),
+        (
+            [
+                {"message": 1050, "model": 600, "extras": 400},
+                {"message": 1050, "extras": 1000},
+                {"message": 1300, "model": 700, "extras": 300, "control": 260},
+            ],
+            {"model_payload": 1300, "model_message": 1350, "extras_payload": 1700, "extras_message": 1750}
+            | {"control_payload": 260, "control_message": 300},
+        ),
+    ],
+    ids=["overhead", "extras"],
+)
+def test_bytes_are_counted_by_their_kind(packets: list[dict[str, int]], expected: dict[str, int]) -> None:
     account = Account()
-    account.add("a", "sent", message=1050, model=1000)
-    account.add("a", "sent", message=300, control=250)
-    account.add("a", "sent", message=1300, model=1000, control=260)
-    assert account.traffic("a") == Traffic(
-        sent_model_payload=2000, sent_model_message=2050, sent_control_payload=510, sent_control_message=600
-    )
-
-
-def test_a_chunk_of_a_model_and_its_extras_is_counted_by_its_bytes() -> None:
-    account = Account()
-    account.add("a", "sent", message=1050, model=600, extras=400)
-    account.add("a", "sent", message=1050, extras=1000)
-    account.add("a", "sent", message=1300, model=700, extras=300, control=260)
-    assert account.traffic("a") == Traffic(
-        sent_model_payload=1300, sent_model_message=1350, sent_extras_payload=1700, sent_extras_message=1750,
-        sent_control_payload=260, sent_control_message=300,
-    )  # fmt: skip
-
-
-def test_an_unknown_peer_has_no_bytes() -> None:
-    account = Account()
-    account.add("a", "received", message=10, control=5)
-    assert account.traffic("b") == Traffic() and list(account.cells) == [("a", "received", "control")]
+    for packet in packets:
+        account.add("a", "sent", **packet)
+    assert account.traffic("a") == Traffic(**{f"sent_{name}": size for name, size in expected.items()})
+    assert account.traffic("b") == Traffic() and {peer for peer, _, _ in account.cells} == {"a"}
 
 
 def test_every_cell_has_a_field_of_its_own() -> None:

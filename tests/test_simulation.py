@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -20,19 +20,22 @@ from cloud.agent import STATUS_S
 from common.errors import FedstrataError
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.connection import Handlers
 from common.runtime.world import Connection
 from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import Scenario, SimulatedLab
+from deploy.simulation.lab import BROKER, SimulatedLab
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
 from deploy.simulation.machines import SimulatedProcess
 from deploy.simulation.network import SimulatedNetwork
 from deploy.simulation.world import SimulatedWorld
-from tests.helpers.scenarios import TREE, lab, restarted, survived, undisturbed
+from tests.helpers.scenarios import TREE, lab, survived, undisturbed
 from tests.helpers.sites import forever
+from tests.simulation.fault_injection import inject_faults
+from tests.simulation.faults import Fault, FaultKind
 
 
 def small(**changes: Any) -> Experiment:
@@ -82,26 +85,16 @@ def test_a_cloud_shows_its_status_twice_a_second_until_its_run_ends() -> None:
     assert done == sorted(done) and len({*done}) == small().rounds
 
 
-async def storm(sim: SimulatedLab) -> None:
-    """Kill, stop, cut off and slow down what the seed names."""
-    draw = sim.random("storm")
-    sim.link("institution-0").change(loss=0.1, duplication=0.1, reordering=0.1)
-    for _ in range(3):
-        await asyncio.sleep(draw.uniform(0.5, 3))
-        victim = draw.choice(sim.names)
-        if sim.alive(victim):
-            sim.kill(victim)
-            await asyncio.sleep(draw.random())
-            sim.start(victim)
-    frozen = draw.choice(list(sim.homes))
-    if sim.alive(frozen):
-        sim.stop(frozen)
-        await asyncio.sleep(draw.uniform(1, 20))
-        sim.continue_(frozen)
+STORM: Final = (
+    *(Fault(kind, 0.0, 60.0, "institution-0", 0.1) for kind in (FaultKind.LOSS, FaultKind.DUPLICATION)),
+    Fault(FaultKind.REORDERING, 0.0, 60.0, "institution-1", 0.1),
+    *(Fault(FaultKind.KILL, 2.0 + place, 0.5, node) for place, node in enumerate(("device-1", CLOUD, "institution-1"))),
+    Fault(FaultKind.STOP, 6.0, 12.0, "device-2"),
+)
 
 
 def stormy(seed: int) -> str:
-    outcome = lab(storm, seed=seed, executor_delay_s=0.1)
+    outcome = lab(lambda sim: inject_faults(sim, STORM), seed=seed, executor_delay_s=0.1)
     return f"{outcome.result} {outcome.digest} {outcome.trace} {outcome.virtual_s!r} {outcome.faults} {outcome.errors}"
 
 
@@ -112,80 +105,24 @@ def test_a_seed_gives_the_same_in_every_process() -> None:
     assert done.stdout.strip() == here and here.startswith("ok")
 
 
-async def terminating(sim: SimulatedLab) -> None:
-    await asyncio.sleep(2.5)
-    sim.terminate("device-0")
-    await sim.processes["device-0"].ended.wait()
-    sim.start("device-0", keep_files=False, clock_offset_s=-3600.0)
-
-
-async def freezing(sim: SimulatedLab) -> None:
-    await asyncio.sleep(2.5)
-    sim.stop("device-0")
-    await asyncio.sleep(25)
-    sim.continue_("device-0")
-
-
-async def parting(sim: SimulatedLab) -> None:
-    await asyncio.sleep(2.5)
-    sim.link("institution-0").change(cut=True)
-    await asyncio.sleep(25)
-    sim.link("institution-0").change(cut=False)
-
-
-def restarting(how: str) -> Scenario:
-    async def scenario(sim: SimulatedLab) -> None:
-        broker = sim.broker()
-        await asyncio.sleep(1.3)
-        old = broker.snapshot()
-        await asyncio.sleep(1.2)
-        broker.terminate() if how == "current" else broker.kill()
-        await asyncio.sleep(1)
-        broker.start(old if how == "old" else how)  # type: ignore[arg-type]
-
-    return scenario
-
-
 @pytest.mark.parametrize(
-    "scenario",
+    "fault",
     [
-        pytest.param(restarted("device-0", 2.0), id="device killed"),
-        pytest.param(restarted("institution-0", 3.0), id="institution killed"),
-        pytest.param(restarted("cloud", 3.0), id="cloud killed and resumed"),
-        pytest.param(terminating, id="device terminated"),
-        pytest.param(freezing, id="device stopped for longer than its keep-alive"),
-        pytest.param(parting, id="institution cut off"),
-        *(pytest.param(restarting(store), id=f"broker with {store} store") for store in ("empty", "current", "old")),
+        Fault(FaultKind.KILL, 2.0, 0.5, "device-0"),
+        Fault(FaultKind.KILL, 3.0, 0.5, "institution-0"),
+        Fault(FaultKind.KILL, 3.0, 0.5, CLOUD),
+        Fault(FaultKind.TERMINATE, 2.5, 0.0, "device-0", -3600.0, keep=False),
+        Fault(FaultKind.STOP, 2.5, 25.0, "device-0"),  # for longer than its keep-alive
+        Fault(FaultKind.PARTITION, 2.5, 25.0, "institution-0"),
+        *(
+            Fault(FaultKind.BROKER, 1.5, 1.0, BROKER, detail=how, clean=how == "current")
+            for how in ("empty", "current", "old")
+        ),
     ],
+    ids=str,
 )
-def test_a_disturbed_lab_gives_the_same_model(scenario: Scenario) -> None:
-    survived(scenario)
-
-
-def test_hooks_filters_and_strangers() -> None:
-    async def scenario(sim: SimulatedLab) -> None:
-        seen.append(sim.network)
-        sim.network.filters.append(lambda message: message.topic != "stranger/denied")
-        sim.network.hooks.append(lambda message: topics.append(message.topic))
-        sim.inject("stranger/denied", b"1")
-        sim.inject("stranger/a", b"1")
-        sim.inject("fs1/run/cloud/state", b"no presence", retain=True)
-
-    seen: list[SimulatedNetwork] = []
-    topics: list[str] = []
-    outcome = lab(scenario)
-    assert outcome.ok, outcome
-    assert topics[:2] == ["stranger/a", "fs1/run/cloud/state"] and len(topics) == outcome.messages
-
-
-def test_a_failed_lab_has_its_reason() -> None:
-    async def scenario(sim: SimulatedLab) -> None:
-        sim.start("device-0", parent="institution-1")
-
-    outcome = lab(scenario, time_limit_s=400.0)
-    assert "device-0 is not there: it belongs to institution-0" in outcome.ended["device-0"]
-    assert "cloud waits for its children: institution-0 waits for device-0 has not joined yet" in outcome.warnings
-    assert not outcome.ok
+def test_a_disturbed_lab_gives_the_same_model(fault: Fault) -> None:
+    assert survived(lambda sim: inject_faults(sim, (fault,))).faults
 
 
 # Links and connections
