@@ -63,7 +63,7 @@ def test_every_node_but_the_cloud_has_a_wire_and_addresses_of_its_own(experiment
     homes = {device: experiment.tree.parent(device) for device in experiment.tree.devices}
     assert set(plan.wires) == {*children, *homes}
     assert set(plan.hosts) == {CLOUD, *children, *plan.groups}
-    assert sorted(device for group in plan.groups.values() for device in group) == sorted(homes)
+    assert list(plan.groups.values()) == [tuple(experiment.tree.children[name]) for name in children]
     for child, wire in plan.wires.items():
         assert wire.child == child
         link = experiment.link(child)
@@ -79,13 +79,6 @@ def test_every_node_but_the_cloud_has_a_wire_and_addresses_of_its_own(experiment
     addresses = [a for w in plan.wires.values() for a in (w.parent_address, w.child_address, w.far_address)]
     assert len(set(addresses)) == len(addresses)
     assert all(IPv4Address(address).is_private for address in addresses)
-
-
-@given(experiments())
-def test_a_process_of_devices_is_of_one_institution(experiment: Experiment) -> None:
-    assert list(lay_out(experiment).groups.values()) == [
-        tuple(experiment.tree.children[name]) for name in experiment.tree.aggregators
-    ]
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
@@ -146,34 +139,33 @@ def test_a_rate_is_reported_to_the_bit_with_a_small_bucket_and_a_larger_queue(mb
         assert packets * FRAME_BYTES * 8 > mbit * 1e6 * delay_ms / 1e3  # what is under way is not dropped
 
 
-def test_what_is_not_wanted_is_not_reported() -> None:
-    free = End("up0", "10.0.0.1", "device-0", None, 0.0)
+def test_an_unlimited_link_is_delayed_alone() -> None:
     assert shaping("up0", mbit=None, delay_ms=0.0) == []
-    assert addressing(free) == [
-        "addr add 10.0.0.1/31 dev up0", "link set dev up0 alias device-0", "link set dev up0 up"
-    ]  # fmt: skip
     (line,) = shaping("up0", mbit=None, delay_ms=20.0)
     assert line.startswith("qdisc add dev up0 root netem delay 20ms limit ")
 
 
-def test_slow_ends_get_frames_and_fast_ends_packets_as_they_come() -> None:
-    for mbit, single in ((0.256, True), (100.0, True), (1000.0, False)):
-        lines = addressing(End("up0", "10.0.0.1", "device-0", mbit, 0.0))
-        assert ("link set dev up0 gso_max_segs 1" in lines) == single
+def test_an_end_of_a_link_is_set_up_and_slow_ends_get_single_frames() -> None:
+    plain = ["addr add 10.0.0.1/31 dev up0", "link set dev up0 alias device-0", "link set dev up0 up"]
+    single = "link set dev up0 gso_max_segs 1"
+    for mbit, expected in ((None, plain), (1000.0, plain), (100.0, [*plain[:2], single, plain[2]])):
+        assert addressing(End("up0", "10.0.0.1", "device-0", mbit, 0.0)) == expected
 
 
-@pytest.mark.parametrize("flag", ["--one-broker", "--no-delay"])
-def test_flags_for_namespaces_go_with_them_alone(flag: str) -> None:
-    done = invoke("run", DEMO, flag)
-    assert done.exit_code == 2
-    assert "--netns" in done.stderr
+SEVERAL = "device --name a --name b --name c --parent i --broker one --broker two"
 
 
-def test_devices_of_one_process_have_one_broker_or_each_its_own() -> None:
-    names = [word for name in "abc" for word in ("--name", name)]
-    done = invoke("device", *names, "--parent", "i", "--broker", "one:1", "--broker", "two:2")
-    assert done.exit_code == 2
-    assert "2 values given for 3 names" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (f"run {DEMO} --one-broker", "--netns"),
+        (f"run {DEMO} --no-delay", "--netns"),
+        (SEVERAL, "2 values given for 3 names"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(words: str, problem: str) -> None:
+    done = invoke(*words.split())
+    assert done.exit_code == 2 and problem in done.stderr
 
 
 # What the kernel does

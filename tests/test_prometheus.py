@@ -9,7 +9,7 @@ import re
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +77,7 @@ pytestmark = pytest.mark.timeout(300)
 class Story:
     """What Prometheus saw of a lab, from its start to its end."""
 
-    found: list[set[tuple[str, str, str]]] = field(default_factory=list)
+    found: set[tuple[str, str, str]] = field(default_factory=set)
     data: dict[str, list[Row]] = field(default_factory=dict)
     last: dict[str, list[Row]] = field(default_factory=dict)
     alerts: set[str] = field(default_factory=set)  # at the end
@@ -90,10 +90,9 @@ def filled(where: str, expr: str, run: str) -> str:
     return replaced(expr, run=run, tier="lan", parent=HOME, node=node)
 
 
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def play_story(home: Path) -> Story:
     """Play a lab of 1 + 1 + 1 + 3; one device comes late, is killed in the midst, and comes again."""
-    home, reported = tmp_path_factory.mktemp("story"), Story()
+    reported = Story()
     with ExitStack() as stack:
         served = stack.enter_context(broker.start(directory=home))
         port, cloud_port = free_port(), free_port()
@@ -126,7 +125,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         until(prometheus.answers, *lab)
         shared = {*PARENTS, ("device", HOME, "")}
         until(lambda: prometheus.healthy() == shared, *lab)
-        reported.found.append(prometheus.healthy())
+        reported.found = prometheus.healthy()
         late = device("device-2")
         everybody = shared | {("device", HOME, "device-2")}
         until(lambda: prometheus.healthy() == everybody, *lab)
@@ -156,36 +155,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         until(lambda: not prometheus.get("/api/v1/targets", state="active")["activeTargets"])
         until(lambda: "RunFinished" in prometheus.firing())  # rules are worked out at their own pace
         reported.alerts = prometheus.firing()
-        yield reported
-
-
-@needs_prometheus
-@pytest.mark.slow
-def test_a_process_of_several_devices_is_one_target(story: Story) -> None:
-    assert story.found == [{*PARENTS, ("device", HOME, "")}]
-    devices = {labels["node"] for labels, _ in story.last["round"] if labels["role"] == "device"}
-    assert devices == {"device-0", "device-1", "device-2"}
-
-
-@needs_prometheus
-@pytest.mark.slow
-def test_what_is_shipped_has_data(story: Story) -> None:
-    empty = {where: expr for where, expr in expressions().items() if not story.data[where]}
-    assert [where for where, expr in empty.items() if not any(name in expr for name in ABSENT)] == []
-
-
-@needs_prometheus
-@pytest.mark.slow
-def test_a_run_that_ended_well_leaves_no_target_and_no_alert_but_its_end(story: Story) -> None:
-    assert story.alerts & {"RunFinished", "RunFailed", "RoleDown", "NoProgress"} == {"RunFinished"}
-
-
-@needs_prometheus
-@pytest.mark.slow
-def test_the_energy_of_the_clouds_host_is_in_the_manifest(story: Story) -> None:
-    (host,) = json.loads((story.folder / "manifest.json").read_text())["energy"].values()
-    watts = rails_watts(RECORDED)
-    assert watts and host["joules"] == {"pmic rails": pytest.approx(watts * host["seconds"], rel=0.05)}
+    return reported
 
 
 def assert_same_seconds(folder: Path, seen: list[Row]) -> None:
@@ -222,7 +192,17 @@ def assert_same_bytes(folder: Path, seen: Mapping[str, list[Row]], *, but: str =
 
 @needs_prometheus
 @pytest.mark.slow
-def test_seconds_and_bytes_are_those_of_the_runs_files(story: Story) -> None:
+def test_a_lab_is_found_whole_shown_and_counted_as_in_its_files(tmp_path: Path) -> None:
+    story = play_story(tmp_path)
+    assert story.found == {*PARENTS, ("device", HOME, "")}, "a process of several devices is one target"
+    devices = {labels["node"] for labels, _ in story.last["round"] if labels["role"] == "device"}
+    assert devices == {"device-0", "device-1", "device-2"}
+    empty = {where: expr for where, expr in expressions().items() if not story.data[where]}
+    assert [where for where, expr in empty.items() if not any(name in expr for name in ABSENT)] == []
+    assert story.alerts & {"RunFinished", "RunFailed", "RoleDown", "NoProgress"} == {"RunFinished"}
+    (host,) = json.loads((story.folder / "manifest.json").read_text())["energy"].values()
+    watts = rails_watts(RECORDED)
+    assert watts and host["joules"] == {"pmic rails": pytest.approx(watts * host["seconds"], rel=0.05)}
     assert_same_seconds(story.folder, story.last["phase_seconds"])
     # What a device had received when it was killed nobody could tell.
     assert assert_same_bytes(story.folder, story.last, but="device-2") == 18

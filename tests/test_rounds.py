@@ -85,28 +85,24 @@ def test_a_round_without_trouble_sends_everything_once() -> None:
     lab.check()
 
 
-def test_rounds_follow_each_other() -> None:
+def test_rounds_follow_each_other_with_those_named_and_a_model_each() -> None:
     lab = Lab(names_of(3))
     for global_round, local_round in itertools.product(range(3), range(2)):
-        closed = lab.round(global_round=global_round, local_round=local_round, epochs=1 + global_round)
+        names = lab.names[: 3 - local_round]
+        models = {name: model_of(10 * global_round + number) for number, name in enumerate(names)}
+        closed = lab.round(
+            names, global_round=global_round, local_round=local_round, epochs=1 + global_round, models=models
+        )
         assert closed.key == Key(0, global_round, local_round)
-        assert [result.epochs for result in closed.results.values()] == [1 + global_round] * 3
+        assert {name: result.epochs for name, result in closed.results.items()} == dict.fromkeys(
+            names, 1 + global_round
+        )
+        assert {name: lab.children[name].trained[-1][1] for name in names} == {
+            name: blob_of(model).blob for name, model in models.items()
+        }
+    assert [len(child.trained) for child in lab.children.values()] == [6, 6, 3]
     assert lab.parent.session.coordinator.late == 0
     lab.check()
-
-
-def test_each_child_may_have_its_own_model() -> None:
-    lab = Lab(names_of(3))
-    models = {name: model_of(number) for number, name in enumerate(lab.names)}
-    assert set(lab.round(models=models).results) == set(lab.names)
-    blobs = {child.trained[0][1] for child in lab.children.values()}
-    assert blobs == {blob_of(model).blob for model in models.values()}
-
-
-def test_only_those_named_take_part() -> None:
-    lab = Lab(names_of(4))
-    assert set(lab.round(["device-1", "device-3"]).results) == {"device-1", "device-3"}
-    assert not lab.children["device-0"].trained and not lab.children["device-2"].trained
 
 
 EVENTS = st.lists(

@@ -153,6 +153,8 @@ def test_a_delay_does_not_cost_throughput() -> None:
     assert shaper.reserve(("a",), 1000, 10.0) == pytest.approx(16.0)
     assert shaper.ready(("a",), 11.0 - LEAD_S + 1e-9)  # the link is free again long before that arrives
     assert shaper.reserve(("a",), 1000, 11.0) == pytest.approx(17.0)
+    waited(shaper, "a", now=11.5)
+    assert shaper.reserve(("a",), 1, 12.01) == pytest.approx(17.01)  # a credit is none of the delay
 
 
 MESSAGES = st.lists(
