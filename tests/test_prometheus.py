@@ -144,7 +144,7 @@ def play_story(home: Path) -> Story:
 
         deadline = time.monotonic() + 10
         while not everything() and time.monotonic() < deadline:
-            time.sleep(0.2)  # rules are worked out at their own pace; what has no data fails in its own test
+            time.sleep(0.2)  # rules are worked out at their own pace; what has no data fails the test
         lab.append(device("device-2"))
         until(lambda: prometheus.healthy() == everybody, *lab)
         held.close()

@@ -26,7 +26,7 @@ from common.protocol.attendance import REPORT_S, Attendance, Targets
 from common.protocol.coordinator import Coordinator, Lacking
 from common.protocol.events import TaskReceived, UploadAnnounced
 from common.protocol.manifest import describe
-from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
+from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.outbox import Outbox, Publish
 from common.protocol.parent_session import ParentSession
 from common.protocol.participant import Participant
@@ -43,6 +43,20 @@ from tests.helpers.nodes import child_of, drawn, layout_of, living, parent_of, p
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.interference import kind_of
 
+READY = Presence(NodeState.READY, "device")
+
+
+def described(model: bytes) -> Manifest:
+    return describe(memoryview(model), chunk_bytes=1024, codec="fp32", layout="a")
+
+
+def opened(
+    parent: Coordinator, manifest: Manifest, number: int = 0, *, now: float = 0.0, inline: bytes | None = None
+) -> Key:
+    """Open a round of the child a."""
+    assignments = {"a": Assignment(manifest, 1, inline)}
+    return parent.open(global_round=number, local_round=0, assignments=assignments, closing=Closing(), now=now)
+
 
 def test_messages_cost_no_look_at_all_children(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: Counter[str] = Counter()
@@ -56,15 +70,13 @@ def test_messages_cost_no_look_at_all_children(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(owner, name, counted)
 
-    for owner, names in LOOKS.items():
-        for name in names:
-            count(owner, name)
+    for name in ("_judge", "_earliest", "_taking_part"):
+        count(Coordinator, name)
+    for name in ("readiness", "ask_quiet"):
+        count(ParentSession, name)
     experiment = parse({"rounds": 1, "topology": {"institutions": 0, "devices": 60}, "links": {"check": "off"}})
     assert SimulatedLab(experiment, model_bytes=400, spool=False).run().ok
     assert 0 < max(looks.values()) < 20, looks
-
-
-LOOKS = {Coordinator: ("_judge", "_earliest", "_taking_part"), ParentSession: ("readiness", "ask_quiet")}
 
 
 def test_nodes_of_one_process_share_their_experiment() -> None:
@@ -100,13 +112,7 @@ def test_lacking_children_are_those_that_lack(changes: list[tuple[int, bool]]) -
             found.add(child)
         lacks[child] = value
         assert found.any(lacks.__getitem__) == any(lacks.values())
-
-
-def test_a_child_that_lacks_it_again_and_again_is_kept_once() -> None:
-    found = Lacking(range(2))
-    for _ in range(1000):
-        found.add(0)
-    assert len(found._children) == 2 and found.any(lambda child: child == 0)
+    assert len(found._children) <= len(lacks)  # each is kept once
 
 
 def test_a_child_is_ready_and_owes_a_farewell_by_its_presence() -> None:
@@ -146,7 +152,7 @@ def test_targets_of_nodes_that_join_are_reported_when_they_have_joined() -> None
 def test_a_child_that_waits_reports_less_and_less_often() -> None:
     """All devices of a host wait for one another, so a round of N devices has reports of N devices for N trainings."""
     participant = Participant(idle_s=120.0)
-    manifest = describe(memoryview(bytes(8)), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    manifest = described(bytes(8))
     participant.receive(Task(Key(0, 0, 0), 1, manifest, None), now=0.0)
     participant.begin_work(Phase.WAITING, now=0.0)
     sent, sooner, last = 0, 0, 0.0
@@ -157,19 +163,14 @@ def test_a_child_that_waits_reports_less_and_less_often() -> None:
             sent, last = sent + 1, now
     assert sent == 11 and not sooner  # at the model's arrival, and after 2, 4, 8 and 15 seconds
     assert participant.progress(Phase.TRAINING, 1, 2, now=last + 0.1)  # at once
-
-
-def test_reports_of_waiting_children_fit_the_time_without_progress() -> None:
     assert waiting_most_s(120.0) == 15.0 and waiting_most_s(40.0) == 5.0 and waiting_most_s(4.0) == HEARTBEAT_S
 
 
 def test_a_waiting_child_does_not_get_its_task_again_meanwhile() -> None:
     parent = Coordinator(["a"], idle_s=120.0)
-    manifest = describe(memoryview(bytes(8)), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
-    parent.presence("a", "s", Presence(NodeState.READY, "device"), now=0.0)
-    key = parent.open(
-        global_round=0, local_round=0, assignments={"a": Assignment(manifest, 1)}, closing=Closing(), now=0.0
-    )
+    manifest = described(bytes(8))
+    parent.presence("a", "s", READY, now=0.0)
+    key = opened(parent, manifest)
     assert len(parent.to_send(0.0)) == 1
     parent.receive("a", Progress(key, Phase.WAITING, 0, 0, Traffic(), ()), now=0.5)
     assert parent.to_send(0.5 + waiting_most_s(120.0)) == [] and len(parent.to_send(25.0)) == 1
@@ -177,24 +178,23 @@ def test_a_waiting_child_does_not_get_its_task_again_meanwhile() -> None:
 
 def test_messages_are_repeated_less_often_to_a_busy_peer() -> None:
     """A host with a thousand devices answers late: repeats at a fixed rate would make it later."""
-    manifest = describe(memoryview(bytes(8)), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    manifest = described(bytes(8))
     parent, child = Coordinator(["a"], idle_s=120.0), Participant(idle_s=120.0)
-    parent.presence("a", "s", Presence(NodeState.READY, "device"), now=0.0)
+    parent.presence("a", "s", READY, now=0.0)
     for number, (answer_s, task_s, result_s) in enumerate([(2.0, 1.0, 1.0), (0.1, 4.0, 4.0), (0.1, 1.0, 1.0)]):
-        opened = 100.0 * number
-        assignments = {"a": Assignment(manifest, 1)}
-        parent.open(global_round=number, local_round=0, assignments=assignments, closing=Closing(), now=opened)
-        ((_, task),) = parent.to_send(opened)
-        assert isinstance(task, Task) and parent.next_deadline() == opened + task_s
-        child.receive(task, now=opened)
-        child.finish(Result(task.key, manifest, None, 1, 0.5, 1, 1, 1, 0.1, 0.0, 0.0, (), ""), now=opened)
-        (result,) = child.to_send(opened, Traffic(), ())
-        child.receive(task, now=opened + 0.1)  # its repeat has crossed the result
-        assert isinstance(result, Result) and child.next_deadline() == opened + result_s
-        parent.receive("a", result, now=opened + answer_s)
-        parent.accept("a", task.key, now=opened + answer_s)
-        assert parent.to_send(opened + answer_s) == [("a", Acknowledgement(task.key, ""))]
-        child.receive(Acknowledgement(task.key, ""), now=opened + answer_s)
+        begun = 100.0 * number
+        opened(parent, manifest, number, now=begun)
+        ((_, task),) = parent.to_send(begun)
+        assert isinstance(task, Task) and parent.next_deadline() == begun + task_s
+        child.receive(task, now=begun)
+        child.finish(Result(task.key, manifest, None, 1, 0.5, 1, 1, 1, 0.1, 0.0, 0.0, (), ""), now=begun)
+        (result,) = child.to_send(begun, Traffic(), ())
+        child.receive(task, now=begun + 0.1)  # its repeat has crossed the result
+        assert isinstance(result, Result) and child.next_deadline() == begun + result_s
+        parent.receive("a", result, now=begun + answer_s)
+        parent.accept("a", task.key, now=begun + answer_s)
+        assert parent.to_send(begun + answer_s) == [("a", Acknowledgement(task.key, ""))]
+        child.receive(Acknowledgement(task.key, ""), now=begun + answer_s)
 
 
 def test_a_busy_host_gets_each_message_of_a_round_once() -> None:
@@ -233,7 +233,7 @@ def immediately(begin: Callable[[], None]) -> float:
 def test_equal_tasks_are_one_message_in_memory() -> None:
     """A parent sends all tasks of a round at once: with a copy of the model in each they fill its memory."""
     model = bytes(5000)
-    manifest = describe(memoryview(model), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    manifest = described(model)
     ways = LinkSet(to=dict.fromkeys("abc", LinkDirection()), from_={}, shaped=False)
     outbox = Outbox(
         Identity("r-1", "p", "institution", "s"), sender=Sender(first_number=1), counters=Account(), ways=ways
@@ -247,12 +247,10 @@ def test_equal_tasks_are_one_message_in_memory() -> None:
 
 def test_the_state_of_a_round_has_no_models() -> None:
     model = bytes(5000)
-    manifest = describe(memoryview(model), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    manifest = described(model)
     parent, child = Coordinator(["a"], idle_s=120.0), Participant(idle_s=120.0)
-    parent.presence("a", "s", Presence(NodeState.READY, "device"), now=0.0)
-    key = parent.open(
-        global_round=0, local_round=0, assignments={"a": Assignment(manifest, 1, model)}, closing=Closing(), now=0.0
-    )
+    parent.presence("a", "s", READY, now=0.0)
+    key = opened(parent, manifest, inline=model)
     ((_, task),) = parent.to_send(0.0)
     assert isinstance(task, Task) and task.inline is model
     child.receive(task, now=0.0)
@@ -276,7 +274,7 @@ async def test_sent_messages_are_not_kept(site: SimulatedSite) -> None:
 
 def test_nodes_of_a_process_share_the_model_inside_their_tasks_as_it_is_read() -> None:
     model, begun = bytes(range(256)) * 20, []
-    manifest = describe(memoryview(model), chunk_bytes=1024, codec="fp32", layout="a", reference="", salt="")
+    manifest = described(model)
     for _ in range(2):
         child, task = Participant(idle_s=120.0), Task(Key(0, 0, 0), 1, manifest, bytes(bytearray(model)))
         child.receive(task, now=0.0)
