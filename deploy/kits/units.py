@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -87,15 +87,8 @@ def services(lab: Lab, machine: str) -> list[Service]:
         if node.machine != machine:
             continue
         above, below = lab.meeting_place(node.parent), lab.meeting_place(name)
-        command = [
-            "institution",
-            "--name",
-            name,
-            "--parent",
-            node.parent,
-            "--broker",
-            lab.address(above, machine=machine),
-        ]
+        command = ["institution", "--name", name, "--parent", node.parent]
+        command += ["--broker", lab.address(above, machine=machine)]
         if below != above:
             command += ["--child-broker", lab.address(below, machine=machine)]
         command += [*data, *allowed, "--spool", f"{STATE}/spool", *common]
@@ -146,22 +139,17 @@ def unit(lab: Lab, machine: str, service: Service) -> str:
     It is started again whenever it ends by itself, but not after a mistake in its command (2) or settings (4). 130 is
     the exit code of a service that was stopped.
     """
-    if service.undo:
-        return _setup(lab, service)
     after = " ".join(["network-online.target", *(f"fedstrata-{name}.service" for name in service.after)])
-    limit = lab.machines[machine].memory_gb
-    settings = {
-        "Unit": (
-            f"Description=fedstrata: {service.description}, lab {lab.name}",
-            "Wants=network-online.target",
-            f"After={after}",
-            "StartLimitIntervalSec=0",
-        ),
-        "Service": (
+    start, restart = f"ExecStart={_line(lab, service.command)}", ("Restart=on-failure", f"RestartSec={RESTART_S}")
+    if service.undo:  # it sets something up as root, and undoes it when it is stopped
+        stop = f"ExecStop={_line(lab, service.undo)}"
+        own = ("Type=oneshot", "RemainAfterExit=yes", start, stop, *restart, "RestartPreventExitStatus=2")
+    else:
+        limit = lab.machines[machine].memory_gb
+        own = (
             "Type=notify",
-            f"ExecStart={_line(lab, service.command)}",
-            "Restart=on-failure",
-            f"RestartSec={RESTART_S}",
+            start,
+            *restart,
             "RestartPreventExitStatus=2 4",
             "SuccessExitStatus=130",
             f"TimeoutStartSec={START_S}",
@@ -176,38 +164,19 @@ def unit(lab: Lab, machine: str, service: Service) -> str:
             *((f"MemoryMax={round(limit * 1024)}M",) if limit else ()),
             *_SANDBOX,
             *(() if service.accelerator else _WITHOUT_ACCELERATOR),
+        )
+    settings = {
+        "Unit": (
+            f"Description=fedstrata: {service.description}, lab {lab.name}",
+            "Wants=network-online.target",
+            f"After={after}",
+            *(() if service.undo else ("StartLimitIntervalSec=0",)),
         ),
+        "Service": own,
         "Install": ("WantedBy=multi-user.target",),
     }
-    return _written(settings)
-
-
-def _setup(lab: Lab, service: Service) -> str:
-    """Return the unit of a service that sets something up as root, and undoes it when it is stopped."""
-    return _written(
-        {
-            "Unit": (
-                f"Description=fedstrata: {service.description}, lab {lab.name}",
-                "Wants=network-online.target",
-                "After=network-online.target",
-            ),
-            "Service": (
-                "Type=oneshot",
-                "RemainAfterExit=yes",
-                f"ExecStart={_line(lab, service.command)}",
-                f"ExecStop={_line(lab, service.undo)}",
-                "Restart=on-failure",
-                f"RestartSec={RESTART_S}",
-                "RestartPreventExitStatus=2",
-            ),
-            "Install": ("WantedBy=multi-user.target",),
-        }
-    )
+    return "\n".join("\n".join([f"[{section}]", *lines, ""]) for section, lines in settings.items())
 
 
 def _line(lab: Lab, command: Sequence[str]) -> str:
     return f"{lab.install}/venv/bin/fedstrata {' '.join(command).replace('%', '%%')}"
-
-
-def _written(settings: Mapping[str, Sequence[str]]) -> str:
-    return "\n".join("\n".join([f"[{section}]", *lines, ""]) for section, lines in settings.items())

@@ -324,13 +324,17 @@ def _decoded(codec: DeltaCodec, delta_D: npt.NDArray[np.float32], seed: int = 0)
     return codec.decode(codec.encode(delta_D.copy(), np.random.default_rng(seed)), delta_D.size).astype(np.float64)
 
 
+def _is_change(found: object, columns: int) -> bool:
+    return isinstance(found, np.ndarray) and found.shape == (columns,) and found.dtype == np.float32
+
+
 def _wrong_size(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
     columns = delta_D.size
     found = codec.decode(codec.encode(delta_D.copy(), np.random.default_rng(0)), columns)
-    if not isinstance(found, np.ndarray) or found.shape != (columns,) or found.dtype != np.float32:
-        shape = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
-        return f"decode returns {shape}, not float32 [{columns}]"
-    return ""
+    if _is_change(found, columns):
+        return ""
+    shape = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
+    return f"decode returns {shape}, not float32 [{columns}]"
 
 
 def _draws(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
@@ -373,7 +377,7 @@ def _fails(codec: DeltaCodec, columns: int) -> str:
             continue
         except RefusedModel as error:
             return f"decode must raise ValueError for {len(data)} bytes that are invalid: {error}"
-        if not isinstance(found, np.ndarray) or found.shape != (columns,) or found.dtype != np.float32:
+        if not _is_change(found, columns):
             return f"decode returns no float32 [{columns}] of {len(data)} invalid bytes"
     return ""
 

@@ -72,11 +72,11 @@ class AgentFactory:
 
     def upper_broker(self, node: str, parent: str | None = None) -> str:
         """Return the name of the broker between a node and its parent, by default its own."""
-        return self._own_broker(parent or self.experiment.tree.parent(node)) if node != CLOUD else BROKER
+        return self.lower_broker(parent or self.experiment.tree.parent(node)) if node != CLOUD else BROKER
 
     def lower_broker(self, node: str) -> str:
-        """Return the name of the broker between an institution and its children."""
-        return self._own_broker(node)
+        """Return the name of the broker between a node and its children."""
+        return node if self.broker_each and node != CLOUD else BROKER
 
     def forget_files(self, node: str) -> None:
         """Remove the files that a node keeps for a restart."""
@@ -129,9 +129,6 @@ class AgentFactory:
     def _keeps(self, node: str) -> bool:
         """Return whether a node keeps files for a restart."""
         return self.spool and (self.run is None or (node != CLOUD and self.experiment.remembers(node)))
-
-    def _own_broker(self, parent: str) -> str:
-        return parent if self.broker_each and parent != CLOUD else BROKER
 
     def files(self, node: str) -> Path:
         """Return the folder that a node writes: the runs of the cloud, or what others keep for a restart."""
