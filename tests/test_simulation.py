@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +20,6 @@ from common.errors import FedstrataError
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
-from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.connection import Handlers
 from common.runtime.world import Connection
@@ -30,10 +28,9 @@ from deploy.simulation.lab import BROKER, SimulatedLab
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
 from deploy.simulation.machines import SimulatedProcess
-from deploy.simulation.network import SimulatedNetwork
 from deploy.simulation.world import SimulatedWorld
 from tests.helpers.scenarios import TREE, lab, survived, undisturbed
-from tests.helpers.sites import forever
+from tests.helpers.sites import SimulatedSite, forever, virtual
 from tests.simulation.fault_injection import inject_faults
 from tests.simulation.faults import Fault, FaultKind
 
@@ -128,13 +125,11 @@ def test_a_disturbed_lab_gives_the_same_model(fault: Fault) -> None:
 # Links and connections
 
 
-class Pair:
+class Pair(SimulatedSite):
     """Clients on one broker."""
 
     def __init__(self) -> None:
-        self.loop = VirtualLoop()
-        self.network = SimulatedNetwork(self.loop, seed=0)
-        self.broker = self.network.add_broker("b")
+        super().__init__()
         self.connections: dict[str, Connection] = {}
         self.processes: dict[str, SimulatedProcess] = {}
         self.got: dict[str, list[tuple[float, str, bytes]]] = {}
@@ -151,7 +146,7 @@ class Pair:
                 connected.set()
 
             self.connections[name] = connection = world.connection(
-                BrokerAddress("b"),
+                self.address,
                 Handlers(lambda topic, body, retained: got.append((self.loop.time(), topic, body)), subscribe),
                 client_id=name,
                 keepalive_s=10,
@@ -165,30 +160,14 @@ class Pair:
         return self.connections[name]
 
 
-def paired(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in virtual time. Its first parameter is the `Pair`."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        pair = Pair()
-        pair.loop.time_limit = START_S + 1000
-        try:
-            pair.loop.run_until_complete(test(pair, **fixtures))
-        finally:
-            for process in pair.processes.values():
-                process.discard()
-            pair.loop.discard()
-
-    signature = inspect.signature(test)
-    run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
-    return run
+paired = functools.partial(virtual, make=Pair)
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 @paired
 async def test_a_link_takes_its_bytes_by_its_rate(pair: Pair, direction: str) -> None:
     rate, delay_s, count, topic = 1e5, 0.05, 50, "t"
-    link = pair.network.link("sender" if direction == "up" else "receiver", "b")
+    link = pair.link("sender" if direction == "up" else "receiver")
     sender, receiver = await pair.client("sender"), await pair.client("receiver", topic)
     before = receiver.meter.sample().received
     link.change(**{f"{direction}_rate": rate, "delay_s": delay_s})
@@ -208,9 +187,9 @@ async def test_a_link_takes_its_bytes_by_its_rate(pair: Pair, direction: str) ->
 @paired
 async def test_a_new_rate_holds_from_the_present_byte_on(pair: Pair) -> None:
     sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
-    link = pair.network.link("receiver", "b")
+    link = pair.link("receiver")
     link.change(down_rate=1000.0, delay_s=0.0)
-    pair.network.link("sender", "b").change(delay_s=0.0)
+    pair.link("sender").change(delay_s=0.0)
     start, before = pair.loop.time(), receiver.meter.received()
     sender.publish("t", bytes(10_000 - 6), qos=0)
     await asyncio.sleep(4)
@@ -225,7 +204,7 @@ async def test_a_new_rate_holds_from_the_present_byte_on(pair: Pair) -> None:
 @paired
 async def test_received_bytes_never_fall(pair: Pair) -> None:
     sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
-    pair.network.link("receiver", "b").change(down_rate=1000.0, delay_s=0.5, duplication=0.5)
+    pair.link("receiver").change(down_rate=1000.0, delay_s=0.5, duplication=0.5)
     before = receiver.meter.received()
     for _ in range(10):
         sender.publish("t", bytes(1000 - 6), qos=0)
@@ -242,10 +221,10 @@ async def test_received_bytes_never_fall(pair: Pair) -> None:
 async def test_an_order_stays_when_the_delay_shrinks(pair: Pair) -> None:
     sender = await pair.client("sender")
     await pair.client("receiver", "t")
-    pair.network.link("receiver", "b").change(delay_s=5.0)
+    pair.link("receiver").change(delay_s=5.0)
     sender.publish("t", b"1", qos=1)
     await asyncio.sleep(1)
-    pair.network.link("receiver", "b").change(delay_s=0.1)
+    pair.link("receiver").change(delay_s=0.1)
     sender.publish("t", b"2", qos=1)
     await asyncio.sleep(10)
     assert [body for _, _, body in pair.got["receiver"]] == [b"1", b"2"]
@@ -255,7 +234,7 @@ async def test_an_order_stays_when_the_delay_shrinks(pair: Pair) -> None:
 async def test_loss_duplication_and_reordering(pair: Pair) -> None:
     sender = await pair.client("sender")
     await pair.client("receiver", "t/#")
-    link = pair.network.link("sender", "b")
+    link = pair.link("sender")
 
     async def sent(qos: int, **conditions: float) -> list[int]:
         pair.got["receiver"].clear()
@@ -277,7 +256,7 @@ async def test_loss_duplication_and_reordering(pair: Pair) -> None:
 async def test_a_packet_that_is_too_large_for_the_path_blocks_it(pair: Pair) -> None:
     sender = await pair.client("sender")
     await pair.client("receiver", "t", "will/#")
-    pair.network.link("sender", "b").change(mtu_bytes=1000)
+    pair.link("sender").change(mtu_bytes=1000)
     for size in (100, 2000, 200):
         sender.publish("t", bytes(size), qos=1)
     await asyncio.sleep(30)
@@ -291,7 +270,7 @@ async def test_a_packet_that_is_too_large_for_the_path_blocks_it(pair: Pair) -> 
 @paired
 async def test_no_byte_of_a_packet_that_is_too_large_is_received(pair: Pair) -> None:
     sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
-    pair.network.link("receiver", "b").change(mtu_bytes=1000, down_rate=1000.0)
+    pair.link("receiver").change(mtu_bytes=1000, down_rate=1000.0)
     before = receiver.meter.received()
     for size in (1994, 94):
         sender.publish("t", bytes(size), qos=0)
@@ -304,7 +283,7 @@ async def test_no_byte_of_a_packet_that_is_too_large_is_received(pair: Pair) -> 
 async def test_a_partition_ends_connections_by_their_keep_alive(pair: Pair) -> None:
     sender = await pair.client("sender")
     await pair.client("receiver", "t", "will/#")
-    link, start = pair.network.link("sender", "b"), pair.loop.time()
+    link, start = pair.link("sender"), pair.loop.time()
     link.change(cut=True)
     sender.publish("t", b"before it heals", qos=1)
     await asyncio.sleep(3)
@@ -325,7 +304,7 @@ async def test_a_partition_ends_connections_by_their_keep_alive(pair: Pair) -> N
 @paired
 async def test_a_link_that_is_cut_in_one_direction(pair: Pair, direction: str) -> None:
     node, other = await pair.client("node", "to node"), await pair.client("other", "from node", "will/#")
-    pair.network.link("node", "b").change(**{f"cut_{direction}": True})
+    pair.link("node").change(**{f"cut_{direction}": True})
     node.publish("from node", b"up", qos=0)
     other.publish("to node", b"down", qos=0)
     await asyncio.sleep(3)
@@ -371,7 +350,7 @@ async def test_a_broker_that_does_not_come_is_an_error(pair: Pair) -> None:
 
     async def main() -> None:
         handlers = Handlers(lambda topic, body, retained: None, forever)
-        connection = world.connection(BrokerAddress("b"), handlers, client_id="late", keepalive_s=10)
+        connection = world.connection(pair.address, handlers, client_id="late", keepalive_s=10)
         try:
             await connection.run(connect_timeout_s=5.0)
         except FedstrataError as error:

@@ -140,12 +140,14 @@ class SimulatedSite:
             self.loop.discard()
 
 
-def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def virtual(
+    test: Callable[..., Coroutine[Any, Any, None]], *, make: Callable[[], SimulatedSite] = SimulatedSite
+) -> Callable[..., None]:
     """Run a test in virtual time. Its first parameter is the `SimulatedSite`, the others are fixtures."""
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
-        site = SimulatedSite()
+        site = make()
         site.run(test(site, **fixtures))
 
     signature = inspect.signature(test)
