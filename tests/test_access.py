@@ -7,20 +7,18 @@ acknowledges what it denies.
 from __future__ import annotations
 
 import json
-import select
-import socket
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-import paho.mqtt.client as mqtt
 import pytest
-from paho.mqtt.enums import CallbackAPIVersion
 
 from common.errors import ConnectionFailed
 from common.experiment.reading import load
+from common.net import plain_client
 from common.net.address import BrokerAddress
+from common.net.plain_client import PlainClient, pump
 from common.net.tls import Tls
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
@@ -46,7 +44,6 @@ LAB: Final = parse(LAB_TREE)
 NAMES: Final = ("operator", "cloud", "institution-0", "institution-1", "device-0", "device-1", "device-2", "device-3")
 RUN: Final = "fs1/north/20260101T000000Z-aaaaaa"
 BLOB: Final = "0123456789abcdef"
-TURN_S: Final = 0.01
 
 # Who publishes where, as whom nobody may be believed.
 WRITES: Final = (
@@ -135,34 +132,8 @@ ALLOWED: Final = (
 )
 
 
-class Member:
-    """A client with the certificate of a node; it keeps the topics that it receives."""
-
-    def __init__(self, address: BrokerAddress, name: str, *, will: str | None = None) -> None:
-        self.topics: list[str] = []
-        self.client = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=f"{name}-{id(self)}")
-        address.identify(self.client)
-        if will is not None:
-            self.client.will_set(will, b"will", qos=1)
-        self.client.on_message = lambda _client, _data, message: self.topics.append(message.topic)
-        self.granted: list[int] = []
-        self.client.on_subscribe = lambda _client, _data, number, *_: self.granted.append(number)
-        self.connected: list[bool] = []
-        self.client.on_connect = lambda _client, _data, _flags, reason, _: self.connected.append(not reason.is_failure)
-        self.client.connect(address.host, address.port)
-        while not self.connected:
-            self.client.loop(TURN_S)
-        assert self.connected == [True]
-
-    def subscribe(self, filter_: str) -> None:
-        """Subscribe, and wait for the broker's reply, whatever it is."""
-        _, number = self.client.subscribe(filter_, qos=0)
-        while number not in self.granted:
-            assert self.client.loop(TURN_S) == mqtt.MQTT_ERR_SUCCESS
-
-
 class Members:
-    """All members of the lab, connected."""
+    """All members of the lab, each connected with the certificate of its node."""
 
     def __init__(self, port: int, home: Path) -> None:
         self.address = {
@@ -173,7 +144,7 @@ class Members:
             )
             for name in NAMES
         }
-        self.all = {name: Member(address, name) for name, address in self.address.items()}
+        self.all = {name: PlainClient(address) for name, address in self.address.items()}
 
     def publish(self, messages: Iterable[tuple[str, str]]) -> None:
         """Publish on topics, each by its publisher, and wait until all was delivered."""
@@ -182,29 +153,21 @@ class Members:
             by_publisher.setdefault(publisher, {})[topic] = None
         for publisher, its in by_publisher.items():
             for topic in its:
-                self.all[publisher].client.publish(topic, b"", qos=0)
+                self.all[publisher].publish(topic, b"")
             self.flush(publisher)
 
     def flush(self, publisher: str) -> None:
         """Wait until all that the publisher sent was delivered: a last message, to itself by way of the broker."""
-        last = f"{RUN}/{publisher}/blob/{publisher}/{BLOB}/0/0"
-        own = self.all[publisher]
-        own.subscribe(last)
-        own.topics = [topic for topic in own.topics if topic != last]
-        own.client.publish(last, b"", qos=0)
-        while last not in own.topics:
-            self.turn()
-        for _ in range(5):
-            self.turn(TURN_S)
-
-    def turn(self, most_s: float = 0.0) -> None:
-        """Let each read and write what is ready, and wait for the first at most so long."""
-        select.select([member.client.socket() for member in self.all.values()], [], [], most_s)
-        for member in self.all.values():
-            assert member.client.loop(0.0) == mqtt.MQTT_ERR_SUCCESS
+        last, own = f"{RUN}/{publisher}/blob/{publisher}/{BLOB}/0/0", self.all[publisher]
+        assert own.subscribe([last])
+        own.messages = [message for message in own.messages if message[0] != last]
+        own.publish(last, b"")
+        assert pump(list(self.all.values()), lambda: last in own.topics())
+        for member in 5 * list(self.all.values()):
+            assert member.turn()
 
     def received(self, name: str, topic: str) -> bool:
-        return topic in self.all[name].topics
+        return topic in self.all[name].topics()
 
 
 @pytest.fixture(scope="module")
@@ -231,30 +194,27 @@ def served(home: Path, request: pytest.FixtureRequest) -> Iterator[BrokerProcess
 
 
 @pytest.fixture
-def members(served: BrokerProcess, home: Path) -> Iterator[Members]:
+def members(served: BrokerProcess, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
+    monkeypatch.setattr(plain_client, "TURN_S", 0.001)
     members = Members(served.port, home)
     yield members
     for member in members.all.values():
-        member.client.disconnect()
-        member.client.loop(TURN_S)
-        member.client.on_message = member.client.on_subscribe = member.client.on_connect = None  # they hold the member
+        member.leave()
 
 
 def test_nobody_publishes_under_another_name(members: Members) -> None:
     """The operator may receive every topic of the lab."""
-    members.all["operator"].subscribe("fs1/north/#")
+    members.all["operator"].subscribe(["fs1/north/#"])
     for name in NAMES:
-        for topic in dict.fromkeys(topic for _, topic in WRITES):
-            members.all[name].subscribe(topic)
+        members.all[name].subscribe([topic for _, topic in WRITES])
     members.publish(WRITES)
     assert [(each, topic) for each in NAMES for _, topic in WRITES if members.received(each, topic)] == []
 
 
 def test_nobody_receives_what_is_not_for_it(members: Members) -> None:
-    members.all["operator"].subscribe("fs1/north/#")
+    members.all["operator"].subscribe(["fs1/north/#"])
     for _, topic, reader in READS:
-        for filter_ in (topic, "fs1/north/#", "#"):
-            members.all[reader].subscribe(filter_)
+        members.all[reader].subscribe([topic, "fs1/north/#", "#"])
     members.publish((publisher, topic) for publisher, topic, _ in READS)
     assert [topic for _, topic, _ in READS if not members.received("operator", topic)] == []
     assert [(topic, reader) for _, topic, reader in READS if members.received(reader, topic)] == []
@@ -262,27 +222,24 @@ def test_nobody_receives_what_is_not_for_it(members: Members) -> None:
 
 def test_what_a_lab_needs_is_allowed(members: Members) -> None:
     for _, topic, reader in ALLOWED:
-        members.all[reader].subscribe(topic)
+        members.all[reader].subscribe([topic])
     members.publish((publisher, topic) for publisher, topic, _ in ALLOWED)
     assert [(topic, reader) for _, topic, reader in ALLOWED if not members.received(reader, topic)] == []
 
 
 def test_retained_presences_of_others_and_false_wills_are_refused(members: Members) -> None:
     kept, false = f"{RUN}/institution-1/state", f"{RUN}/device-1/state"
-    members.all["institution-1"].client.publish(kept, b"state", qos=1, retain=True)
+    members.all["institution-1"].publish(kept, b"state", retain=True)
     members.flush("institution-1")
     for reader, may in (("device-0", False), ("institution-0", False), ("cloud", True), ("device-2", True)):
-        for filter_ in (kept, f"{RUN}/+/state"):
-            members.all[reader].subscribe(filter_)
+        members.all[reader].subscribe([kept, f"{RUN}/+/state"])
         members.flush(reader)
         assert members.received(reader, kept) is may, reader
     for watcher in ("operator", "institution-0"):
-        members.all[watcher].subscribe(false)
-    liar = Member(members.address["device-0"], "device-0", will=false)
-    sock = liar.client.socket()
-    assert sock is not None
-    sock.shutdown(socket.SHUT_RDWR)
-    while liar.client.loop(TURN_S) == mqtt.MQTT_ERR_SUCCESS:
+        members.all[watcher].subscribe([false])
+    liar = PlainClient(members.address["device-0"], will=false, retain=False)
+    liar.die()
+    while liar.turn():
         pass
     members.flush("device-0")
     members.flush("operator")
