@@ -36,6 +36,7 @@ from deploy.local.netns import by_kernel, lay_out, namespaces, routing, traces
 from deploy.local.network import LabNetwork, one_host, shares
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, null_model, run_lab, sets
+from tests.helpers.examples import slow
 from tests.helpers.netns import in_namespaces, with_delays, without_delays
 from tests.helpers.roles import until
 
@@ -318,7 +319,7 @@ def test_a_lab_in_namespaces_ends_with_the_same_model(tmp_path: Path) -> None:
 
 
 @in_namespaces
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", slow([signal.SIGKILL, signal.SIGTERM], but=[signal.SIGKILL]), ids=str)
 def test_a_lab_that_is_killed_leaves_no_process_no_namespace_and_no_interface(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -266,13 +266,6 @@ def test_messages_leave_in_order_and_not_before_their_time(sent: list[tuple[str,
             assert at >= handed[number][1] + ways[peer].delay_s - EARLY_S
 
 
-def test_a_late_wake_up_does_not_let_a_new_message_overtake() -> None:
-    one = OneOutbox({"a": LinkDirection(None, 0.5)})
-    one.send("a", 1, 100.0)
-    one.send("a", 2, 100.2)
-    assert one.left(100.4) == [] and one.left(101.0) == [1, 2]
-
-
 def test_a_link_that_another_end_keeps_is_not_shaped() -> None:
     one = OneOutbox({"a": LinkDirection(10.0, 5.0)}, shaped=False)
     one.send("a", 1, 100.0)
