@@ -61,15 +61,11 @@ def write_cifar(root: Path) -> tuple[npt.NDArray[np.uint8], list[int]]:
     return images, labels
 
 
-def test_digits_are_always_the_same() -> None:
+def test_digits_are_always_the_same_and_split_by_class() -> None:
     digits = datasets.load(schema.Data())
     parts = (digits.train_images, digits.train_labels, digits.test_images, digits.test_labels)
     digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
     assert digest == "a817fd0f988a4cafb3ca13e6fb18c3285f382137c4dab01e84a88ccc669d5542"
-
-
-def test_digits_are_split_by_class() -> None:
-    digits = datasets.load(schema.Data())
     assert digits.train_images.shape == (1438, 1, 8, 8) and digits.test_images.shape == (359, 1, 8, 8)
     assert digits.train_images.dtype == torch.uint8 and digits.train_labels.dtype == torch.int64
     assert digits.train_images.max() == 16
@@ -173,6 +169,7 @@ def test_constants_that_cannot_be_are_refused() -> None:
     for tree, problem in (
         (private, "would have other constants"),
         ({"dataset": "shakespeare", "normalise": "none"}, "no effect with data.dataset shakespeare"),
+        ({"dataset": "shakespeare", "noise": 0.1}, r"data\.noise = 0\.1: shakespeare is text"),
         ({"dataset": "x.csv", "target_column": "y", "normalise": "own"}, "data.standardise to tables"),
     ):
         with pytest.raises(InvalidExperiment, match=problem):
@@ -191,11 +188,6 @@ def test_noise_has_its_deviation_and_is_always_the_same() -> None:
     assert normalised.dtype == torch.float32 and torch.equal(noisy.test_images, before)
     datasets._load.cache_clear()
     assert torch.equal(datasets.load(schema.Data(noise=0.4)).test_images, before)
-
-
-def test_noise_is_for_images() -> None:
-    with pytest.raises(InvalidExperiment, match=r"data\.noise = 0\.1: sent140 is text"):
-        reading.parse({"data": {"dataset": "sent140", "noise": 0.1}, "model": {"name": "sent_lstm"}})
 
 
 def test_one_data_set_per_process() -> None:

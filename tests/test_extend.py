@@ -23,11 +23,12 @@ from deploy.local.direct import run_in_process
 from deploy.simulation.outcome import model_digest
 from device.training.objectives.table import objective_of
 from tests.helpers.commands import fedstrata, invoke
+from tests.helpers.own_page import FILES
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "own.md"
-CODE: Final = re.compile(r"^```python\n# (\w+)\.py\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ELSEWHERE: Final = {"flats", "make_table", "pinball", "lora"}  # test_own.py and test_parts.py have them
-EXAMPLES: Final = {name: text for name, text in CODE.findall(PAGE.read_text(encoding="utf-8")) if name not in ELSEWHERE}
+ELSEWHERE: Final = {"flats.py", "make_table.py", "pinball.py", "lora.py"}  # test_own.py and test_parts.py have them
+EXAMPLES: Final = {
+    name.removesuffix(".py"): text for name, text in FILES.items() if name.endswith("py") and name not in ELSEWHERE
+}
 LINES_MOST: Final = 40
 
 LAB: Final = """

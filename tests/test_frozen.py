@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import tempfile
 import threading
 import time
@@ -47,6 +46,7 @@ from device.pool.trainers import Trainers
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.nodes import child_of, layout_of, living, parent_of, together
+from tests.helpers.own_page import FILES, PAGE
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.sites import SimulatedSite, until, virtual
 from tests.simulation.frozen import FrozenWorkload, lacks
@@ -296,14 +296,12 @@ def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_pages_bytes_are_those_of_its_example() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "own.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```toml\n(# finetune\.toml.*?)^```", page, re.MULTILINE | re.DOTALL)
-    lab = parse(tomllib.loads(example))
+    lab = parse(tomllib.loads(FILES["finetune.toml"]))
     inputs, whole = datasets.load(lab.data).inputs, lab.model.model_copy(update={"frozen": []})
     module = models.of(lab, inputs=inputs)
     parts, all_of_it = models.parts_of(module, lab.model).exchanged, models.parts_of(module.requires_grad_(), whole)
     assert parts.frozen is not None
-    assert all(f"{size:,}" in page for size in (parts.row_bytes, parts.frozen.nbytes, all_of_it.exchanged.row_bytes))
+    assert all(f"{size:,}" in PAGE for size in (parts.row_bytes, parts.frozen.nbytes, all_of_it.exchanged.row_bytes))
 
 
 # Files

@@ -28,10 +28,8 @@ from common.learning.datasets import Dataset
 from common.learning.inputs import Inputs
 from deploy.results.run import Run, folders
 from tests.helpers.commands import fedstrata, folder_in, invoke, table
+from tests.helpers.own_page import FILES, PAGE
 
-PAGE: Final = (Path(__file__).parents[1] / "docs" / "own.md").read_text(encoding="utf-8")
-FILE: Final = re.compile(r"^```(?:python|toml)\n# (\w+\.(?:py|toml))\n(.*?)^```", re.MULTILINE | re.DOTALL)
-FILES: Final = dict(FILE.findall(PAGE))
 COMMANDS: Final = [
     re.split(r"\s+#", line)[0]
     for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

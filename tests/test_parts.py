@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Mapping
 from itertools import pairwise, product
@@ -37,6 +36,7 @@ from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, table
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
+from tests.helpers.own_page import FILES, PAGE
 from tests.helpers.plain import train_plainly
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.scenarios import KilledLab
@@ -142,13 +142,6 @@ def test_each_device_scores_the_received_model_with_its_personal_parts(name: str
         assert row.test_loss == pytest.approx(loss.item(), abs=2e-5)
         scores.add(row.test_loss)
     assert len(scores) == len(rows)
-
-
-def test_a_plain_mean_of_the_whole_model_is_another(tmp_path: Path) -> None:
-    labs = (experiment(model, rounds=2) for model in ({"name": "mlp_digits"}, PERSONAL["fedper"]))
-    whole, body = (load_file(run_direct(tmp_path, lab) / "model.safetensors") for lab in labs)
-    assert whole.keys() - body.keys() == {"fc2.weight", "fc2.bias"}
-    assert float((whole["fc1.weight"] - body["fc1.weight"]).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("name", slow(PERSONAL, but=["fedbn"]))
@@ -363,13 +356,11 @@ def test_the_proximal_term_is_of_the_exchanged_parameters_alone(tmp_path: Path) 
 
 # The page's examples
 
-PAGE = (Path(__file__).parents[1] / "docs" / "own.md").read_text(encoding="utf-8")
-LORA = re.findall(r"^```python\n# lora\.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES_MOST = 30
 
 
 def test_of_lora_its_factors_alone_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = LORA
+    code = FILES["lora.py"]
     assert len(code.splitlines()) + 1 <= LINES_MOST
     (tmp_path / "lora.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
