@@ -353,7 +353,8 @@ def test_a_refiner_names_the_place(home: Path) -> None:
     rule = {"name": "feddf", "steps": 1}
     lab = parse({**with_fault("training"), "data": {"node_samples": 20}, "cloud": {"aggregation": rule}})
     refiner = NodeRefiner(lab, "cloud", partition=split_of(lab).digest)
-    layout = refiner._node.layout  # type: ignore[union-attr]
+    layout = refiner.layout
+    assert layout is not None
     mean, received, upload = np.zeros((3, layout.row_bytes), np.uint8)
     with pytest.raises(InvalidExperiment, match=line_of("model.name")):
         refiner.refine(RoundModels(0, layout, mean, received, [upload], np.ones(1)))

@@ -55,48 +55,35 @@ class Piece:
     nbytes: int
 
 
-class Form(Protocol):
-    """One encoding of float32 columns."""
+class Form:
+    """One encoding of float32 columns: as it is, `column_bytes` for each, its deltas float32 differences."""
+
+    column_bytes: int
 
     def pieces(self, layout: ModelLayout) -> Iterator[Piece]:
-        """Yield the pieces, which cover the trainable columns 0..D in order."""
+        """Yield the pieces, which cover the trainable columns 0..D in order and may span several tensors."""
+        for start in range(0, layout.parameters, PIECE_COLUMNS):
+            stop = min(start + PIECE_COLUMNS, layout.parameters)
+            yield Piece(start, stop, self.column_bytes * (stop - start))
 
     def pack(self, x: Floats, out: Bytes, scratch: Scratch) -> None:
         """Write a piece's columns [n] into `out`, uint8 [nbytes]. `scratch`: uint32 [2, PIECE_COLUMNS]."""
+        raise NotImplementedError
 
     def unpack(self, packed: Bytes, x: Floats) -> None:
         """Write a packed piece's columns [n]. Raises RefusedModel if the bytes are invalid."""
+        raise NotImplementedError
 
     def difference(self, x: Floats, reference: Floats, out: Floats) -> None:
-        """Write the difference that `restore` adds to the reference to get x."""
-
-    def restore(self, x: Floats, reference: Floats) -> None:
-        """Add the reference to a difference, in place."""
-
-
-class _Even:
-    """A form with a constant number of bytes per column, whose pieces may span several tensors."""
-
-    def __init__(self, column_bytes: int) -> None:
-        self._column_bytes = column_bytes
-
-    def pieces(self, layout: ModelLayout) -> Iterator[Piece]:
-        for start in range(0, layout.parameters, PIECE_COLUMNS):
-            stop = min(start + PIECE_COLUMNS, layout.parameters)
-            yield Piece(start, stop, self._column_bytes * (stop - start))
-
-
-class _Subtracting:
-    """A form whose deltas are float32 differences: `restore` rounds to 2^-24 of the sum."""
-
-    def difference(self, x: Floats, reference: Floats, out: Floats) -> None:
+        """Write the difference that `restore` adds to the reference to get x, rounded to 2^-24 of the sum."""
         np.subtract(x, reference, out=out)
 
     def restore(self, x: Floats, reference: Floats) -> None:
+        """Add the reference to a difference, in place."""
         np.add(x, reference, out=x)
 
 
-class Planes(_Even):
+class Planes(Form):
     """float32 with the four bytes of the columns separated: all lowest bytes of a piece, then the next ones, ...
 
     For zstd, which compresses whole floats badly: this order groups signs and exponents. A trained ResNet-18 is
@@ -104,8 +91,7 @@ class Planes(_Even):
     A difference is the exclusive or of the bit patterns. Error: none.
     """
 
-    def __init__(self) -> None:
-        super().__init__(4)
+    column_bytes = 4
 
     def pack(self, x: Floats, out: Bytes, scratch: Scratch) -> None:
         np.copyto(out.reshape(4, -1), x.view(np.uint8).reshape(-1, 4).T)
@@ -125,7 +111,7 @@ class Planes(_Even):
         np.bitwise_xor(bits, reference.view(np.uint32), out=bits)
 
 
-class Half(_Even, _Subtracting):
+class Half(Form):
     """IEEE 754 binary16, rounded to nearest, ties to even.
 
     Error: at most 2^-11 |x| for 2^-14 <= |x| <= 65504, at most 2^-25 below that. Values that would round above 65504
@@ -138,8 +124,7 @@ class Half(_Even, _Subtracting):
     it is not, so the maximum is correct.
     """
 
-    def __init__(self) -> None:
-        super().__init__(2)
+    column_bytes = 2
 
     def pack(self, x: Floats, out: Bytes, scratch: Scratch) -> None:
         bits, halves = x.view(np.int32), out.view(np.uint16)
@@ -168,15 +153,14 @@ class Half(_Even, _Subtracting):
         np.take(_HALVES, packed.view(np.uint16), out=x, mode="clip")
 
 
-class Brain(_Even, _Subtracting):
+class Brain(Form):
     """bfloat16: the upper half of a float32, rounded to nearest, ties to even.
 
     Error: at most 2^-8 |x| for |x| >= 2^-126 (8 bits of significand: half of 2^-7), at most 2^-134 below that. Values
     that would round above 3.39e38 become infinite. NaN stays NaN.
     """
 
-    def __init__(self) -> None:
-        super().__init__(2)
+    column_bytes = 2
 
     def pack(self, x: Floats, out: Bytes, scratch: Scratch) -> None:
         bits, rounded = x.view(np.uint32), scratch[0, : x.size]
@@ -196,7 +180,7 @@ class Brain(_Even, _Subtracting):
         np.left_shift(bits, 16, out=bits)
 
 
-class Scaled(_Subtracting):
+class Scaled(Form):
     """int8: x = scale * q with integers -127..127, and a float32 scale, max |x| / 127, for each 1024 columns.
 
     A block of columns ends with its tensor: a layer's biases would lose all precision with the scale of its neighbour's
