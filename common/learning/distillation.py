@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.experiment.training import Adam
-from common.learning.optimizers import AdaptiveMoments, WeightSteps
+from common.learning.optimizers import AdaptiveMoments, take
 from common.learning.refiner import NodeSamples
 from common.methods.refined import FedBE, FedDF
 from common.model.layout import Row, Section
@@ -50,12 +50,13 @@ def distil(node: NodeSamples, settings: FedDF, models: RoundModels) -> Mapping[s
     node.load(models.mean)
     before = best = node.divergence(target)
     kept, kept_at, taken = _copies(node.weights), 0, 0
-    optimiser = WeightSteps(AdaptiveMoments(Adam()), node.weights)
+    adam = AdaptiveMoments(Adam())
+    state = adam.begin(node.weights)
     batches = chain.from_iterable(node.passes(settings.batch_size, r=models.r))
     for step, places in enumerate(islice(batches, settings.steps)):
         loss_to(node, places, target).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(node.weights, settings.clip_norm)
-        optimiser.take(settings.learning_rate * (1 + cos(pi * step / settings.steps)) / 2)
+        take(adam, node.weights, state, rate=settings.learning_rate * (1 + cos(pi * step / settings.steps)) / 2)
         taken = step + 1
         if taken % LOOK_STEPS and taken < settings.steps:
             continue
@@ -91,23 +92,17 @@ def distil_ensemble(node: NodeSamples, settings: FedBE, models: RoundModels) -> 
                 total.add_(weight.detach())
     put(node, [total / averaged for total in sums])
     node.store(models.mean)
-    return {
-        "teachers": count,
-        "steps": steps,
-        "divergence_before": before,
-        "divergence_after": node.divergence(target),
-    }
+    after = node.divergence(target)
+    return {"teachers": count, "steps": steps, "divergence_before": before, "divergence_after": after}
 
 
 def mean_logits(node: NodeSamples, rows: Sequence[Row]) -> Tensor:
     """Return the mean of the models' logits on all samples, float32 [N, classes]."""
-    total: Tensor | None = None
+    total = torch.zeros(())
     for row in rows:
         node.load(row)
-        total = node.all_logits() if total is None else total.add_(node.all_logits())
-    if total is None:
-        raise ValueError("no model")
-    return total.div_(len(rows))
+        total = total + node.all_logits()
+    return total / len(rows)
 
 
 def loss_to(node: NodeSamples, places: Tensor, target: Tensor) -> Tensor:

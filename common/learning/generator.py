@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.experiment.training import Adam
-from common.learning.optimizers import AdaptiveMoments, WeightSteps
+from common.learning.optimizers import AdaptiveMoments, take
 from common.learning.refiner import NodeDraws
 from common.methods.fedgen import BATCH_NORM_EPSILON, LABEL_COUNTS, FedGen
 from common.model.refinement import RoundModels
@@ -38,7 +38,8 @@ def learn_generator(node: NodeDraws, settings: FedGen, models: RoundModels) -> M
     present = np.flatnonzero(counts_KC.sum(0).numpy() > 0)
     tensors = _copied(layout.views(models.mean))
     learned = [tensors[name].requires_grad_() for name in LEARNED]
-    optimiser = WeightSteps(AdaptiveMoments(Adam(weight_decay=settings.weight_decay)), learned)
+    adam = AdaptiveMoments(Adam(weight_decay=settings.weight_decay))
+    state = adam.begin(learned)
     draw = node.draw(Purpose.GENERATOR, r=models.r + 1)
     losses = []
     for _ in range(settings.steps if len(present) else 0):
@@ -49,7 +50,7 @@ def learn_generator(node: NodeDraws, settings: FedGen, models: RoundModels) -> M
         each = functional.cross_entropy(logits.flatten(0, 1), labels.repeat(len(children)), reduction="none")
         taught = (each.view(len(children), -1) * shares_KC[:, labels]).sum(0).mean()
         (taught + diversity(noise, features)).backward()  # type: ignore[no-untyped-call]
-        optimiser.take(settings.learning_rate)
+        take(adam, learned, state, rate=settings.learning_rate)
         losses.append(float(taught.detach()))
         node.moved()
     written = layout.views(models.mean)

@@ -105,19 +105,6 @@ def optimizer_of(training: TrainingSettings) -> Optimizer:
     return SgdOptimizer(training)
 
 
-class WeightSteps:
-    """An optimiser of some weights with gradients, which it removes."""
-
-    def __init__(self, optimizer: Optimizer, weights: Sequence[Tensor]) -> None:
-        self._optimizer = optimizer
-        self._weights = weights
-        self._moments = optimizer.begin(weights)
-
-    def take(self, rate: float) -> None:
-        """Take one step at this learning rate."""
-        take(self._optimizer, self._weights, self._moments, rate=rate)
-
-
 @torch.no_grad()
 def take(optimizer: Optimizer, weights: Sequence[Tensor], moments: Moments, *, rate: float) -> None:
     """Take one step of the weights that have a gradient, and remove the gradients.
