@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
@@ -19,7 +20,7 @@ from common.learning import datasets
 from common.learning.sharpness import ASCENT, REACH, Around, Surroundings
 from common.randomness import Purpose, generator, torch_seed
 from tests.helpers.commands import invoke
-from tests.test_parts import run_direct
+from tests.helpers.direct import run_direct
 
 SAMPLES: Final = 300
 LAB: Final[dict[str, Any]] = {
@@ -28,7 +29,6 @@ LAB: Final[dict[str, Any]] = {
     "model": {"name": "mlp_digits"},
     "training": {"batch_size": 25, "learning_rate": 0.05, "momentum": 0.5},
 }
-Doubles = npt.NDArray[np.float64]
 
 
 @pytest.fixture(scope="module")
@@ -45,63 +45,46 @@ def around(path: Path, *distances: float, directions: int = 3) -> list[Around]:
     return [places.at(distance, directions=directions) for distance in distances]
 
 
+def lengths(matrix: Tensor) -> Tensor:
+    return matrix.norm(dim=1, keepdim=True).clamp_min(1e-30)
+
+
 class Twin:
-    """A net of two layers in numpy, with its loss and its gradients written out."""
+    """A net of two layers in double precision: its loss and score where its matrices are moved."""
 
     def __init__(self, path: Path) -> None:
-        state = {name: tensor.double().numpy() for name, tensor in load_file(path).items()}
-        self.matrices = [state["fc1.weight"], state["fc2.weight"]]
-        self._biases = [state["fc1.bias"], state["fc2.bias"]]
+        state = load_file(path)
+        self.start, self.biases = ([state[f"fc{i}.{kind}"].double() for i in (1, 2)] for kind in ("weight", "bias"))
         data = datasets.load(begun(path).data)
         chosen = generator(1, Purpose.SHARPNESS).permutation(len(data.train_labels))[:SAMPLES]
-        self._x = data.normaliser()(data.train_images[chosen]).flatten(1).double().numpy()
-        self._y = data.train_labels[chosen].numpy()
+        self.x, self.y = data.normaliser()(data.train_images[chosen]).flatten(1).double(), data.train_labels[chosen]
 
-    def _logits(self, matrices: list[Doubles]) -> tuple[Doubles, Doubles]:
-        hidden = np.maximum(self._x @ matrices[0].T + self._biases[0], 0)
-        return hidden, hidden @ matrices[1].T + self._biases[1]
+    def at(self, moves: list[Tensor]) -> tuple[Tensor, float]:
+        first, second = (matrix + move for matrix, move in zip(self.start, moves, strict=True))
+        logits = torch.relu(self.x @ first.T + self.biases[0]) @ second.T + self.biases[1]
+        return cross_entropy(logits, self.y), float((logits.argmax(1) == self.y).double().mean())
 
-    def judged(self, matrices: list[Doubles]) -> tuple[float, float]:
-        _, logits = self._logits(matrices)
-        rest = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), self._y]
-        return float(rest.mean()), float((logits.argmax(1) == self._y).mean())
-
-    def gradient(self, matrices: list[Doubles]) -> list[Doubles]:
-        hidden, logits = self._logits(matrices)
-        back = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-        back[np.arange(len(back)), self._y] -= 1
-        back /= len(back)
-        return [((back @ matrices[1]) * (hidden > 0)).T @ self._x, back.T @ hidden]
-
-    def scaled(self, direction: list[Doubles]) -> list[Doubles]:
-        found = [each.copy() for each in direction]
-        for each, matrix in zip(found, self.matrices, strict=True):
-            for i, row in enumerate(each):
-                length = np.linalg.norm(row)
-                each[i] = row * np.linalg.norm(matrix[i]) / length if length else 0
-        return found
-
-    def moved(self, moves: list[Doubles]) -> list[Doubles]:
-        return [matrix + move for matrix, move in zip(self.matrices, moves, strict=True)]
+    def scaled(self, direction: list[Tensor]) -> list[Tensor]:
+        """Return a direction whose rows are as long as those of the matrices."""
+        return [way * lengths(matrix) / lengths(way) for matrix, way in zip(self.start, direction, strict=True)]
 
     def random(self, distance: float, number: int) -> tuple[float, float]:
         draw = torch.Generator().manual_seed(torch_seed(1, Purpose.SHARPNESS, "", 1 + number))
-        shapes = [(len(self.matrices[0]), self.matrices[0].shape[1]), None, self.matrices[1].shape, None]
-        drawn = [
-            torch.randn(shape or len(self._biases[place // 2]), generator=draw) for place, shape in enumerate(shapes)
-        ]
-        direction = self.scaled([drawn[0].double().numpy(), drawn[2].double().numpy()])
-        return self.judged(self.moved([distance * each for each in direction]))
+        shapes = [each.shape for pair in zip(self.start, self.biases, strict=True) for each in pair]
+        drawn = [torch.randn(shape, generator=draw).double() for shape in shapes][::2]
+        loss, score = self.at([distance * each for each in self.scaled(drawn)])
+        return float(loss), score
 
     def worst(self, distance: float) -> tuple[float, float]:
-        moves = [np.zeros_like(matrix) for matrix in self.matrices]
-        for _ in range(ASCENT):
-            steps = self.scaled(self.gradient(self.moved(moves)))
-            for layer, matrix in enumerate(self.matrices):
-                moved = moves[layer] + REACH * distance / ASCENT * steps[layer]
-                longest, lengths = distance * np.linalg.norm(matrix, axis=1), np.linalg.norm(moved, axis=1)
-                moves[layer] = moved * np.minimum(1.0, longest / np.maximum(lengths, 1e-30))[:, None]
-        return self.judged(self.moved(moves))
+        moves = [torch.zeros_like(matrix) for matrix in self.start]
+        for _ in range(ASCENT if distance else 0):
+            gradients = torch.autograd.grad(self.at([move.requires_grad_() for move in moves])[0], moves)
+            steps = self.scaled(list(gradients))
+            for layer, matrix in enumerate(self.start):
+                moved = moves[layer].detach() + REACH * distance / ASCENT * steps[layer]
+                moves[layer] = moved * (distance * lengths(matrix) / lengths(moved)).clamp_max(1)
+        loss, score = self.at(moves)
+        return float(loss), score
 
 
 def test_losses_are_those_of_a_plain_twin(run: Path) -> None:
@@ -145,20 +128,16 @@ def test_the_command_shows_a_row_for_each_distance(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "problem"),
+    ("tree", "problem"),
     [
         (
-            {"model.personal": ["fc2.*"], "evaluation.at": "devices"},
+            {"model": {"personal": ["fc2.*"]}, "evaluation": {"at": "devices"}},
             r"model\.personal = 'fc2\.\*': no file has a whole",
         ),
-        ({"training.trainer": "mine:Trainer"}, r"training\.trainer = 'mine:Trainer': its models are no PyTorch"),
-        ({"model.initial": "runs/none"}, r"model\.initial = 'runs/none': .*cannot be read"),
+        ({"training": {"trainer": "mine:Trainer"}}, r"training\.trainer = 'mine:Trainer': its models are no PyTorch"),
+        ({"model": {"initial": "runs/none"}}, r"model\.initial = 'runs/none': .*cannot be read"),
     ],
 )
-def test_what_has_no_surroundings_is_refused(keys: dict[str, Any], problem: str) -> None:
-    tree: dict[str, Any] = {}
-    for key, value in keys.items():
-        table, _, name = key.partition(".")
-        tree.setdefault(table, {})[name] = value
+def test_what_has_no_surroundings_is_refused(tree: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidExperiment, match=problem):
         Surroundings(parse(tree), samples=10)
