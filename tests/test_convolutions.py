@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,19 +14,17 @@ from device.training import network
 from device.training.network import as_products
 from device.training.trainer import Trainer
 
-PRODUCTS = ("_whole", "_gray")
-
 
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the products that are computed from now on."""
     names: list[str] = []
 
-    def noted(name: str) -> None:
-        product = getattr(network, name)
-        monkeypatch.setattr(network, name, lambda *given: (names.append(name), product(*given))[1])
+    def note(name: str, product: Callable[[nn.Conv2d, Tensor], Tensor], layer: nn.Conv2d, images: Tensor) -> Tensor:
+        names.append(name)
+        return product(layer, images)
 
-    for name in PRODUCTS:
-        noted(name)
+    for name in ("_whole", "_gray"):
+        monkeypatch.setattr(network, name, partial(note, name, getattr(network, name)))
     return names
 
 
@@ -32,8 +33,7 @@ def passed(layer: nn.Conv2d, images: Tensor) -> list[Tensor]:
     outputs = layer(images)
     torch.autograd.backward((outputs * torch.linspace(-1, 1, outputs.numel()).view(outputs.shape)).sum())
     gradients = [weight.grad for weight in layer.parameters() if weight.grad is not None]
-    for weight in layer.parameters():
-        weight.grad = None
+    layer.zero_grad()
     return [outputs.detach(), *gradients]
 
 
@@ -76,10 +76,7 @@ def test_inputs_with_gradients_are_convolved(monkeypatch: pytest.MonkeyPatch) ->
     assert names == []
 
 
-@pytest.mark.parametrize(
-    ("keys", "products"),
-    [({}, True), ({"precision": "bf16"}, False)],
-)
+@pytest.mark.parametrize(("keys", "products"), [({}, True), ({"precision": "bf16"}, False)])
 def test_training_on_a_cpu_in_fp32_takes_them(
     keys: dict[str, object], products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.own import permit
 from common.experiment.reading import parse, to_toml
 from common.methods.column_rule import Columns
 from common.methods.single_model import GuardedRule, OwnRule
-from deploy.local.direct import run_in_process
 from deploy.simulation.outcome import model_digest
 from device.training.objectives.table import objective_of
 from tests.helpers.commands import fedstrata, invoke
+from tests.helpers.direct import run_direct
 from tests.helpers.own_page import FILES
 
 ELSEWHERE: Final = {"flats.py", "make_table.py", "pinball.py", "lora.py"}  # test_own.py and test_parts.py have them
@@ -259,9 +258,7 @@ def direct_model(
     training = {**SMALL["training"], "objective": {"name": objective}}
     below = {"rounds": 2, "participation": participation, "aggregation": rule}
     tree = {**SMALL, "training": training, "institution": below}
-    run = RunFolder.create(folder, parse(tree), direct=True)
-    run_in_process(run, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-    return load_file(run.path / "model.safetensors")
+    return load_file(run_direct(folder, tree) / "model.safetensors")
 
 
 def test_ones_own_scaffold_is_fedstratas(home: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed, bounded, described
 from common.experiment import own
 from common.experiment.reading import parse, to_toml
@@ -23,8 +22,8 @@ from common.learning.refiner import NodeRefiner
 from common.learning.splits import split_of
 from common.model.refinement import RoundModels
 from deploy.console import logs
-from deploy.local.direct import run_in_process
 from tests.helpers.commands import fedstrata, invoke
+from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 
 # Code that fails where its name is, with the error of the environment; `fail` is the innermost frame.
@@ -199,9 +198,8 @@ def line_of(key: str, error: str = "KeyError: 'a bug'") -> re.Pattern[str]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_without_a_network_the_place_is_named(name: str, home: Path) -> None:
-    folder = RunFolder.create(home / "runs", parse(with_fault(name)), direct=True)
     with pytest.raises(InvalidExperiment, match=line_of(FAULTS[name][0])) as caught:
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda *_: None)
+        run_direct(home / "runs", with_fault(name))
     assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
     assert caught.value.frames[-1] == f"faulty.py:{LINE}, in fail: {FAULTY.splitlines()[LINE - 1].strip()}"
     assert caught.value.__context__ is not None and caught.value.__context__.__traceback__ is None  # it holds tensors
@@ -225,9 +223,8 @@ def test_what_own_code_returns_in_another_form_is_one_line_too(name: str, proble
         tree["training"] = {"epochs": 1, "batch_size": 400, "objective": table}
     else:
         tree["cloud"] = {"aggregation": table}
-    folder = RunFolder.create(home / "runs", parse(tree), direct=True)
     with pytest.raises(InvalidExperiment, match=f"name = 'faulty:{name}': {problem}"):
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda *_: None)
+        run_direct(home / "runs", tree)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +239,8 @@ def test_what_is_no_error_to_python_is_one_here(
     name: str, error: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT", error)
-    folder = RunFolder.create(home / "runs", parse(with_fault(name)), direct=True)
     with pytest.raises(InvalidExperiment, match=line_of(FAULTS[name][0], f"{error}: a bug")):
-        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda *_: None)
+        run_direct(home / "runs", with_fault(name))
 
 
 def test_an_interruption_in_own_code_stays_one() -> None:
