@@ -20,7 +20,6 @@ are seeded by the experiment during construction, training and evaluation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -39,16 +38,14 @@ from common.learning.inputs import Inputs
 from common.learning.nets import ARCHITECTURES, DRAWS, draw_default, own_dropout
 from common.methods.fedgen import head_of
 from common.model import tensors
-from common.model.initial import INITIAL, differences, read_initial
 from common.model.layout import ModelLayout, Row, Section
-from common.model.parts import ModelParts, Part, part_of_each
+from common.model.parts import INITIAL, NO_ARRAYS, ModelParts, Part, differences, part_of_each, read_initial
 from common.randomness import Purpose, torch_seed
 
 KEY: Final = "model.name"
 NO_PARTS: Final = Model(name="")
 Tensors = dict[str, Tensor]
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
-NO_ARRAYS: Final[Arrays] = MappingProxyType({})
 
 
 def of(experiment: Experiment, *, inputs: Inputs, frozen: Arrays = NO_ARRAYS) -> nn.Module:

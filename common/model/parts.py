@@ -1,18 +1,21 @@
-"""The parts of a model: which of its arrays nodes exchange, which are frozen, and which each device keeps.
+"""The parts of a model: which of its arrays nodes exchange, which are frozen, and which each device keeps; their files.
 
 Arrays have the names of the model's state. Frozen ones are the same at every node. The layout has their digest: a node
 that builds others with its model fetches those of its parent, once, as a file in safetensors' format. Personal ones are
 in no row that is sent. A device trains the exchanged and the personal ones, whose row has the layout `whole`.
+
+The first model of a run may be a file's, `model.initial`: its arrays must be those of the model that the run trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -21,10 +24,13 @@ from safetensors import SafetensorError
 
 from common.errors import InvalidExperiment, RefusedModel
 from common.experiment.data import Model
-from common.experiment.tables import proposal
+from common.experiment.tables import NAMED_MOST, proposal
 from common.model import tensors
 from common.model.layout import FrozenForm, ModelLayout, Row, Section
+from common.model.tensors import Tensors
 
+INITIAL: Final = "model.initial"
+NO_ARRAYS: Final[Tensors] = MappingProxyType({})
 MARK_BYTES: Final = 4  # before a device's personal arrays: zeros if it has none yet
 
 
@@ -66,6 +72,52 @@ def read_frozen_file(path: Path, digest: str) -> dict[str, npt.NDArray[Any]]:
     if tensors.content(found, {}) != digest:
         raise RefusedModel(f"these are not the frozen arrays with the digest {digest}")
     return found
+
+
+def read_initial(
+    initial: str, layout: ModelLayout, row: Row, *, model: str, known: Container[str] = (), frozen: Tensors = NO_ARRAYS
+) -> Tensors:
+    """Read a safetensors file, or that of a run's folder, into a flat model, uint8 [row_bytes]; return its arrays.
+
+    They have the names, shapes and dtypes of the layout; the file may also have those that are `known`, and
+    `frozen` ones in their form. `model`: its name in errors. Raises InvalidExperiment.
+    """
+    path = tensors.file_of(initial)
+    try:
+        found, _ = tensors.read(path)
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        problem = f"{path} cannot be read: {error}"
+        remedy = "Name a finished run's folder, or a file in safetensors' format."
+        raise InvalidExperiment(INITIAL, initial, problem, remedy) from None
+    views = layout.views(row)
+    optional = {name: array for name, array in frozen.items() if name in found}
+    others = {name for name in found if name in known and name not in views}
+    if wrong := differences(found, {**optional, **views}, known=others):
+        raise InvalidExperiment(INITIAL, initial, f"not a model of {model}: {wrong}", "Name a file of the same model.")
+    layout.flatten(found, row)
+    try:
+        layout.check_finite(row)
+    except RefusedModel as error:
+        raise InvalidExperiment(INITIAL, initial, str(error), "Name another file.") from None
+    return found
+
+
+def differences(found: Tensors, wanted: Tensors, *, known: Container[str] = ()) -> str:
+    """Return how arrays differ from the wanted ones in names, shapes and types, "" for not at all.
+
+    `known`: names that may be among the found ones.
+    """
+    wrong = [
+        *(f"{name} is missing" for name in wanted if name not in found),
+        *(f"{name} is unknown" for name in found if name not in wanted and name not in known),
+        *(
+            f"{name} is {found[name].dtype} {list(found[name].shape)}, not {array.dtype} {list(array.shape)}"
+            for name, array in wanted.items()
+            if name in found and (found[name].shape, found[name].dtype) != (array.shape, array.dtype)
+        ),
+    ]
+    more = f" and {len(wrong) - NAMED_MOST} more" if len(wrong) > NAMED_MOST else ""
+    return "; ".join(wrong[:NAMED_MOST]) + more
 
 
 def given_arrays(path: Path | None) -> dict[str, npt.NDArray[Any]]:

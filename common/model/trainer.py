@@ -27,8 +27,8 @@ from common.experiment.tables import named_in_module
 from common.experiment.topology import CLOUD
 from common.experiment.trainers import OwnTrainer, TrainerTable
 from common.model import tensors
-from common.model.initial import read_initial
 from common.model.layout import NAME_MOST, ModelLayout, Row, Section
+from common.model.parts import read_initial
 from common.randomness import Purpose, torch_seed
 
 Array: TypeAlias = "npt.NDArray[Any]"

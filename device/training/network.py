@@ -25,10 +25,10 @@ from common.learning import models
 from common.learning.computing import first_line, seeded
 from common.learning.inputs import Inputs
 from common.learning.losses import try_loss
-from common.learning.models import NO_ARRAYS, Arrays, classifier_of, head_places, random_samples, random_targets
+from common.learning.models import Arrays, classifier_of, head_places, random_samples, random_targets
 from common.learning.nets import Dropout
 from common.methods.mixing import Floats
-from common.model.parts import ModelParts
+from common.model.parts import NO_ARRAYS, ModelParts
 from common.randomness import Purpose, torch_seed
 from device.training.hidden import hidden_state, obstacle_in
 from device.training.objectives.table import objective_of
