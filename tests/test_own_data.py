@@ -16,6 +16,7 @@ from PIL import Image
 from common.errors import InvalidExperiment
 from common.experiment.data import Data, found_in
 from common.experiment.reading import parse
+from common.experiment.topology import CLOUD
 from common.learning import datasets, models
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
@@ -31,6 +32,11 @@ def picture(path: Path, colour: Any, *, size: tuple[int, int] = (8, 6), mode: st
 def own(root: Path | str, *, channels: int = 3, **more: Any) -> Data:
     tree = {"dataset": "folder", "root": str(root), "classes": CLASSES, "image_shape": [channels, 6, 8]}
     return parse({"data": {**tree, "partition": "natural", **more}}).data
+
+
+def refused(data: Data, *, match: str, node: str = CLOUD) -> None:
+    with pytest.raises(InvalidExperiment, match=match):
+        datasets.load(data, node=node)
 
 
 def test_a_device_reads_its_training_images_and_the_cloud_its_test_images(tmp_path: Path) -> None:
@@ -62,18 +68,14 @@ def test_images_are_brought_into_the_shape_that_all_agree_on(tmp_path: Path) -> 
 def test_a_class_that_is_not_listed(tmp_path: Path) -> None:
     picture(tmp_path / "train" / "cat" / "a.png", (1, 2, 3))
     picture(tmp_path / "train" / "Dog" / "a.png", (1, 2, 3))
-    with pytest.raises(InvalidExperiment, match=r"data\.classes = .*also has Dog"):
-        datasets.load(own(tmp_path), node="device-0")
+    refused(own(tmp_path), node="device-0", match=r"data\.classes = .*also has Dog")
 
 
 def test_missing_or_empty_folders_name_the_layout(tmp_path: Path) -> None:
-    with pytest.raises(InvalidExperiment, match=r"not found: .*/train/<class>/\*\.png with the classes dog, cat"):
-        datasets.load(own(tmp_path), node="device-0")
-    with pytest.raises(InvalidExperiment, match=r"not found: .*/test/<class>"):
-        datasets.load(own(tmp_path))
+    refused(own(tmp_path), node="device-0", match=r"not found: .*/train/<class>/\*\.png with the classes dog, cat")
+    refused(own(tmp_path), match=r"not found: .*/test/<class>")
     (tmp_path / "train" / "cat").mkdir(parents=True)
-    with pytest.raises(InvalidExperiment, match=r"no image in .*/train"):
-        datasets.load(own(tmp_path), node="device-0")
+    refused(own(tmp_path), node="device-0", match=r"no image in .*/train")
 
 
 def split(root: Path, **more: Any) -> Data:
@@ -206,8 +208,7 @@ def test_a_device_may_lack_a_class_but_not_its_images(tmp_path: Path) -> None:
     picture(tmp_path / "train" / "cat" / "a.png", (1, 2, 3))
     assert datasets.load(own(tmp_path), node="device-0").train_labels.tolist() == [1]
     (tmp_path / "train" / "dog").mkdir()
-    with pytest.raises(InvalidExperiment, match=r"data\.classes = 'dog': no image in"):
-        datasets.load(own(tmp_path, noise=0.1), node="device-0")
+    refused(own(tmp_path, noise=0.1), node="device-0", match=r"data\.classes = 'dog': no image in")
 
 
 def save(path: Path, pixels: Any) -> None:
@@ -226,22 +227,19 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
         return listing(path)
 
     monkeypatch.setattr(Path, "iterdir", refusing)
-    with pytest.raises(InvalidExperiment, match=r"data\.root = '.*/train/cat/secret': Permission denied\. Make it"):
-        datasets.load(split(tmp_path))
+    refused(split(tmp_path), match=r"data\.root = '.*/train/cat/secret': Permission denied\. Make it")
 
 
 def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
     both_parts(tmp_path)
     (tmp_path / "train" / "cat" / "gone.png").symlink_to("nowhere.png")
-    with pytest.raises(InvalidExperiment, match=r"gone\.png': this file is not an image .*No such file.* Replace it"):
-        datasets.load(split(tmp_path))
+    refused(split(tmp_path), match=r"gone\.png': this file is not an image .*No such file.* Replace it")
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
 def test_pixels_of_an_unknown_range_are_refused(tmp_path: Path, kind: Any) -> None:
     save(tmp_path / "train" / "dog" / "a.tiff", np.full((6, 8), 1, kind))
-    with pytest.raises(InvalidExperiment, match=r"a\.tiff': this .* range is unknown: convert it to 8 or 16"):
-        datasets.load(own(tmp_path), node="device-0")
+    refused(own(tmp_path), node="device-0", match=r"a\.tiff': this .* range is unknown: convert it to 8 or 16")
 
 
 def test_images_of_16_bits_keep_their_higher_half(tmp_path: Path) -> None:
@@ -279,8 +277,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, raw: bytes | None) -> None:
     path = tmp_path / "train" / "cat" / "a.png"
     picture(path, (1, 2, 3), size=(200, 200))
     path.write_bytes(path.read_bytes()[:-60] if raw is None else raw)
-    with pytest.raises(InvalidExperiment, match=r"a\.png.*this file is not an image"):
-        datasets.load(own(tmp_path), node="device-0")
+    refused(own(tmp_path), node="device-0", match=r"a\.png.*this file is not an image")
 
 
 @pytest.mark.parametrize(
@@ -315,8 +312,7 @@ def test_made_up_images_have_the_size_that_is_asked_for_and_are_always_alike() -
     assert data.train_images.double().sum() == 412690
     larger = datasets.load(synthetic(samples=9000))
     assert torch.equal(larger.train_images[:50], data.train_images)
-    with pytest.raises(InvalidExperiment, match=r"data\.samples.*take 123 GB"):
-        datasets.load(synthetic(samples=10_000_000, image_shape=[3, 64, 64]))
+    refused(synthetic(samples=10_000_000, image_shape=[3, 64, 64]), match=r"data\.samples.*take 123 GB")
 
 
 def test_made_up_images_can_be_distinguished() -> None:
