@@ -14,7 +14,6 @@ import pytest
 from common.experiment.methods import RULES
 from common.experiment.reading import parse
 from common.methods import fedcross, fedmr
-from common.methods.fedadp import gompertz
 from common.methods.fedcross import FedCross
 from common.methods.fedmr import FedMR
 from common.methods.rule import Aggregated, Dispatched, Rule, Uploads
@@ -322,28 +321,6 @@ def trajectory(tree: dict[str, Any], draws: Sequence[Sequence[str]], **options: 
 )
 def test_rules_at_their_null_setting_are_fedavg_bit_for_bit(tree: dict[str, Any], weights: str) -> None:
     assert trajectory(tree, DRAWS) == trajectory({"name": "fedavg", "weights": weights}, DRAWS)
-
-
-def test_fedadps_angles_are_taken_from_what_was_dispatched_and_kept() -> None:
-    rule = aggregator({"name": "fedadp"})
-    past: dict[str, list[float]] = {}
-    for r, drawn in enumerate(DRAWS):
-        start = rows_of(rule, r, drawn)[0].copy()
-        uploads, outcome = play(rule, r, drawn, missing=drawn[-1])
-        there = [k for k, report in enumerate(uploads.reports) if report is not None]
-        children = [uploads.children[k] for k in there]
-        deltas = (floats_of(uploads.rows_K[there]) - floats_of([start]))[:, : LAYOUT.parameters]
-        samples = np.array([report_of(child).samples for child in children], float)
-        mean = samples / samples.sum() @ deltas
-        cosines = deltas @ mean / np.linalg.norm(deltas, axis=1) / np.linalg.norm(mean)
-        expected = dict(zip(children, np.arccos(np.minimum(cosines, 1)).tolist(), strict=True))
-        assert outcome.facts["angles"] == pytest.approx(expected, rel=1e-4, abs=1e-3)
-        for child, theta in outcome.facts["angles"].items():  # type: ignore[attr-defined]
-            past.setdefault(child, []).append(theta)
-        raw = [
-            n * np.exp(gompertz(float(np.mean(past[child])), 5.0)) for n, child in zip(samples, children, strict=True)
-        ]
-        assert list(outcome.facts["weights"].values()) == pytest.approx(np.array(raw) / sum(raw))  # type: ignore[attr-defined]
 
 
 # K models

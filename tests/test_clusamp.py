@@ -61,6 +61,11 @@ def test_equal_children_that_all_take_part_are_drawn_once_each() -> None:
     assert draw(distributions([5] * 4, 4, []), np.random.default_rng(0)) == Counter(range(4))
 
 
+def test_a_heavy_child_has_distributions_of_its_own() -> None:
+    found = distributions([70, 10, 10, 10], 4, [])
+    assert found[:2] == [{0: 100}] * 2 and sum(masses.get(0, 0) for masses in found) == 280
+
+
 def test_the_clusters_are_the_largest_below_the_bound() -> None:
     merges = [(0, 1), (2, 3), (5, 6), (4, 7)]  # of 5: (0 1), (2 3), all four, all
     assert clusters_below(merges, [1, 1, 1, 1, 1], 2) == [[4], [0, 1], [2, 3]]

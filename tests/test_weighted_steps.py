@@ -23,11 +23,10 @@ from common.experiment.training import FedProx, TrainingSettings
 from common.learning import datasets, models, splits
 from common.learning.evaluation import ModelTester
 from common.learning.optimizers import optimizer_of
-from common.methods.column_rule import RoundFacts
-from common.methods.fedadp import AngleMean, angles, gompertz
+from common.methods.fedadp import gompertz
 from common.methods.fednova import gradient_weights
 from common.methods.rule import Aggregated
-from common.methods.statistics import Gram, Statistics, gram
+from common.model.layout import ModelLayout, Section
 from common.protocol.limits import check_report, limits_below
 from common.protocol.messages import Key, Manifest, Result
 from deploy.results.run import Run
@@ -293,19 +292,24 @@ def test_a_result_without_the_loss_is_refused() -> None:
 # FedAdp
 
 
-def weigh(rule: AngleMean, samples: list[int], models_KD: Floats, start_D: Floats | None = None) -> tuple[Doubles, Any]:
-    """Return the weights of a round, and the facts of its plan."""
-    found = Statistics.of([Report(count, 0.0) for count in samples])
-    facts = RoundFacts(
-        NAMES[: len(samples)], found.samples_K, found.losses_K, found.steps_K, found.weights_K("data"),
-        products_of(models_KD, start_D), len(NAMES), TrainingSettings(), 0.1, 1, found.start_losses_K,
-    )  # fmt: skip
-    published = rule.begin(facts)
-    return rule.weights(facts), published
-
-
-def products_of(models_KD: Floats, start_D: Floats | None = None) -> Gram:
-    return gram(list(models_KD), np.zeros(models_KD.shape[1], np.float32) if start_D is None else start_D)
+def weigh(
+    models_KD: Floats,
+    samples: Sequence[int],
+    *,
+    start_D: Floats | float = 0.0,
+    a: float = 5.0,
+    past: dict[str, Any] | None = None,
+) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """Return the weights of a round, the children's angles, and what is kept of them, `past` beforehand."""
+    layout = ModelLayout.build([("w", (models_KD.shape[1],), Section.PARAMETER)])
+    rule, start = rule_of({"name": "fedadp", "a": a}, layout=layout), layout.empty()
+    layout.floats(start)[:] = start_D
+    rule.begin(start)
+    rule.restore(Path(), {"numbers": past or {}})
+    outcome = aggregate(rule, 0, NAMES[: len(samples)], models_KD.view(np.uint8), [Report(n, 0.0) for n in samples])
+    facts: Any = outcome.facts
+    kept: Any = rule.save(Path())["numbers"]
+    return list(facts["weights"].values()), facts["angles"], kept
 
 
 def twin(deltas: list[list[float]], samples: list[int], past: list[tuple[int, float]], a: float) -> list[float]:
@@ -333,15 +337,12 @@ def test_weights_by_angles_are_the_formulas(
 ) -> None:
     models_KD = np.random.default_rng(seed).normal(size=(count, 12)).astype(np.float32)
     start_D = np.random.default_rng(seed + 1).normal(size=12).astype(np.float32)
-    rule, names = AngleMean(a=a), NAMES[:count]
-    rule.numbers = {name: list(before) for name, before in zip(names, past, strict=False)}
-    weights_K, facts = weigh(rule, samples[:count], models_KD, start_D)
+    before = dict(zip(NAMES[:count], past, strict=False))
+    weights, angles, kept = weigh(models_KD, samples[:count], start_D=start_D, a=a, past=before)
     deltas = (models_KD.astype(np.float64) - start_D).tolist()
-    np.testing.assert_allclose(weights_K, twin(deltas, samples[:count], past[:count], a), rtol=1e-6)
-    assert {name: times for name, (times, _) in rule.numbers.items()} == {
-        name: times + 1 for name, (times, _) in zip(names, past, strict=False)
-    }
-    assert list(facts["angles"]) == list(names)
+    np.testing.assert_allclose(weights, twin(deltas, samples[:count], past[:count], a), rtol=1e-6)
+    assert {name: times for name, (times, _) in kept.items()} == {name: n + 1 for name, (n, _) in before.items()}
+    assert list(angles) == list(before)
 
 
 def test_the_papers_curve() -> None:
@@ -352,27 +353,26 @@ def test_the_papers_curve() -> None:
 @given(samples=st.lists(st.integers(1, 1000), min_size=1, max_size=8), seed=st.integers(0, 100))
 def test_equal_steps_are_weighed_by_samples(samples: list[int], seed: int) -> None:
     model_D = np.random.default_rng(seed).normal(size=5).astype(np.float32)
-    weights_K, _ = weigh(AngleMean(a=5.0), samples, np.tile(model_D, (len(samples), 1)))
-    np.testing.assert_allclose(weights_K, np.array(samples) / sum(samples), rtol=1e-6)
+    weights, _, _ = weigh(np.tile(model_D, (len(samples), 1)), samples)
+    np.testing.assert_allclose(weights, np.array(samples) / sum(samples), rtol=1e-6)
 
 
 def test_a_child_that_did_not_move_is_at_a_right_angle() -> None:
-    found = angles(products_of(np.array([[1, 0], [0, 0], [1, 1]], np.float32)), np.full(3, 1 / 3))
-    assert found[1] == pytest.approx(math.pi / 2)
-    nothing = np.zeros((2, 3), np.float32)
-    assert angles(products_of(nothing), np.array([0.5, 0.5])).tolist() == pytest.approx([math.pi / 2] * 2)
-    assert weigh(AngleMean(a=5.0), [1, 3], nothing)[0].tolist() == [0.25, 0.75]
+    _, angles, _ = weigh(np.array([[1, 0], [0, 0], [1, 1]], np.float32), [1, 1, 1])
+    assert angles["b"] == pytest.approx(math.pi / 2)
+    weights, angles, _ = weigh(np.zeros((2, 3), np.float32), [1, 3])
+    assert list(angles.values()) == pytest.approx([math.pi / 2] * 2) and weights == [0.25, 0.75]
 
 
 def test_angles_are_smoothed_over_a_childs_own_rounds() -> None:
-    rule, models_KD = AngleMean(a=5.0), np.array([[1, 0], [0, 1]], np.float32)
-    weigh(rule, [1, 1], models_KD)
-    assert rule.numbers["a"] == [1, pytest.approx(math.pi / 4)]
+    models_KD = np.array([[1, 0], [0, 1]], np.float32)
+    _, _, kept = weigh(models_KD, [1, 1])
+    assert kept["a"] == [1, pytest.approx(math.pi / 4)]
     for _ in range(3):  # alone, a child is the mean: angle 0
-        weigh(rule, [1], models_KD[:1])
-    assert rule.numbers["a"] == [4, pytest.approx(math.pi / 16, abs=1e-7)]
-    assert rule.numbers["b"] == [1, pytest.approx(math.pi / 4)]  # not there, not changed
+        _, _, kept = weigh(models_KD[:1], [1], past=kept)
+    assert kept["a"] == [4, pytest.approx(math.pi / 16, abs=1e-7)]
+    assert kept["b"] == [1, pytest.approx(math.pi / 4)]  # not there, not changed
 
 
-def test_nobody_has_a_sample() -> None:
-    assert weigh(AngleMean(a=5.0), [0, 0], np.array([[1, 0], [1, 0]], np.float32))[0].tolist() == [0.5, 0.5]
+def test_without_a_sample_all_weigh_alike() -> None:
+    assert weigh(np.array([[1, 0], [1, 0]], np.float32), [0, 0])[0] == [0.5, 0.5]
