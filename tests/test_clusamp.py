@@ -146,11 +146,12 @@ def play(rule: Rule, selection: ClientSelection, r: int, *, missing: Sequence[st
 
 
 @pytest.mark.parametrize("distance", ["cosine", "l1", "l2"])
-def test_the_next_model_is_the_mean_of_the_draws(distance: str) -> None:
+def test_the_next_model_is_the_mean_of_the_draws_and_the_last_steps_are_kept(distance: str, tmp_path: Path) -> None:
     rule = rule_of(distance)
     selection = selection_of(rule)
     several = 0
     for r in range(12):
+        received = LAYOUT.floats(rule.model).astype(np.float64)
         chosen, uploads, outcome = play(rule, selection, r)
         draws = outcome.facts["draws"]
         assert list(draws) == chosen == [name for name in NAMES if name in chosen] and sum(draws.values()) == 4
@@ -158,6 +159,12 @@ def test_the_next_model_is_the_mean_of_the_draws(distance: str) -> None:
         wanted = sum(draws[child] / 4 * row for child, row in zip(chosen, uploads, strict=True))
         assert np.abs(LAYOUT.floats(rule.model) - wanted).max() < 1e-5
     assert several
+    rule.save(tmp_path)
+    steps = np.fromfile(tmp_path / "steps", np.float32).reshape(len(NAMES), -1).astype(np.float64)
+    last = next(steps[NAMES.index(child)] for child in chosen)
+    assert np.abs(last - (uploads[0] - received)[: LAYOUT.parameters]).max() < 1e-5
+    pairs = steps @ steps.T if distance != "l1" else [np.abs(steps - step).sum(axis=1) for step in steps]
+    np.testing.assert_allclose(np.fromfile(tmp_path / "pairs").reshape(len(NAMES), -1), pairs, rtol=1e-6, atol=1e-6)
 
 
 def test_a_missing_child_keeps_its_last_step_and_the_others_share_its_weight() -> None:
