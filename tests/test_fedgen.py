@@ -42,7 +42,7 @@ from device.vmapped.models import Recipe
 from device.vmapped.schedule import Load
 from tests.helpers import rules
 from tests.helpers.commands import DEMO, run_lab, table, tensors
-from tests.helpers.rules import Report
+from tests.helpers.rules import AddingRefiner, Report
 
 CPU: Final = torch.device("cpu")
 Z, H, F, C = 3, 5, 4, 3
@@ -187,26 +187,6 @@ def test_without_any_label_nothing_is_learned_and_the_same_round_gives_the_same_
 # The rule at a node
 
 
-class Stand:
-    """Refiner that adds one to the generator."""
-
-    moves = 0
-
-    def __init__(self) -> None:
-        self.asked: list[RoundModels] = []
-
-    def refine(self, models: RoundModels) -> Mapping[str, Any]:
-        self.asked.append(models)
-        models.layout.floats(models.mean)[:] += 1
-        return {"steps": 7}
-
-    def cancel(self) -> None:
-        raise AssertionError
-
-    def allow(self) -> None:
-        raise AssertionError
-
-
 def rule_of(refiner: Refiner | None, **settings: Any) -> Rule:
     return rules.rule_of({"name": "fedgen", "noise": Z, "hidden": H, **settings}, layout=LAYOUT, refiner=refiner)
 
@@ -226,7 +206,7 @@ def play(rule: Rule, r: int = 0) -> tuple[Row, npt.NDArray[np.uint8]]:
 
 
 def test_the_refiner_gets_heads_and_labels_and_the_children_its_generator() -> None:
-    refiner = Stand()
+    refiner = AddingRefiner()
     rule = rule_of(refiner)
     received, rows_K = play(rule)
     assert all(not vector.any() for vector in LINKS.down.extras_of(received).values())  # no generator yet
@@ -245,14 +225,14 @@ def test_the_refiner_gets_heads_and_labels_and_the_children_its_generator() -> N
 
 
 def test_a_generator_outlives_a_restart(tmp_path: Path) -> None:
-    rule, again = rule_of(Stand()), rule_of(Stand())
+    rule, again = rule_of(AddingRefiner()), rule_of(AddingRefiner())
     play(rule)
     facts = json.loads(json.dumps(rule.save(tmp_path)))
     again.begin(rule.model.copy())
     again.restore(tmp_path, facts)
     (one, _), (other, _) = play(rule, 1), play(again, 1)
     assert np.array_equal(one, other)
-    first = rule_of(Stand())
+    first = rule_of(AddingRefiner())
     facts = json.loads(json.dumps(first.save(tmp_path)))
     again.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
     again.restore(tmp_path, facts)  # from before it has learned

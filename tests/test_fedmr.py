@@ -114,13 +114,6 @@ def test_blocks_are_runs_of_about_a_fraction(count: int, fraction: float) -> Non
     assert found == [[f"layer{i}.weight" for i in block] for block in block_twin(count, fraction)]
 
 
-def test_a_block_of_everything_is_the_model() -> None:
-    rows_K = uploads(5)
-    whole = {"granularity": "block", "block_fraction": 1.0}
-    assert names(whole) == names({"granularity": "model"})
-    assert recombined(whole, rows_K).tobytes() == recombined({"granularity": "model"}, rows_K).tobytes()
-
-
 # What recombination does
 
 

@@ -144,15 +144,6 @@ def test_sums_run_in_row_order() -> None:
     assert together[1].tobytes() == together[2].tobytes() == alone.tobytes()
 
 
-def test_many_rows_are_summed_in_float64() -> None:
-    models_KF = np.full((1000, 2), 0.1, np.float32)
-    models_KF[0] = 1e7
-    weights = [1e-3] * 1000
-    out = np.empty((1, 2), np.float32)
-    mix([Mixture.of(weights)], models_KF, out=out)
-    assert out[0, 0] == np.float32(sum(Fraction(1e-3) * Fraction(float(x)) for x in models_KF[:, 0]))
-
-
 def test_extrapolating_weights_are_mixed_too() -> None:
     models_KF = np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
     out = np.empty((1, 2), np.float32)
@@ -216,13 +207,6 @@ def test_each_part_is_mixed_by_its_own_weights(seed: int, place: str) -> None:
             source = before[int(np.argmax(weights_K))]
             for counters_ in counters:
                 assert layout.integers(row)[counters_].tolist() == layout.integers(source)[counters_].tolist()
-
-
-def test_entries_make_a_part() -> None:
-    layout = layout_of(3, 2, 1)
-    part = MixedColumns.of((Mixture.copy(0),), layout.entries)
-    assert part.columns == (slice(0, 3), slice(3, 5)) and part.counters == (slice(0, 1),)
-    assert part.with_first(Mixture.of([0.5, 0.5])).mixtures == (Mixture((0, 1), (0.5, 0.5)), Mixture.copy(0))
 
 
 def test_what_was_read_is_released_as_it_goes() -> None:
@@ -367,16 +351,6 @@ def test_a_row_of_zeros_is_like_nobody() -> None:
     np.testing.assert_allclose(products.cosines_KK(), [[0, 0], [0, 1]], rtol=0, atol=1e-15)
     assert products.cosines_KK()[0].tolist() == [0, 0]
     assert products.ratios_KK()[0].tolist() == [0, 0]
-
-
-def test_products_of_disjoint_columns_add_up() -> None:
-    models_KD = np.random.default_rng(1).normal(size=(3, 10)).astype(np.float32)
-    parts = [
-        gram([row[columns] for row in models_KD], models_KD[1][columns]) for columns in (slice(0, 4), slice(4, 10))
-    ]
-    together, all_ = parts[0] + parts[1], gram(list(models_KD), models_KD[1])
-    np.testing.assert_allclose(together.products_KK, all_.products_KK, rtol=1e-12)
-    assert together.square == pytest.approx(all_.square)
 
 
 def test_products_with_another_vector() -> None:

@@ -32,7 +32,7 @@ from tests.helpers import rules
 from tests.helpers.commands import tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
-from tests.helpers.rules import Report, aggregate
+from tests.helpers.rules import AddingRefiner, Report, aggregate
 
 NAMES: Final = ("feddf", "fedbe", "fedlaw")
 NULL: Final[Mapping[str, dict[str, Any]]] = {"feddf": {"steps": 0}, "fedbe": {"epochs": 0}, "fedlaw": {"epochs": 0}}
@@ -44,27 +44,6 @@ SAMPLES: Final = (10, 20, 30, 40)
 
 
 # The node
-
-
-class Stand:
-    """Refiner that adds one to the parameters of the mean, and returns given facts."""
-
-    moves = 0
-
-    def __init__(self, **facts: Any) -> None:
-        self.facts = facts
-        self.asked: list[RoundModels] = []
-
-    def refine(self, models: RoundModels) -> Mapping[str, Any]:
-        self.asked.append(models)
-        LAYOUT.floats(models.mean)[: LAYOUT.parameters] += 1
-        return self.facts
-
-    def cancel(self) -> None:
-        raise AssertionError
-
-    def allow(self) -> None:
-        raise AssertionError
 
 
 rule_of = partial(rules.rule_of, layout=LAYOUT)
@@ -99,7 +78,7 @@ def test_without_a_step_it_is_fedavg_bit_for_bit_and_needs_no_refiner(name: str,
 
 @pytest.mark.parametrize("name", ["feddf", "fedbe"])
 def test_the_refiner_moves_the_parameters_of_the_mean(name: str) -> None:
-    refiner, plain = Stand(steps=7), rule_of({"name": "fedavg"})
+    refiner, plain = AddingRefiner(steps=7), rule_of({"name": "fedavg"})
     rule = rule_of({"name": name}, refiner=refiner)
     floats_K, outcome = play(rule)
     play(plain)
@@ -119,7 +98,7 @@ def test_the_refiner_moves_the_parameters_of_the_mean(name: str) -> None:
 
 
 def test_the_model_that_the_children_received_is_the_refined_one() -> None:
-    refiner = Stand()
+    refiner = AddingRefiner()
     rule = rule_of({"name": "fedbe"}, refiner=refiner)
     play(rule)
     after = rule.model.copy()
@@ -130,7 +109,7 @@ def test_the_model_that_the_children_received_is_the_refined_one() -> None:
 
 def test_fedlaw_mixes_parameters_by_gamma_and_lambda_and_buffers_by_lambda() -> None:
     lambdas = [0.5, 0.0, 0.5]
-    rule = rule_of({"name": "fedlaw"}, refiner=Stand(gamma=1.5, lambdas=lambdas))
+    rule = rule_of({"name": "fedlaw"}, refiner=AddingRefiner(gamma=1.5, lambdas=lambdas))
     floats_K, outcome = play(rule)
     D, mixed = LAYOUT.parameters, 0.5 * floats_K[0].astype(np.float64) + 0.5 * floats_K[3]
     np.testing.assert_allclose(LAYOUT.floats(rule.model)[:D], 1.5 * mixed[:D], rtol=1e-6)
@@ -144,7 +123,7 @@ def test_fedadam_steps_towards_what_fedlaw_has_learned() -> None:
     """Four rounds against FedAdam written out, from the dispatched model by gamma times the mean by lambda."""
     lambdas, gamma, D = [0.2, 0.3, 0.4, 0.1], 1.2, LAYOUT.parameters
     step = {"name": "fedadam", "learning_rate": 0.1}
-    rule = rule_of({"name": "fedlaw", "step": step}, refiner=Stand(gamma=gamma, lambdas=lambdas))
+    rule = rule_of({"name": "fedlaw", "step": step}, refiner=AddingRefiner(gamma=gamma, lambdas=lambdas))
     z, m, v = np.zeros(D), np.zeros(D), np.full(D, 1e-6)
     for r in range(4):
         ((sent, _),) = rule.dispatch(r, CHILDREN)

@@ -179,7 +179,6 @@ class AdamMoments(Adaptive):
         self._beta_2 = beta_2
 
     def second(self, v: Doubles, squares: Doubles) -> Doubles:
-        """Return the next v."""
         return self._beta_2 * v + (1 - self._beta_2) * squares
 
 
@@ -187,7 +186,6 @@ class YogiMoments(AdamMoments):
     """FedYogi."""
 
     def second(self, v: Doubles, squares: Doubles) -> Doubles:
-        """Return the next v."""
         found: Doubles = v - (1 - self._beta_2) * squares * np.sign(v - squares)
         return found
 

@@ -163,7 +163,6 @@ class CloseMean(MeanRule):
         return {"scores": facts.by_child(scores_K), "chosen": [facts.children[k] for k in chosen]}
 
     def weights(self, facts: RoundFacts) -> Doubles:
-        """Return equal weights for the chosen uploads."""
         return self._weights_K
 
 

@@ -57,7 +57,6 @@ class UniformSelector(Selector):
     """Children by chance."""
 
     def select(self, now: Situation) -> list[str]:
-        """Draw them."""
         places = now.chance().choice(len(now.children), now.count, replace=False)
         return [now.children[place] for place in places]
 
@@ -77,7 +76,6 @@ class TurnSelector(Selector):
     """Children in turn."""
 
     def select(self, now: Situation) -> list[str]:
-        """Return the next ones."""
         size = len(now.children)
         order = generator(now.seed, Purpose.SELECTION, now.node).permutation(size)
         return [now.children[order[(now.r * now.count + i) % size]] for i in range(now.count)]
@@ -108,7 +106,6 @@ class ClusterSelector(Selector):
         self._clusters = clusters
 
     def select(self, now: Situation) -> list[str]:
-        """Draw them from the cluster."""
         size = len(now.children)
         clusters = min(self._clusters or size // now.count, size // now.count)
         members = np.arange(size)

@@ -13,6 +13,7 @@ from common.experiment.methods import RULES
 from common.methods import aggregator
 from common.methods.rule import Aggregated, Rule, Uploads
 from common.model.layout import ModelLayout, Section
+from common.model.refinement import RoundModels
 
 _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     **{name: {"learning_rate": 0.1} for name in ("fedadagrad", "fedadam", "fedyogi")},
@@ -72,3 +73,27 @@ def aggregate(
 ) -> Aggregated:
     """Aggregate uploads by a rule."""
     return rule.aggregate(r, Uploads(tuple(children), rows_K, tuple(reports), lambda: None))
+
+
+class AddingRefiner:
+    """Refiner that adds one to the parameters of the mean, and returns given facts."""
+
+    moves = 0
+
+    def __init__(self, **facts: Any) -> None:
+        self.facts = facts
+        self.asked: list[RoundModels] = []
+
+    def refine(self, models: RoundModels) -> Mapping[str, Any]:
+        """Add one."""
+        self.asked.append(models)
+        models.layout.floats(models.mean)[: models.layout.parameters] += 1
+        return self.facts
+
+    def cancel(self) -> None:
+        """Raise: nothing cancels it."""
+        raise AssertionError
+
+    def allow(self) -> None:
+        """Raise: nothing allows it."""
+        raise AssertionError
