@@ -28,14 +28,13 @@ from common.methods.private import NoiseSource, PrivateRule, lengths, no_secret,
 from common.methods.rule import (
     NO_TRAINING,
     Aggregated,
-    Dispatched,
     Rule,
     RuleContext,
     Uploads,
     WrappedRule,
     link_layouts,
 )
-from common.model.layout import LinkLayouts, ModelLayout, Row
+from common.model.layout import LinkLayouts, ModelLayout
 from common.model.refinement import Refiner
 from common.randomness import Purpose
 
@@ -92,12 +91,6 @@ class NormBoundedRule(WrappedRule):
         super().__init__(rule)
         self._settings = settings
         self._links = links
-        self._received: Mapping[str, Row] = {}
-
-    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        found = self._rule.dispatch(r, children)
-        self._received = {child: row for row, those in found for child in those}
-        return found
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Bound the uploads in their rows, then aggregate them. Facts: all lengths, and whose was too long."""

@@ -19,11 +19,10 @@ from common.experiment.methods import RuleSettings, RuleUse
 from common.lazy import np
 from common.methods.column_rule import MeanRule
 from common.methods.mixing import COLUMNS, Floats, cut, over
-from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads, WrappedRule
+from common.methods.rule import Aggregated, Rule, RuleContext, Uploads, WrappedRule
 from common.methods.selection import Choose, Situation
 from common.methods.single_model import SingleModelRule
 from common.methods.statistics import Doubles
-from common.model.layout import Row
 
 STEPS_FILE: Final = "steps"
 PAIRS_FILE: Final = "pairs"
@@ -81,7 +80,6 @@ class ClusteredSampling(WrappedRule):
         self._rows[:] = 0
         self._pairs_NN: Doubles = np.zeros((context.children, context.children))
         self._merges: Merges = ()
-        self._received: Row = self.model
         self._places: Mapping[str, int] = {}
         self._draws: Mapping[str, int] = {}
 
@@ -89,12 +87,6 @@ class ClusteredSampling(WrappedRule):
     def choose(self) -> Choose | None:
         """Its own client selection."""
         return self._choose
-
-    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        """Return the one model for all children."""
-        found = self._rule.dispatch(r, children)
-        self._received = found[0][0]
-        return found
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Keep the steps and link the children anew; then write the mean of the draws. Facts: each child's draws."""
@@ -140,7 +132,10 @@ class ClusteredSampling(WrappedRule):
         if not answered:
             return
         places = [self._places[uploads.children[k]] for k in answered]
-        floats_K, received = self._layout.floats(uploads.rows_K), self._layout.floats(self._received)
+        floats_K, received = (
+            self._layout.floats(uploads.rows_K),
+            self._layout.floats(self._received[uploads.children[0]]),
+        )
         steps_ND = self._steps_ND
 
         def block(columns: slice) -> Doubles:

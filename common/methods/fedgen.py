@@ -90,10 +90,10 @@ class GeneratorRule(ExtrasRule):
         self._generator = np.zeros(self._made.rows.row_bytes, np.uint8)
         self._made.begin(self._generator, generator(context.seed, Purpose.GENERATOR, context.node))
         self._learned = False
-        self._received = {name: np.zeros(shape, np.float32) for name, shape in self._made.sent.items()}
+        sent = {name: np.zeros(shape, np.float32) for name, shape in self._made.sent.items()}
         links = link_layouts(settings, layout)
         rule = SingleModelRule(context, MeanRule(), weights=settings.weights)
-        super().__init__(rule, links, sent=self._received)
+        super().__init__(rule, links, sent=sent)
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Aggregate the models, then teach the generator."""
@@ -137,7 +137,7 @@ class GeneratorRule(ExtrasRule):
     def _publish(self) -> None:
         """Send the generator from now on, or zeros until it has learned."""
         for name, values in self._made.linear(self._generator).items():
-            self._received[name][:] = values if self._learned else 0
+            self._sent[name][:] = values if self._learned else 0
 
 
 def head_of(layout: ModelLayout) -> tuple[Entry, Entry | None]:

@@ -27,7 +27,7 @@ from common.experiment.methods import Weights
 from common.experiment.privacy import PrivacySettings
 from common.lazy import np
 from common.methods.mixing import Floats, cut, over
-from common.methods.rule import Aggregated, Dispatched, Rule, Uploads, WrappedRule
+from common.methods.rule import Aggregated, Rule, Uploads, WrappedRule
 from common.methods.statistics import Doubles
 from common.model.layout import ModelLayout, Row
 from common.randomness import Noise, Purpose, SecretNoise, SeededNoise, secret_key
@@ -126,17 +126,11 @@ class PrivateRule(WrappedRule):
         self._source = source
         self._mean = mean
         self._bound = settings.clip_norm
-        self._received: Mapping[str, Row] = {}
 
     @property
     def hides_uploads(self) -> bool:
         """Whether the mean alone has noise."""
         return self._mean is not None
-
-    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        found = self._rule.dispatch(r, children)
-        self._received = {child: row for row, those in found for child in those}
-        return found
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Clip the uploads in their rows and add noise, then aggregate them. Facts: the bound, and the noise."""

@@ -174,10 +174,11 @@ class Rule:
 
 
 class WrappedRule(Rule):
-    """A rule around another one: what it does not replace is the other's."""
+    """A rule around another one: what it does not replace is the other's. `_received`: the model of each child."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
+        self._received: Mapping[str, Row] = {}
 
     @property
     def reads_start(self) -> bool:
@@ -199,7 +200,9 @@ class WrappedRule(Rule):
         self._rule.begin(model)
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        return self._rule.dispatch(r, children)
+        found = self._rule.dispatch(r, children)
+        self._received = {child: row for row, those in found for child in those}
+        return found
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         return self._rule.aggregate(r, uploads)

@@ -177,19 +177,13 @@ class SteppedRule(WrappedRule):
         self._one = rule
         self._step = step
         self._context = context
-        self._sent: Row = rule.model
         size = context.layout.parameters
         self._vectors = {name: np.full(size, step.first(name), np.float32) for name in step.vectors}
-
-    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        found = self._rule.dispatch(r, children)
-        ((self._sent, _),) = found
-        return found
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Aggregate by the rule, then take the step; a rule that keeps its model takes none."""
         size, floats = self._context.layout.parameters, self._context.layout.floats
-        before_D = floats(self._sent)[:size].copy()
+        before_D = floats(self._received[uploads.children[0]])[:size].copy()
         outcome = self._rule.aggregate(r, uploads)
         if uploads.answered and len(outcome.left_out) == len(uploads.answered):
             return outcome
