@@ -1,9 +1,8 @@
-"""The evaluator: its own process leaves the split and evaluates as a tester does in this one, and is replaced."""
+"""The evaluator: its own process leaves the split and evaluates as a tester does in this one."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from common.learning.evaluation import CPU_BATCH, ModelTester, accelerator_of
 from tests.helpers.sites import in_real_time
 
 NET = """
-import os, pathlib, signal, torch
+import pathlib
 from torch import nn
 
 HERE = pathlib.Path(__file__).parent
@@ -32,11 +31,6 @@ class Net(nn.Module):
     def forward(self, x):
         if (HERE / "fail").exists():
             raise KeyError("a bug")
-        if len(x) > 2:  # not where a model is tried as it is built
-            for path in HERE.glob("do-*"):
-                count = int(path.read_text()) - 1
-                path.unlink() if count == 0 else path.write_text(str(count))
-                os.kill(os.getpid(), int(path.name.removeprefix("do-")))
         print("forward")
         return self.work(x)
 
@@ -56,13 +50,12 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
 
 
 @in_real_time
-async def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_is_replaced_and_reports_its_end(
-    tmp_path: Path, net: Experiment, caplog: pytest.LogCaptureFixture
+async def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports_its_end(
+    tmp_path: Path, net: Experiment
 ) -> None:
     tester = ModelTester(net, accelerator=accelerator_of(net))
     folder = tmp_path / "run"
     folder.mkdir()
-    order = tmp_path / f"do-{signal.SIGKILL}"
     evaluator = Evaluator(net, folder)
     evaluator.close()
     try:
@@ -77,9 +70,6 @@ async def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_is_re
             assert (found.global_round, found.score) == (global_round, wanted.score)
             assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
         assert np.array_equal(beginning.row, tester.first)
-        order.write_text("1")
-        assert await evaluator.evaluate(2, np.zeros_like(tester.first)) == found and not order.exists()
-        assert caplog.messages == ["the evaluator process was killed by SIGKILL: it is started again"]
         (tmp_path / "fail").touch()
         place = r"in Net\.forward \(.*net\.py:14\)"
         with pytest.raises(InvalidExperiment, match=rf"^model\.name = 'net:build': .* KeyError: 'a bug', {place}"):

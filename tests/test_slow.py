@@ -191,9 +191,9 @@ async def test_a_receiver_names_a_broker_that_drops_what_it_reads_slowly(
     with mosquitto(tmp_path, {"max_queued_messages": 10}) as served:
         await race(
             served, layout_of(20_000_000), fast={"fast": lambda: None}, slow=["slow"],
-            per_chunk=partial(time.sleep, 0.02),
+            per_chunk=partial(time.sleep, 0.06),
             # The broadcast goes on while the slow one lags, else it has no gap to see.
-            fast_per_chunk=partial(time.sleep, 0.004),
+            fast_per_chunk=partial(time.sleep, 0.012), transfer=TransferSettings(chunk_bytes=250_000),
         )  # fmt: skip
         assert "being dropped for client slow" in served.log.read_text()
         assert [m.partition(" drops")[0] for m in caplog.messages if "chunks were lost" in m] == [
@@ -209,7 +209,7 @@ def peak_bytes(served: BrokerProcess) -> int:
 
 @in_real_time
 async def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_path: Path) -> None:
-    nbytes, transfer = 20_000_000, TransferSettings(chunk_bytes=500_000)
+    nbytes, transfer = 14_000_000, TransferSettings(chunk_bytes=500_000)
     left, go_on = {f"fast-{i}" for i in range(6)}, threading.Event()
     slow = [f"slow-{i}" for i in range(4)]
 
