@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -17,21 +17,18 @@ from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.experiment.tiers import Closing
 from common.metrics import Metrics
-from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
-from common.protocol.messages import Announcement, NodeState
-from common.protocol.presence import Identity
-from common.runtime.lifecycle import live
+from common.protocol.messages import Announcement
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.world import Host, new_session
+from common.runtime.world import Host
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
 from deploy.brokers.guard import Guard
 from institution.agent import InstitutionAgent
-from tests.helpers.commands import PATIENCE_S
-from tests.helpers.nodes import nothing
+from tests.helpers import sites
+from tests.helpers.nodes import layout_of, living, parent_of
 from tests.helpers.roles import SMALL, Role, device, lab_of, until
-from tests.helpers.sites import in_real_time
+from tests.helpers.sites import RealSite, in_real_time
 
 
 @pytest.fixture(scope="module")
@@ -48,29 +45,16 @@ async def announcing(
     address: BrokerAddress, name: str, experiment: Experiment, *, children: list[str]
 ) -> AsyncIterator[ParentEndpoint]:
     """Keep a parent on the broker that announces an experiment."""
-
-    layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
-    identity = Identity(f"run-{secrets.token_hex(4)}", name, "institution", new_session())
-    parent = ParentEndpoint(
-        address, identity, links={name: experiment.link(name) for name in children}, transfer=experiment.transfer
-    )
-    parent.set_layouts(LinkLayouts.plain(layout))
+    site, layout, over, run = RealSite(address), layout_of(400), asyncio.Event(), f"run-{secrets.token_hex(4)}"
+    parent = parent_of(site, children, layout=layout, name=name, run=run, transfer=experiment.transfer)
     parent.announce(Announcement(experiment.to_json(), layout.to_json()))
-    parent.set_state(NodeState.READY)
-    over = asyncio.Event()
-    living = asyncio.create_task(live((parent,), over.wait(), connect_timeout_s=PATIENCE_S, goodbye=nothing), name=name)
+    parenting = living(site, parent, work=over.wait())
     try:
         yield parent
     finally:
         over.set()
-        await asyncio.wait((living,))
-        living.exception()
-
-
-async def true(condition: Callable[[], object]) -> None:
-    """Wait until something has come true."""
-    while not condition():  # noqa: ASYNC110 - nothing reports us
-        await asyncio.sleep(0.01)
+        await asyncio.wait((parenting,))
+        parenting.exception()
 
 
 @pytest.fixture
@@ -144,7 +128,7 @@ async def test_a_device_imports_no_model_that_its_host_did_not_allow(
         gathering = asyncio.create_task(institution.gather(Closing(), waiting=waits_for.append))
         with pytest.raises(InvalidExperiment, match="--allow announced"):
             await device(address, "device-0", "institution-0")
-        await true(lambda: "device-0 gave up: " in waits_for[-1] and "--allow announced" in waits_for[-1])
+        await sites.until(lambda: "device-0 gave up: " in waits_for[-1] and "--allow announced" in waits_for[-1])
         gathering.cancel()
         await asyncio.wait((gathering,))
     assert "announced" not in sys.modules
@@ -202,7 +186,7 @@ def test_a_broker_that_stays_away_ends_a_role_with_5_and_is_named(tmp_path: Path
         try:
             experiment = parse(SMALL | {"transfer": {"idle_s": 1.0}})
             async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
-                await true(lambda: cloud.session.coordinator.states()["institution-0"] == "init")
+                await sites.until(lambda: cloud.session.coordinator.states()["institution-0"] == "init")
                 dying.stop()
                 return await asyncio.to_thread(role.ends, 5)
         finally:
