@@ -314,7 +314,7 @@ def _zones(root: Path) -> Iterator[PowercapZone]:
     The platform's zone, which contains everything, is omitted, so that the zones of a host can be added.
     """
     for folder in sorted(root.glob("intel-rapl:*")):
-        name, package = _text(folder / "name"), folder.name.split(":")[1]
+        name, package = text_of(folder / "name"), folder.name.split(":")[1]
         if name.startswith("package"):
             yield PowercapZone(folder, name)
         elif name == "dram":
@@ -322,11 +322,12 @@ def _zones(root: Path) -> Iterator[PowercapZone]:
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path)
+    text = text_of(path)
     return int(text) if text.isdecimal() else None
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return the text of a file of the kernel's, stripped; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Final
 
 from common.host import nvidia
-from common.host.energy import EnergyMeter, pmic
+from common.host.energy import EnergyMeter, pmic, text_of
 from common.host.nvidia import Gpu, Gpus
 from common.metrics import Metrics, Reading
 
@@ -81,7 +81,7 @@ def _processes(proc: Path) -> Iterator[Path]:
         folder = left.pop()
         yield folder
         for task in _listed(folder / "task"):
-            left += [proc / pid for pid in _text(task / "children").split()]
+            left += [proc / pid for pid in text_of(task / "children").split()]
 
 
 class _CpuTime:
@@ -95,24 +95,24 @@ class _CpuTime:
         """Return the time in seconds, never less than before: a child may end between two reads of the files."""
         ticks = 0
         for folder in _processes(self._proc):
-            fields = _text(folder / "stat").rpartition(")")[2].split()  # a name may contain spaces and brackets
+            fields = text_of(folder / "stat").rpartition(")")[2].split()  # a name may contain spaces and brackets
             ticks += sum(map(int, fields[11:15]))
         self._most = max(self._most, ticks / os.sysconf("SC_CLK_TCK"))
         return [((), self._most)]
 
 
 def _resident_bytes(proc: Path) -> int:
-    pages = [_text(folder / "statm").split() for folder in _processes(proc)]
+    pages = [text_of(folder / "statm").split() for folder in _processes(proc)]
     return sum(int(each[1]) for each in pages if each) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _host_cpu(proc: Path) -> Reading:
-    ticks = _text(proc / "stat").partition("\n")[0].split()[1:]
+    ticks = text_of(proc / "stat").partition("\n")[0].split()[1:]
     return [((mode,), int(count) / os.sysconf("SC_CLK_TCK")) for mode, count in zip(MODES, ticks, strict=False)]
 
 
 def _memory(proc: Path, key: str) -> Reading:
-    for line in _text(proc / "meminfo").splitlines():
+    for line in text_of(proc / "meminfo").splitlines():
         name, _, amount = line.partition(":")
         if name == key:
             return [((), 1024 * int(amount.split()[0]))]
@@ -122,9 +122,9 @@ def _memory(proc: Path, key: str) -> Reading:
 def _temperatures(sys: Path) -> Reading:
     found: dict[tuple[str, ...], float] = {}
     for zone in sorted(_listed(sys / "class" / "thermal"), key=str):
-        millidegrees = _text(zone / "temp").strip()
+        millidegrees = text_of(zone / "temp")
         if zone.name.startswith("thermal_zone") and millidegrees.lstrip("-").isdecimal():
-            name = _text(zone / "type").strip() or zone.name
+            name = text_of(zone / "type") or zone.name
             found[name if (name,) not in found else f"{name} {zone.name}",] = int(millidegrees) / 1000
     return found.items()
 
@@ -142,13 +142,6 @@ def _listed(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 REST_S: Final = 60.0  # between two counts of all files
