@@ -22,7 +22,7 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.energy import EnergyMeter
 from common.host.files import until_written
-from common.host.offload import offload
+from common.host.offload import beside, offload
 from common.methods.rule import link_layouts
 from common.model.layout import Row
 from common.protocol.admission import Budget
@@ -248,11 +248,10 @@ async def energy_noted(folder: RunFolder, meter: EnergyMeter | None) -> AsyncIte
         yield
         return
     begun, before = time.monotonic(), dict(await offload(meter.read))
-    reading = asyncio.create_task(_keep_reading(meter), name="energy")
     try:
-        yield
+        async with beside(_keep_reading(meter), name="energy"):
+            yield
     finally:
-        reading.cancel()
         after = dict(meter.read())
         used = {" ".join(part): joules - before[part] for part, joules in after.items() if part in before}
         with suppress(StorageFailed):  # what is essential to the run is written by others, who report it

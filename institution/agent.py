@@ -10,6 +10,7 @@ from common.experiment.reading import announced
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD, check_parent
 from common.host.examination import examine_host
+from common.host.offload import beside
 from common.methods.rule import link_layouts
 from common.metrics import NodeLabels
 from common.model.layout import ModelLayout
@@ -127,19 +128,17 @@ class InstitutionAgent:
         presence.look()
 
         async def work() -> None:
-            targets = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
-            begin = asyncio.create_task(self._pass_begin_on(up, down), name="begin")
+            targets, begin = self._pass_targets_on(up, down), self._pass_begin_on(up, down)
             try:
-                permit(experiment.code_at(self._name), host.allow)
-                if await up.unless_over(self._prepare(up, down, experiment, layout, refiner)):
-                    samples = sum(down.samples.values())
-                    presence.publish(NodeState.READY, samples=samples)
-                    found_children = f"{len(down.samples)} of {len(children)} {tier.children}s, {samples} samples"
-                    activity.info("%s: run %s: taking part with %s", self._name, run, found_children)
-                    await up.serve(above, rounds.work)
+                async with beside(targets, name="targets"), beside(begin, name="begin"):
+                    permit(experiment.code_at(self._name), host.allow)
+                    if await up.unless_over(self._prepare(up, down, experiment, layout, refiner)):
+                        samples = sum(down.samples.values())
+                        presence.publish(NodeState.READY, samples=samples)
+                        found_children = f"{len(down.samples)} of {len(children)} {tier.children}s, {samples} samples"
+                        activity.info("%s: run %s: taking part with %s", self._name, run, found_children)
+                        await up.serve(above, rounds.work)
             finally:
-                targets.cancel()
-                begin.cancel()
                 presence.close()
                 if refiner is not None:
                     refiner.close()
@@ -189,15 +188,12 @@ class InstitutionAgent:
                 up.preparing(down.moves + up.frozen.moves, waits_for=waits_for or up.frozen.waits_for)
                 await asyncio.sleep(REPORT_S)
 
-        reporting = asyncio.create_task(report(), name="preparing")
-        try:
+        async with beside(report(), name="preparing"):
             if refiner is not None:
                 await refiner.prepare(layout, up.frozen.file)
             await down.gather(experiment.tier_below(self._name).closing, waiting=waiting)
             waits_for = ""
             await down.measure(experiment.links)
-        finally:
-            reporting.cancel()
         return True
 
     @staticmethod

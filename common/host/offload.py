@@ -1,13 +1,13 @@
-"""Work outside the event loop, so that keep-alives are never late."""
+"""Work outside the event loop, so that keep-alives are never late, and beside other work."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -29,6 +29,17 @@ async def offload(
         if not running.cancelled():
             running.exception()  # retrieve it: no caller waits for it any more
         raise
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, _T], *, name: str) -> AsyncIterator[asyncio.Task[_T]]:
+    """Run a coroutine as a task while the `with` block lasts, then cancel it; an error of it ends nothing."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @contextmanager

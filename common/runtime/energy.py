@@ -20,6 +20,7 @@ from common.host.energy import (
     JouleCounter,
     PlugMeter,
 )
+from common.host.offload import beside
 from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol.limits import SKIPPED
@@ -107,9 +108,5 @@ async def _plug(topic: str, broker: BrokerAddress, world: World) -> AsyncIterato
         client_id=f"energy-{new_session(world)}",
         keepalive_s=TransferSettings().keepalive_s,
     )
-    keeping = asyncio.create_task(keep(connection), name="plug")
-    try:
+    async with beside(keep(connection), name="plug"):
         yield plug
-    finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)

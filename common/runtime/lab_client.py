@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 from common.errors import ConnectionFailed, WireError
 from common.experiment.schema import TransferSettings
+from common.host.offload import beside
 from common.net.address import BrokerAddress
 from common.net.connection import Handlers
 from common.protocol import serialization, topics
@@ -86,12 +87,8 @@ class LabClient:
 
         `timeout_s`: of the first one, see `during`; inf: one that fails is tried again after a pause, without an error.
         """
-        keeping = self._keeping = asyncio.create_task(keep(self._connection, timeout_s=timeout_s), name=self._name)
-        try:
-            yield
-        finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)  # `during` has raised what ended it
+        async with beside(keep(self._connection, timeout_s=timeout_s), name=self._name) as self._keeping:
+            yield  # `during` raises what ends it
 
     async def during(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Do work that needs the connection and return its result. Raises ConnectionFailed if there is none."""

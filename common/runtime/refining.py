@@ -13,7 +13,7 @@ import numpy as np
 
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.schema import Experiment
-from common.host.offload import offload
+from common.host.offload import beside, offload
 from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, nothing
 from common.model.layout import ModelLayout, Row
 from common.model.refinement import Refiner, RoundModels
@@ -137,8 +137,5 @@ async def run_refining(
             report()
 
     refiner.allow()
-    reports = asyncio.create_task(reporting(), name="refining")
-    try:
+    async with beside(reporting(), name="refining"):
         return await offload(function, cancel=refiner.cancel)
-    finally:
-        reports.cancel()

@@ -23,6 +23,7 @@ from typing import Final
 from common.errors import ConnectionFailed, LabInUse
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding
+from common.host.offload import beside
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.limits import STRANGER
@@ -210,12 +211,8 @@ async def claim(
     claimant = _Claimant(address, lab=lab, queue=queue, waiting=waiting, world=world)
     async with claimant.client.connected(timeout_s=connect_timeout_s):
         await claimant.client.during(claimant.ask())
-        holding = asyncio.create_task(claimant.hold(), name="hold the lab")
-        try:
-            yield
-        finally:  # what ends this connection is reported by the run's own
-            holding.cancel()
-            await asyncio.gather(holding, return_exceptions=True)
+        async with beside(claimant.hold(), name="hold the lab"):
+            yield  # what ends this connection is reported by the run's own
 
 
 class _Claimant:
