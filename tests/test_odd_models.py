@@ -15,12 +15,11 @@ from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.learning.evaluation import ModelTester
-from common.model.layout import ModelLayout, Row
-from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
-from device.pool.trainers import Trainers
+from common.model.layout import Row
+from device.jobs import VARIABLE, LocalResult
 from tests.helpers import odd_models
 from tests.helpers.examples import slow
-from tests.helpers.plain import first_model, plain_training
+from tests.helpers.plain import first_model, plain_training, trained_together
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 
@@ -127,10 +126,10 @@ def test_every_odd_model_has_an_outcome() -> None:
 
 
 @cache
-def plain(text: str, node: str, epochs: int) -> tuple[Row, int]:
+def plain(text: str, node: str) -> tuple[Row, int]:
     lab = reading.parse(text)
     joins = lab.model.name.endswith(JOINING)
-    return plain_training(lab, node, first_model(lab), epochs=epochs, local_round=ROUND, joins=joins)
+    return plain_training(lab, node, first_model(lab), epochs=2, local_round=ROUND, joins=joins)
 
 
 def trained(lab: schema.Experiment) -> list[tuple[Row, LocalResult]]:
@@ -138,33 +137,15 @@ def trained(lab: schema.Experiment) -> list[tuple[Row, LocalResult]]:
     return rounds_of(lab, 1)[0]
 
 
-def rounds_of(lab: schema.Experiment, count: int, *, epochs: int = 2) -> list[list[tuple[Row, LocalResult]]]:
+def rounds_of(lab: schema.Experiment, count: int) -> list[list[tuple[Row, LocalResult]]]:
     """Train two devices of one process as often from the first model."""
-    trainers = Trainers()
-    devices = [HostedDevice(lab, lab.digest, node) for node in DEVICES]
-    layouts = [trainers.prepare(device, "cpu").layout for device in devices]
-    return [_round(trainers, devices, layouts, first_model(lab), epochs) for _ in range(count)]
+    return trained_together(lab, DEVICES, epochs=2, local_round=ROUND, times=count)
 
 
-def _round(
-    trainers: Trainers, devices: list[HostedDevice], layouts: list[ModelLayout], first: Row, epochs: int
-) -> list[tuple[Row, LocalResult]]:
-    outs = [layout.empty() for layout in layouts]
-    ended: dict[int, Ending] = {}
-    orders = [Order(first, out, epochs, ROUND) for out in outs]
-    trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
-    found = []
-    for number, out in enumerate(outs):
-        result = ended[number]
-        assert isinstance(result, LocalResult), result
-        found.append((out, result))
-    return found
-
-
-def check(lab: schema.Experiment, found: list[tuple[Row, LocalResult]], *, epochs: int = 2, within: float) -> None:
+def check(lab: schema.Experiment, found: list[tuple[Row, LocalResult]], *, within: float) -> None:
     layout = models.layout_of(models.anew(lab, inputs=datasets.load(lab.data).inputs))
     for node, (out, result) in zip(DEVICES, found, strict=True):
-        wanted, steps = plain(lab.to_json(), node, epochs)
+        wanted, steps = plain(lab.to_json(), node)
         assert result.steps == steps
         apart = np.abs(layout.floats(out) - layout.floats(wanted)).max()
         assert apart <= within, f"{node}: {apart:.3g}"

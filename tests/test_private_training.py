@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -20,13 +19,12 @@ from common.learning import models
 from common.learning.nets import Dropout
 from common.model.layout import Row
 from common.randomness import Noise, Purpose, SecretNoise, SeededNoise
-from device.jobs import Ending, HostedDevice, LocalResult, Order
-from device.pool.module_trainers import ModuleTrainers
+from device.jobs import LocalResult
 from device.training.batches import blocks
 from device.training.private import GradientNoise, PrivateSteps, add_clipped
 from device.training.trainer import Trainer
 from tests.helpers import plain
-from tests.helpers.plain import first_model, trainer_of
+from tests.helpers.plain import first_model, trained_together, trainer_of
 
 SAMPLE: Final[dict[str, Any]] = {
     "unit": "sample", "clip_norm": 0.5, "noise_multiplier": 0.8, "delta": 1e-5, "noise": "seeded"
@@ -110,7 +108,7 @@ def weights_in(trainer: Trainer, row: Row) -> npt.NDArray[np.float64]:
 @pytest.mark.parametrize("objective", ["cross_entropy", "fedprox"])
 def test_a_local_round_is_that_of_a_plain_loop_over_single_samples(name: str, objective: str) -> None:
     training = {**TRAINING, "objective": {"name": objective} | ({"mu": 0.3} if objective == "fedprox" else {})}
-    made = experiment(model={"name": name}, training=training)
+    made = experiment(model={"name": name}, training=training, topology={"institutions": 0, "devices": 40})
     trainer = prepared(made)
     row = first_model(made)
     out, result = trained(trainer, row)
@@ -146,8 +144,7 @@ def test_poisson_batches_are_those_of_a_plain_loop() -> None:
 def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
     made = experiment({"sampling_rate": 0.006}, training={**TRAINING, "momentum": 0.0})
     trainer = prepared(made)
-    row = first_model(made)
-    out, result = trained(trainer, row, epochs=1)
+    out, result = trained(trainer, first_model(made), epochs=1)
     assert result.steps == 167 and np.isfinite(weights_in(trainer, out)).all()
 
 
@@ -196,16 +193,11 @@ def test_the_same_key_gives_the_same_bits_and_another_others() -> None:
 
 def test_devices_that_could_be_vmapped_train_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSTRATA_VMAPPED", "always")
-    made, trainers, found = experiment(), ModuleTrainers(), dict[int, Ending]()
-    devices = [HostedDevice(made, made.digest, node) for node in ("device-0", NODE)]
-    for device in devices:
-        trainers.prepare(device, "cpu")
-    trainer = prepared(made)
-    row, outs = first_model(made), [np.zeros(trainer.layout.row_bytes, np.uint8) for _ in devices]
-    orders = [Order(row, out, 2, 3) for out in outs]
-    trainers.train(list(zip(devices, orders, strict=True)), "cpu", lambda number, how: found.update({number: how}))
-    assert all(isinstance(how, LocalResult) and how.path == "in-process" for how in found.values())
-    assert np.array_equal(outs[1], trained(trainer, row)[0])
+    made = experiment()
+    row = first_model(made)
+    (found,) = trained_together(made, ("device-0", NODE), row, epochs=2, local_round=3)
+    assert all(how.path == "in-process" for _, how in found)
+    assert np.array_equal(found[1][0], trained(prepared(made), row)[0])
 
 
 class Normalised(nn.Sequential):
@@ -284,14 +276,10 @@ def test_each_sample_has_its_own_dropout_mask() -> None:
     assert np.array_equal(once, again) and not np.array_equal(once, trained(trainer, row, local_round=4)[0])
 
 
-def test_neither_clipping_nor_noise_takes_the_recorded_steps(tmp_path: Path) -> None:
-    made = experiment({"clip_norm": None, "noise_multiplier": 0.0})
-    plain = parse({key: value for key, value in made.model_dump(mode="json").items() if key != "tiers"} | {
-        "tiers": [{**made.tiers[0].model_dump(mode="json"), "privacy": {}}]
-    })  # fmt: skip
-    one, other = prepared(made), prepared(plain)
+def test_neither_clipping_nor_noise_takes_the_recorded_steps() -> None:
+    made, public = experiment({"clip_norm": None, "noise_multiplier": 0.0}), experiment(cloud={})
     row = first_model(made)
-    assert np.array_equal(trained(one, row)[0], trained(other, row)[0])
+    assert np.array_equal(trained(prepared(made), row)[0], trained(prepared(public), row)[0])
 
 
 def test_wide_clipping_without_noise_is_sgd() -> None:

@@ -20,10 +20,10 @@ from common.learning.nets import draw_default
 from common.randomness import Purpose, torch_seed
 from deploy.local.replay import replayed
 from deploy.results.run import Run
-from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
-from device.pool.trainers import Trainers
+from device.jobs import VARIABLE
 from device.training import batches
 from tests.helpers.commands import tensors
+from tests.helpers.plain import trained_together
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.scenarios import KilledLab
 from tests.test_parts import CPU, mean, one_round, run_direct
@@ -77,16 +77,9 @@ def test_in_common_steps_devices_begin_as_alone(monkeypatch: pytest.MonkeyPatch)
     tester = ModelTester(lab)
 
     def trained(path: TrainingPath) -> list[Any]:
-        trainers, devices = Trainers(), [HostedDevice(lab, lab.digest, node) for node in nodes]
-        rows = [tester.layout.empty() for _ in nodes]
-        orders = [Order(tester.first, row, 1, 0) for row in rows]
-        ended: dict[int, Ending] = {}
-        for device in devices:
-            trainers.prepare(device, "cpu")
-        trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
-        results = [ended[number] for number in range(2)]
-        assert [result.path for result in results if isinstance(result, LocalResult)] == [path] * 2
-        return [tester.layout.floats(row) for row in rows]
+        (found,) = trained_together(lab, nodes, tester.first)
+        assert [result.path for _, result in found] == [path] * 2
+        return [tester.layout.floats(row) for row, _ in found]
 
     alone = trained(TrainingPath.IN_PROCESS)
     monkeypatch.setenv(VARIABLE, "always")
@@ -105,7 +98,7 @@ def test_a_killed_device_begins_with_the_same_model() -> None:
 def test_matching_finds_the_order_of_own_initial_models_and_keeps_that_of_the_same(own: bool, tmp_path: Path) -> None:
     """With the same initial model the rules are FedAvg bit for bit; with own ones their first means are better."""
     alike = {"topology": {"institutions": 0, "devices": 4}, "data": {}, "rounds": 1}
-    training, model = {"epochs": 20, "momentum": 0.9}, {"name": "mlp_digits", "same_initial": not own}
+    training, model = {"epochs": 20 if own else 1, "momentum": 0.9}, {"name": "mlp_digits", "same_initial": not own}
     found, scores = {}, {}
     for rule in ("fedavg", "fedma", "gamf"):
         lab = parse({**alike, "model": model, "training": training, "cloud": {"aggregation": {"name": rule}}})

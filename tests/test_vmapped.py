@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from common.learning.computing import set_up
 from common.learning.inputs import Inputs
 from common.learning.nets import Dropout
 from device.jobs import Cancelled
-from device.vmapped import loop
+from device.vmapped import calibration, loop
 from device.vmapped.calibration import most_in_memory, problem_of
 from device.vmapped.loop import VmappedResult
 from device.vmapped.models import VmappedModels, keep_batch_norm_fp32
@@ -25,6 +28,7 @@ from tests.helpers.vmapped import (
     CASES,
     CPU,
     Case,
+    dropping,
     mlp,
     of,
     quick,
@@ -74,8 +78,10 @@ def test_bf16_is_near_its_own_training() -> None:
 
 
 def test_on_a_gpu_batch_norm_computes_in_fp32_beside_bf16() -> None:
-    case, inputs = resnet_in("bf16"), torch.randn(2, 8, 16, 4, 4).to(torch.bfloat16)
-    norm = next(layer for layer in case.module.modules() if isinstance(layer, nn.BatchNorm2d))
+    norm, training = nn.BatchNorm2d(4), TrainingSettings(batch_size=8, precision="bf16")
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.Flatten(), nn.Linear(144, 10))
+    case = Case(module, (1, 8, 8), (Load(8, 1), Load(8, 1)), training, torch.float32)
+    inputs = torch.randn(2, 8, 4, 6, 6).to(torch.bfloat16)
     wanted = norm(inputs[0].float())
 
     def outputs(batch: Tensor) -> Tensor:
@@ -95,10 +101,7 @@ def test_each_reports_its_own_progress_and_ends_with_its_own_last_step(monkeypat
     monkeypatch.setattr(loop, "LOOK_S", 0.0)
     case = quick()
     ends: list[int] = []
-    turns = case.turns
-    for k, turn in enumerate(turns):
-        done = turn.done
-        object.__setattr__(turn, "done", lambda how, k=k, done=done: (ends.append(k), done(how)))
+    turns = [replace(turn, done=lambda _, k=k: ends.append(k)) for k, turn in enumerate(case.turns)]
     loop.train(case.recipe, turns, most=100)
     totals = [4, 3, 3, 5, 4]
     assert [seen[-1] for seen in case.progress] == [(total, total) for total in totals]
@@ -167,6 +170,108 @@ def test_the_leavers_time_goes_to_those_who_stay(monkeypatch: pytest.MonkeyPatch
     case.cancelled[0].set()
     assert sum(how.train_s for how in case.train()) == pytest.approx(5)
     assert isinstance(case.ended[0], Cancelled) and not case.progress[0][1:]
+
+
+# Where memory runs out: in smaller groups, with the same bits
+
+EXHAUSTED = (
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+)
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, int], bool]) -> list[int]:
+    """Let passes run out of memory by their number, from 1, and their places; return the places of the others."""
+    errors, numbers, sizes = itertools.cycle(EXHAUSTED), itertools.count(1), list[int]()
+    outputs_of = VmappedModels._outputs
+
+    def tight(state: VmappedModels, run: Any, weights: Any, buffers: Any, batch: Any) -> Any:
+        made = outputs_of(state, run, weights, buffers, batch)
+        if fails(next(numbers), len(batch.samples)):
+            raise next(errors)
+        sizes.append(len(batch.samples))
+        return made
+
+    monkeypatch.setattr(VmappedModels, "_outputs", tight)
+    return sizes
+
+
+def assert_alike(case: Case, plenty: Case) -> None:
+    for mine, its in zip(case.ended, plenty.ended, strict=True):
+        assert isinstance(mine, VmappedResult) and isinstance(its, VmappedResult) and mine.steps == its.steps
+        np.testing.assert_allclose(case.layout.floats(mine.row), case.layout.floats(its.row), rtol=0, atol=1e-6)
+        assert np.array_equal(case.layout.integers(mine.row), case.layout.integers(its.row))
+        assert mine.loss == pytest.approx(its.loss, abs=1e-6 if case.dtype == torch.float32 else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *(("mlp", most) for most in (1, 2, 3, 4)),
+        ("fedprox", 2),
+        ("fedsam", 2),
+        pytest.param("resnet20", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_group_without_memory_is_halved(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, plenty = CASES[name](), CASES[name]()
+    plenty.train()
+    sizes = short_of_memory(monkeypatch, lambda _, places: places > most)
+    case.train()
+    assert max(sizes) <= most
+    assert_alike(case, plenty)
+
+
+def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, sizes = quick(), short_of_memory(monkeypatch, lambda number, _: number == 3)
+    assert [how.steps for how in case.train()] == [4, 3, 3, 5, 4]
+    assert sum(sizes) == 4 + 3 + 3 + 5 + 4
+
+
+@pytest.mark.parametrize("failing", [3, 4, 9, 10])  # passes: two for each step
+def test_a_second_pass_without_memory_leaves_the_weights(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, plenty = CASES["fedsam"](), CASES["fedsam"]()
+    plenty.train()
+    short_of_memory(monkeypatch, lambda number, _: number == failing)
+    case.train()
+    assert_alike(case, plenty)
+
+
+def test_without_memory_for_one_device_none_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = quick()
+    short_of_memory(monkeypatch, lambda _, places: places > 0)
+    assert case.train() == [] and case.ended == [None] * 5
+    with pytest.raises(torch.OutOfMemoryError, match="cpu has no memory for one vmapped step"):
+        problem_of(case.recipe, case.turns)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_cap_makes_several_groups(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, sizes = quick(), short_of_memory(monkeypatch, lambda *_: False)
+    case.train(most)
+    assert max(sizes) == most and all(isinstance(how, VmappedResult) for how in case.ended)
+
+
+def test_memory_that_runs_out_after_a_draw_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    plenty, case = (Case(dropping(), (1, 8, 8), dtype=torch.float32) for _ in range(2))
+    plenty.train()
+    sizes = short_of_memory(monkeypatch, lambda number, _: number == 3)
+    case.train()
+    assert len(sizes) > 2
+    assert_alike(case, plenty)
+
+
+def test_a_cap_follows_from_what_a_few_devices_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = quick()
+    assert most_in_memory(case.recipe, case.turns[0]) >= 5  # a host's memory is not asked
+    gpu = SimpleNamespace(accelerator=torch.device("cuda", 0))
+    monkeypatch.setattr(calibration, "_peak_bytes", lambda _, turns: 100 + 50 * len(turns))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
+    assert most_in_memory(gpu, case.turns[0]) == 16  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 5000))
+    assert most_in_memory(gpu, case.turns[0]) == 1  # type: ignore[arg-type]
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")

@@ -26,8 +26,8 @@ from tests.helpers.vmapped import (
     Case,
     mlp,
     quick,
+    settings_of,
     text_case,
-    with_objective,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -182,7 +182,7 @@ def test_an_objective_that_vmapped_steps_ignore_is_found_out(
     precision: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    training = with_objective(objective, precision=precision)
+    training = settings_of(weight_decay=0.01, objective=objective, precision=precision)
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), RAGGED[:2], training, torch.float32)
     assert problem_of(case.recipe, case.turns) == ""
     ignore(monkeypatch)

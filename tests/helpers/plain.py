@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from common.learning import datasets, models
 from common.learning.computing import seeded
 from common.model.layout import Row
 from common.randomness import Purpose, torch_seed
-from device.jobs import LocalResult, Order
+from device.jobs import Ending, HostedDevice, LocalResult, Order
+from device.pool.trainers import Trainers
 from device.training import batches
 from device.training.trainer import Trainer
 from tests.helpers.steps import batches_of
@@ -49,6 +51,31 @@ def trained(
     """Return what a trainer makes of a model, and its result; `more`: of its order."""
     out = np.zeros(trainer.vectors.links.up.row_bytes + trainer.vectors.kept_bytes, np.uint8)
     return out, trainer.train(Order(row, out, epochs, local_round, **more))
+
+
+def trained_together(
+    lab: schema.Experiment,
+    nodes: Sequence[str],
+    row: Row | None = None,
+    *,
+    epochs: int = 1,
+    local_round: int = 0,
+    times: int = 1,
+) -> list[list[tuple[Row, LocalResult]]]:
+    """Return what devices of one process make of a model, in each of some trainings, and their results.
+
+    None: of the first model.
+    """
+    trainers, devices = Trainers(), [HostedDevice(lab, lab.digest, node) for node in nodes]
+    layouts = [trainers.prepare(device, "cpu").layout for device in devices]
+    row, found = first_model(lab) if row is None else row, []
+    for _ in range(times):
+        orders, ended = [Order(row, layout.empty(), epochs, local_round) for layout in layouts], dict[int, Ending]()
+        trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
+        results = [ended[number] for number in range(len(nodes))]
+        assert all(isinstance(result, LocalResult) for result in results), results
+        found.append([(order.out, result) for order, result in zip(orders, results, strict=True)])
+    return found
 
 
 def plain_training(

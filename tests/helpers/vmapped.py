@@ -172,7 +172,6 @@ class Case:
             training=self.training,
             learning_rate=0.05,
             last_epoch=load.epochs - 1,
-            watch=lambda _: None,
             buffers=list(module.buffers()),
         )
         return dict(module.state_dict()), float(losses) / load.samples, taken
@@ -215,59 +214,48 @@ def text_case(name: str, loads: tuple[Load, ...] = RAGGED, dtype: torch.dtype = 
     return Case(module, (6,), loads=loads, dtype=dtype, tokens=20)
 
 
-def with_objective(objective: dict[str, Any], **more: Any) -> TrainingSettings:
-    settings = {"batch_size": 4, "weight_decay": 0.01, "objective": objective, **more}
-    return TrainingSettings.model_validate(settings)
+def dense(**training: Any) -> Case:
+    return Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=settings_of(**training))
 
+
+def odd(**training: Any) -> Case:
+    return Case(_Odd(), (1, 8, 8), training=settings_of(**training))
+
+
+def resnet(name: str = "resnet20", shape: tuple[int, ...] = (3, 16, 16), **training: Any) -> Case:
+    return Case(of(name, shape), shape, loads=RAGGED[:3], training=settings_of(**training))
+
+
+def settings_of(**training: Any) -> TrainingSettings:
+    return TrainingSettings.model_validate({"batch_size": 4, **training}) if training else BATCHES_OF_4
+
+
+PROX: dict[str, Any] = {"weight_decay": 0.01, "objective": {"name": "fedprox", "mu": 1.0}}
+SAM: dict[str, Any] = {"weight_decay": 0.01, "objective": {"name": "fedsam"}}
 
 CASES: dict[str, Callable[[], Case]] = {
-    "mlp": lambda: Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8)),
-    "no momentum": lambda: Case(
-        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=TrainingSettings(batch_size=4, momentum=0.0, weight_decay=0.1)
-    ),
-    "nesterov, clipped": lambda: Case(
-        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=TrainingSettings(batch_size=4, nesterov=True, clip_norm=0.5)
-    ),
-    "augmented": lambda: Case(
-        mlp(Inputs((1, 8, 8), 10)),
-        (1, 8, 8),
-        training=TrainingSettings.model_validate({"batch_size": 4, "augmentation": {"flip": True, "crop": 2}}),
-    ),
-    "adam": lambda: Case(
-        mlp(Inputs((1, 8, 8), 10)),
-        (1, 8, 8),
-        training=TrainingSettings.model_validate({"batch_size": 4, "optimizer": {"name": "adam", "weight_decay": 0.1}}),
-    ),
-    "adamw, odd": lambda: Case(
-        _Odd(), (1, 8, 8), training=TrainingSettings.model_validate({"batch_size": 4, "optimizer": {"name": "adamw"}})
-    ),
-    "adam, batch norm": lambda: Case(
-        of("resnet20", (3, 16, 16)),
-        (3, 16, 16),
-        loads=RAGGED[:3],
-        training=TrainingSettings.model_validate({"batch_size": 4, "optimizer": {"name": "adam"}}),
-    ),
-    "odd": lambda: Case(_Odd(), (1, 8, 8)),
-    "fedprox": lambda: Case(
-        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=with_objective({"name": "fedprox", "mu": 1.0})
-    ),
-    "fedprox, odd": lambda: Case(_Odd(), (1, 8, 8), training=with_objective({"name": "fedprox", "mu": 1.0})),
-    "fedsam": lambda: Case(
-        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=with_objective({"name": "fedsam"}, clip_norm=0.5)
-    ),
-    "fedsam, resnet20": lambda: Case(
-        of("resnet20", (3, 16, 16)), (3, 16, 16), loads=RAGGED[:3], training=with_objective({"name": "fedsam"})
-    ),
+    "mlp": dense,
+    "no momentum": lambda: dense(momentum=0.0, weight_decay=0.1),
+    "nesterov, clipped": lambda: dense(nesterov=True, clip_norm=0.5),
+    "augmented": lambda: dense(augmentation={"flip": True, "crop": 2}),
+    "adam": lambda: dense(optimizer={"name": "adam", "weight_decay": 0.1}),
+    "adamw, odd": lambda: odd(optimizer={"name": "adamw"}),
+    "adam, batch norm": lambda: resnet(optimizer={"name": "adam"}),
+    "odd": odd,
+    "fedprox": lambda: dense(**PROX),
+    "fedprox, odd": lambda: odd(**PROX),
+    "fedsam": lambda: dense(**SAM, clip_norm=0.5),
+    "fedsam, resnet20": lambda: resnet(**SAM),
     "lenet5": lambda: Case(of("lenet5", (1, 28, 28)), (1, 28, 28)),
     "cnn_fedavg": lambda: Case(of("cnn_fedavg", (1, 20, 20)), (1, 20, 20)),
     "dropout": lambda: Case(dropping(), (1, 8, 8)),
-    "dropout, fedsam": lambda: Case(dropping(), (1, 8, 8), training=with_objective({"name": "fedsam"})),
+    "dropout, fedsam": lambda: Case(dropping(), (1, 8, 8), training=settings_of(**SAM)),
     "dropout, batch norm": lambda: Case(dropping(nn.BatchNorm2d(4)), (1, 8, 8), loads=RAGGED[:3]),
     "char_lstm": lambda: text_case("char_lstm", RAGGED[:3]),
     "sent_lstm": lambda: text_case("sent_lstm", RAGGED[:3]),
     "lstm, seldom form": lambda: Case(_Sequences(), (1, 8, 8), loads=RAGGED[:3]),
-    "resnet20": lambda: Case(of("resnet20", (3, 16, 16)), (3, 16, 16), loads=RAGGED[:3]),
-    "resnet20_preact": lambda: Case(of("resnet20_preact", (1, 16, 16)), (1, 16, 16), loads=RAGGED[:3]),
+    "resnet20": resnet,
+    "resnet20_preact": lambda: resnet("resnet20_preact", (1, 16, 16)),
 }
 
 
@@ -276,8 +264,8 @@ def resnet_in(precision: str, device: torch.device = CPU) -> Case:
     return Case(of("resnet20", (3, 16, 16)), (3, 16, 16), (Load(8, 1), Load(8, 1)), training, torch.float32, device)
 
 
-def quick(loads: tuple[Load, ...] = RAGGED, **training: Any) -> Case:
-    return Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), loads=loads, dtype=torch.float32)
+def quick() -> Case:
+    return Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), dtype=torch.float32)
 
 
 def rows_of(case: Case) -> list[bytes | None]:
