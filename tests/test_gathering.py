@@ -315,7 +315,7 @@ def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("lane", [Thread, Worker])
 def test_a_pools_devices_are_trained_vmapped(lane: Callable[[], Executor]) -> None:
-    work = Work(experiment("cnn_digits"))
+    work = Work(experiment())
 
     async def play() -> list[LocalResult]:
         async with Pool(accelerator="cpu", slots=1, devices=4, thread=lane) as pool:

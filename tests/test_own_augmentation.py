@@ -92,7 +92,7 @@ def experiment(name: str = "", **keywords: Any) -> Experiment:
     return parse({"topology": {"devices": 12}, "model": {"name": "mlp_digits"}, "training": training})
 
 
-def inputs_of(lab: Experiment, *, epochs: int = 2, local_round: int = 0, joins: bool = False) -> list[Tensor]:
+def inputs_of(lab: Experiment, *, epochs: int = 2, local_round: int = 0) -> list[Tensor]:
     local = batches.load_local_dataset(lab, "device-1", accelerator=CPU)
     some = batches_of(local, lab, node="device-1", epochs=epochs, local_round=local_round)
     return [inputs for _, inputs, _ in some]
@@ -111,12 +111,9 @@ def test_it_is_drawn_anew_in_each_epoch_and_round_and_the_same_again() -> None:
     assert not torch.equal(drawn[:half].sort().values, drawn[half:].sort().values)
 
 
-def test_one_that_changes_nothing_gives_the_batches_without_any() -> None:
-    assert all(map(torch.equal, inputs_of(experiment("Same")), inputs_of(experiment())))
-
-
-def test_a_function_that_makes_one_will_do() -> None:
-    assert all(map(torch.equal, inputs_of(experiment("function")), inputs_of(experiment())))
+@pytest.mark.parametrize("name", ["Same", "function"])  # a class, and a function that makes an object
+def test_one_that_changes_nothing_gives_the_batches_without_any(name: str) -> None:
+    assert all(map(torch.equal, inputs_of(experiment(name)), inputs_of(experiment())))
 
 
 def test_it_leaves_the_global_generators() -> None:
@@ -137,26 +134,21 @@ def test_a_trainer_gives_the_same_model_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"),
+    ("name", "keywords", "problem"),
     [
-        ("Cropped", r"returns torch.uint8 \[1, 8, 7\] for a sample of torch.uint8 \[1, 8, 8\]. Return a tensor of"),
-        ("Scaled", r"returns torch.float32 \[1, 8, 8\] for a sample of torch.uint8"),
-        ("Array", "returns ndarray for a sample of"),
-        ("Fails", r"fails with KeyError: 'x', in Fails.__call__ \(tests/test_own_augmentation.py:\d+\)"),
-        ("Unseeded", "the same samples twice become others"),
-        ("NotCallable", "makes NotCallable, which is not callable"),
-        ("Absent", "cannot be imported"),
+        ("Cropped", {}, r"returns torch.uint8 \[1, 8, 7\] for a sample of torch.uint8 \[1, 8, 8\]. Return a tensor of"),
+        ("Scaled", {}, r"returns torch.float32 \[1, 8, 8\] for a sample of torch.uint8"),
+        ("Array", {}, "returns ndarray for a sample of"),
+        ("Fails", {}, r"fails with KeyError: 'x', in Fails.__call__ \(tests/test_own_augmentation.py:\d+\)"),
+        ("Unseeded", {}, "the same samples twice become others"),
+        ("NotCallable", {}, "makes NotCallable, which is not callable"),
+        ("Absent", {}, "cannot be imported"),
+        ("Noise", {"least": 1}, "does not accept the keywords least"),
     ],
 )
-def test_what_is_wrong_ends_the_run_before_it_begins(name: str, problem: str) -> None:
-    trainer = Trainer(experiment(name), node="device-1", accelerator="cpu")
+def test_what_is_wrong_ends_the_run_before_it_begins(name: str, keywords: dict[str, int], problem: str) -> None:
+    trainer = Trainer(experiment(name, **keywords), node="device-1", accelerator="cpu")
     with pytest.raises(InvalidExperiment, match=rf"^training\.augmentation\.name = '{HERE}:{name}': .*{problem}"):
-        trainer.prepare()
-
-
-def test_wrong_keywords_are_refused() -> None:
-    trainer = Trainer(experiment("Noise", least=1), node="device-1", accelerator="cpu")
-    with pytest.raises(InvalidExperiment, match="does not accept the keywords least"):
         trainer.prepare()
 
 

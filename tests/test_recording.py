@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,8 @@ from device.jobs import Order
 from device.training import network, sgd
 from device.training.recording import NotRecordable, Program, program_of
 from device.training.sgd import LocalSteps, run_sgd
-from device.training.trainer import Trainer
 from tests.helpers.plain import first_model, trainer_of
+from tests.helpers.plain import trained as train_once
 
 Forward = Callable[[nn.Linear, Tensor], Tensor]
 
@@ -211,90 +209,26 @@ def test_what_code_keeps_beside_the_state_is_noticed() -> None:
     assert program(forward) is not None  # who looks at nothing sees nothing
 
 
-OWN = """
-import random
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen, self.scale = nn.Linear(64, 10), 0, torch.ones(1)
-        self.hook = None
-
-    def forward(self, x):
-        return self.layer(x.flatten(1))
-
-class Counts(Net):
-    def forward(self, x):
-        self.seen += 1
-        return super().forward(x) * (1.0 if self.seen < 20 else 2.0)
-
-class Scales(Net):
-    def forward(self, x):
-        self.scale = self.scale * 1.01
-        return super().forward(x) * self.scale
-
-class Draws(Net):
-    def forward(self, x):
-        return super().forward(x) * (1 + random.random())
-
-class Hooked(Net):
-    def __init__(self):
-        super().__init__()
-        self.layer.weight.register_hook(lambda gradient: 2 * gradient)
-
-class Normed(Net):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(64)
-
-    def forward(self, x):
-        return super().forward(self.norm(x.flatten(1)))
-
-class Frozen(Net):
-    def __init__(self):
-        super().__init__()
-        self.layer.bias.requires_grad_(False)
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "recorded"),
     [
         ("Net", True),
         ("Normed", True),
-        ("Frozen", True),
-        ("Counts", False),
-        ("Scales", False),
-        ("Draws", False),
-        ("Hooked", False),
+        ("FrozenBias", True),
+        ("StepCounter", False),
+        ("LateCounter", False),
+        ("Rebound", False),
+        ("PythonNoise", False),
+        ("ScaledByHook", False),
     ],
 )
-def test_a_users_model_is_recorded_only_where_that_makes_no_difference(
-    name: str, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "recorded_nets.py").write_text(
-        OWN + f"\ndef build(*, shape, classes):\n    torch.manual_seed(1)\n    return {name}()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "recorded_nets", raising=False)
-    lab = {
-        "topology": {"institutions": 0, "devices": 1},
-        "data": {"dataset": "digits"},
-        "model": {"name": "recorded_nets:build"},
-    }
+def test_a_users_model_is_recorded_only_where_that_makes_no_difference(name: str, recorded: bool) -> None:
+    lab = {"topology": {"devices": 12}, "model": {"name": f"tests.helpers.odd_models:{name}"}}
     outcomes = []
     for choice in (True, False):
-        trainer = Trainer(
-            parse({**lab, "training": {"batch_size": 100, "recorded": choice}}), node="device-0", accelerator="cpu"
-        )
-        random.seed(5)
-        trainer.prepare()
-        row, out = trainer.layout.empty(), trainer.layout.empty()
-        row[:] = 0
+        trainer = trainer_of(parse({**lab, "training": {"batch_size": 50, "recorded": choice}}))
         assert {bool(p) for p in trainer._prepared.source.programs.values()} == ({recorded} if choice else set())
-        result = trainer.train(Order(row, out, 3, 0))
+        out, result = train_once(trainer, np.zeros(trainer.layout.row_bytes, np.uint8), epochs=3)
         outcomes.append((bytes(out), result.loss, result.steps))
     assert outcomes[0] == outcomes[1]
 
