@@ -44,6 +44,7 @@ from deploy.results.run import Run
 from device.pool.energy import EnergyShares
 from device.pool.pool import Pool
 from tests.helpers.energy import RANGE, zone
+from tests.helpers.loops import in_loop
 from tests.helpers.records import a_global_round
 from tests.test_hostile_members import result
 from tests.test_metrics import Driver, Hand
@@ -259,71 +260,65 @@ def shares_of(counter: Counted) -> EnergyShares:
     return EnergyShares(counter, lambda: 50.0)
 
 
-def test_power_belongs_to_the_trainings_in_progress_else_to_all() -> None:
-    async def play() -> None:
-        counter = Counted()
-        counter.value = 1000.0  # before the run
-        shares = shares_of(counter)
-        for name in "ab":
-            await shares.open(name)
-        counter.value = 1010.0  # nobody trains: 5 each
-        await shares.begin(["a"])
-        counter.value = 1030.0  # 20 for a
-        await shares.begin(["b"])
-        counter.value = 1050.0  # 10 each
-        a = await shares.end("a", KNOWN)
-        assert (a.joules, a.train_joules, a.energy_source) == (35.0, 30.0, EnergySource.RAPL)
-        assert (a.cpu_s, a.memory_bytes, a.celsius) == (1.5, 2_000_000, 50.0)
-        counter.value = 1057.0
-        b = await shares.end("b", UNKNOWN_COSTS)
-        assert (b.joules, b.train_joules) == (22.0, 17.0)
-        counter.value = 1060.0
-        await shares.begin(["a"])
-        counter.value = 1061.0
-        assert (await shares.end("a", UNKNOWN_COSTS)).joules == 1.5 + 1.0
-        shares.leave("a")
-        counter.value = 2000.0
-        await shares.begin(["b"])
-        assert (await shares.end("b", UNKNOWN_COSTS)).joules == 1.5 + 939.0
-
-    asyncio.run(play())
+@in_loop
+async def test_power_belongs_to_the_trainings_in_progress_else_to_all() -> None:
+    counter = Counted()
+    counter.value = 1000.0  # before the run
+    shares = shares_of(counter)
+    for name in "ab":
+        await shares.open(name)
+    counter.value = 1010.0  # nobody trains: 5 each
+    await shares.begin(["a"])
+    counter.value = 1030.0  # 20 for a
+    await shares.begin(["b"])
+    counter.value = 1050.0  # 10 each
+    a = await shares.end("a", KNOWN)
+    assert (a.joules, a.train_joules, a.energy_source) == (35.0, 30.0, EnergySource.RAPL)
+    assert (a.cpu_s, a.memory_bytes, a.celsius) == (1.5, 2_000_000, 50.0)
+    counter.value = 1057.0
+    b = await shares.end("b", UNKNOWN_COSTS)
+    assert (b.joules, b.train_joules) == (22.0, 17.0)
+    counter.value = 1060.0
+    await shares.begin(["a"])
+    counter.value = 1061.0
+    assert (await shares.end("a", UNKNOWN_COSTS)).joules == 1.5 + 1.0
+    shares.leave("a")
+    counter.value = 2000.0
+    await shares.begin(["b"])
+    assert (await shares.end("b", UNKNOWN_COSTS)).joules == 1.5 + 939.0
 
 
-def test_what_was_not_known_for_a_moment_leaves_the_cells_empty_and_no_others() -> None:
-    async def play() -> None:
-        counter = Counted()
-        shares = shares_of(counter)
-        await shares.open("a")
-        await shares.begin(["a"])
-        counter.value = None
-        await shares.open("b")  # any reading
-        counter.value = 500.0
-        found = await shares.end("a", UNKNOWN_COSTS)
-        assert (found.joules, found.train_joules, found.energy_source) == (None, None, EnergySource.NONE)
-        assert (await shares.end("b", UNKNOWN_COSTS)).joules == 0.0, "all of it was of a's training"
-        await shares.begin(["a"])
-        counter.value = 503.0
-        assert (await shares.end("a", UNKNOWN_COSTS)).joules == 3.0
-
-    asyncio.run(play())
+@in_loop
+async def test_what_was_not_known_for_a_moment_leaves_the_cells_empty_and_no_others() -> None:
+    counter = Counted()
+    shares = shares_of(counter)
+    await shares.open("a")
+    await shares.begin(["a"])
+    counter.value = None
+    await shares.open("b")  # any reading
+    counter.value = 500.0
+    found = await shares.end("a", UNKNOWN_COSTS)
+    assert (found.joules, found.train_joules, found.energy_source) == (None, None, EnergySource.NONE)
+    assert (await shares.end("b", UNKNOWN_COSTS)).joules == 0.0, "all of it was of a's training"
+    await shares.begin(["a"])
+    counter.value = 503.0
+    assert (await shares.end("a", UNKNOWN_COSTS)).joules == 3.0
 
 
-def test_a_training_without_a_result_leaves_its_energy_to_the_others() -> None:
-    async def play() -> None:
-        counter = Counted()
-        shares = shares_of(counter)
-        for name in "ab":
-            await shares.open(name)
-        await shares.begin(["a", "b"])
-        shares.stop("a")
-        shares.stop("a")
-        counter.value = 8.0
-        assert (await shares.end("b", UNKNOWN_COSTS)).joules == 8.0
-        counter.value = 10.0
-        await shares.begin(["a"])
-        assert (await shares.end("a", UNKNOWN_COSTS)).joules == 1.0
-
-    asyncio.run(play())
+@in_loop
+async def test_a_training_without_a_result_leaves_its_energy_to_the_others() -> None:
+    counter = Counted()
+    shares = shares_of(counter)
+    for name in "ab":
+        await shares.open(name)
+    await shares.begin(["a", "b"])
+    shares.stop("a")
+    shares.stop("a")
+    counter.value = 8.0
+    assert (await shares.end("b", UNKNOWN_COSTS)).joules == 8.0
+    counter.value = 10.0
+    await shares.begin(["a"])
+    assert (await shares.end("a", UNKNOWN_COSTS)).joules == 1.0
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -365,15 +360,13 @@ def test_the_rows_of_a_run_add_up_to_the_counter_through_a_wrap(slots: int, tmp_
     assert math.fsum(each.train_joules or 0.0 for each in found) == pytest.approx(12 * 7.0)
 
 
-def test_a_host_without_a_source_has_empty_cells() -> None:
-    async def play() -> None:
-        notes = Notes(["cpu"])
-        notes.gate.set()
-        async with Pool(accelerator="cpu", slots=1, devices=1, thread=notes.lane, worker=notes.lane) as pool:
-            (member,) = await members_of(pool, ["a"])
-            assert (await trains(member)).costs == UNKNOWN_COSTS
-
-    asyncio.run(play())
+@in_loop
+async def test_a_host_without_a_source_has_empty_cells() -> None:
+    notes = Notes(["cpu"])
+    notes.gate.set()
+    async with Pool(accelerator="cpu", slots=1, devices=1, thread=notes.lane, worker=notes.lane) as pool:
+        (member,) = await members_of(pool, ["a"])
+        assert (await trains(member)).costs == UNKNOWN_COSTS
 
 
 # Messages

@@ -26,6 +26,7 @@ from common.model.layout import ModelLayout, Row, Section
 from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared
 from device.pool.executors import Executor, Thread, Worker
 from device.pool.pool import Member, Pool
+from tests.helpers.loops import in_loop
 from tests.helpers.plain import first_model, trained, trainer_of
 
 T = TypeVar("T")
@@ -157,64 +158,58 @@ async def members_of(pool: Pool, names: Sequence[str], lab: schema.Experiment | 
     return members
 
 
-def test_first_come_first_served_and_who_leaves_the_queue_is_skipped() -> None:
-    async def play() -> None:
-        notes = Notes(["cpu"])
-        async with fake_pool(notes) as pool:
-            members = await members_of(pool, ["a", "b", "c", "d"])
-            tasks = []
-            for member in (members[2], members[0], members[3], members[1]):
-                tasks.append(trains(member))
-                await settle()
-            assert notes.begun == [("cpu", ["c"])]
-            tasks[2].cancel()
-            notes.gate.set()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [nodes for _, nodes in notes.begun] == [["c"], ["a"], ["b"]]
-            assert isinstance(results[2], asyncio.CancelledError)
-            assert all(
-                isinstance(result, LocalResult) and result.wait_s >= 0 for result in results if result is not results[2]
-            )
-            assert pool.moves == members[0].moves == 3
-        assert all(lane.closed for lane in notes.lanes)
-
-    asyncio.run(play())
-
-
-def test_an_experiment_is_forgotten_when_the_last_device_has_left_it() -> None:
-    async def play() -> None:
-        notes, first, second = Notes(["cpu"]), experiment(), experiment(epochs=7)
-        async with fake_pool(notes) as pool:
-            a, b = await members_of(pool, ["a", "b"], first)
-            a.leave()
-            a.leave()
-            assert notes.lanes[0].forgotten == []
-            await a.prepare(second)
-            await b.prepare(second)  # it goes on to another run at once
-            assert notes.lanes[0].forgotten == [first.digest]
-            b.leave()
-            a.leave()
-            assert notes.lanes[0].forgotten == [first.digest, second.digest]
-
-    asyncio.run(play())
-
-
-def test_a_training_that_is_called_off_ends_before_its_rows_are_free() -> None:
-    async def play() -> None:
-        notes = Notes(["cpu"])
-        async with fake_pool(notes) as pool:
-            members = await members_of(pool, ["a", "b"])
-            first, second = trains(members[0]), trains(members[1])
+@in_loop
+async def test_first_come_first_served_and_who_leaves_the_queue_is_skipped() -> None:
+    notes = Notes(["cpu"])
+    async with fake_pool(notes) as pool:
+        members = await members_of(pool, ["a", "b", "c", "d"])
+        tasks = []
+        for member in (members[2], members[0], members[3], members[1]):
+            tasks.append(trains(member))
             await settle()
-            first.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await first
-            await settle()
-            assert [nodes for _, nodes in notes.begun] == [["a"], ["b"]]
-            notes.gate.set()
-            assert (await second).samples == 7
+        assert notes.begun == [("cpu", ["c"])]
+        tasks[2].cancel()
+        notes.gate.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [nodes for _, nodes in notes.begun] == [["c"], ["a"], ["b"]]
+        assert isinstance(results[2], asyncio.CancelledError)
+        assert all(
+            isinstance(result, LocalResult) and result.wait_s >= 0 for result in results if result is not results[2]
+        )
+        assert pool.moves == members[0].moves == 3
+    assert all(lane.closed for lane in notes.lanes)
 
-    asyncio.run(play())
+
+@in_loop
+async def test_an_experiment_is_forgotten_when_the_last_device_has_left_it() -> None:
+    notes, first, second = Notes(["cpu"]), experiment(), experiment(epochs=7)
+    async with fake_pool(notes) as pool:
+        a, b = await members_of(pool, ["a", "b"], first)
+        a.leave()
+        a.leave()
+        assert notes.lanes[0].forgotten == []
+        await a.prepare(second)
+        await b.prepare(second)  # it goes on to another run at once
+        assert notes.lanes[0].forgotten == [first.digest]
+        b.leave()
+        a.leave()
+        assert notes.lanes[0].forgotten == [first.digest, second.digest]
+
+
+@in_loop
+async def test_a_training_that_is_called_off_ends_before_its_rows_are_free() -> None:
+    notes = Notes(["cpu"])
+    async with fake_pool(notes) as pool:
+        members = await members_of(pool, ["a", "b"])
+        first, second = trains(members[0]), trains(members[1])
+        await settle()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await settle()
+        assert [nodes for _, nodes in notes.begun] == [["a"], ["b"]]
+        notes.gate.set()
+        assert (await second).samples == 7
 
 
 def test_a_training_alone_costs_no_look_at_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,28 +240,26 @@ def test_a_training_alone_costs_no_look_at_those_that_wait(monkeypatch: pytest.M
     assert asyncio.run(play(50)) > 0
 
 
-def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(*_: object) -> None:
         """Wait for nobody."""
 
     monkeypatch.setattr("device.pool.pool.gather", at_once)
     monkeypatch.setattr("device.pool.pool.most_together", lambda *_: 3)
 
-    async def play() -> None:
-        notes = Notes(["cpu"])
-        other = experiment(learning_rate=0.5)
-        async with fake_pool(notes, devices=6) as pool:
-            members = await members_of(pool, ["a", "b", "c", "d", "e"])
-            (stranger,) = await members_of(pool, ["f"], other)
-            first = trains(members[0])
-            await settle()
-            rest = [trains(member) for member in (members[1], stranger, *members[2:])]
-            await settle()
-            notes.gate.set()
-            await asyncio.gather(first, *rest)
-            assert [nodes for _, nodes in notes.begun] == [["a"], ["b", "c", "d"], ["f"], ["e"]]
-
-    asyncio.run(play())
+    notes = Notes(["cpu"])
+    other = experiment(learning_rate=0.5)
+    async with fake_pool(notes, devices=6) as pool:
+        members = await members_of(pool, ["a", "b", "c", "d", "e"])
+        (stranger,) = await members_of(pool, ["f"], other)
+        first = trains(members[0])
+        await settle()
+        rest = [trains(member) for member in (members[1], stranger, *members[2:])]
+        await settle()
+        notes.gate.set()
+        await asyncio.gather(first, *rest)
+        assert [nodes for _, nodes in notes.begun] == [["a"], ["b", "c", "d"], ["f"], ["e"]]
 
 
 @pytest.mark.parametrize(
@@ -280,24 +273,22 @@ def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch: pyte
         ("cpu", 2, ["cpu", "cpu"]),
     ],
 )
-def test_devices_go_round_the_gpus(
+@in_loop
+async def test_devices_go_round_the_gpus(
     accelerator: str, slots: int | None, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("device.pool.pool.may_have_gpu", lambda: True)
 
-    async def play() -> None:
-        notes = Notes(["cpu", "cuda:0", "cuda:1", "cuda:2"])
-        names = [f"d{i}" for i in range(9)]
-        async with fake_pool(notes, accelerator=accelerator, slots=slots, devices=9) as pool:
-            members = await members_of(pool, names)
-            notes.gate.set()
-            await asyncio.gather(*map(trains, members))
-            assert [lane.accelerator for lane in notes.lanes if not lane.closed] == wanted
-            places = {node: where for where, nodes in notes.begun for node in nodes}
-            gpus = list(dict.fromkeys(wanted))
-            assert [places[name] for name in names] == [gpus[i % len(gpus)] for i in range(9)]
-
-    asyncio.run(play())
+    notes = Notes(["cpu", "cuda:0", "cuda:1", "cuda:2"])
+    names = [f"d{i}" for i in range(9)]
+    async with fake_pool(notes, accelerator=accelerator, slots=slots, devices=9) as pool:
+        members = await members_of(pool, names)
+        notes.gate.set()
+        await asyncio.gather(*map(trains, members))
+        assert [lane.accelerator for lane in notes.lanes if not lane.closed] == wanted
+        places = {node: where for where, nodes in notes.begun for node in nodes}
+        gpus = list(dict.fromkeys(wanted))
+        assert [places[name] for name in names] == [gpus[i % len(gpus)] for i in range(9)]
 
 
 def test_an_accelerator_that_is_not_there_is_refused_at_the_start() -> None:
@@ -314,14 +305,12 @@ def test_an_accelerator_that_is_not_there_is_refused_at_the_start() -> None:
         choose("cuda", ["cpu"])
 
 
-def test_lanes_that_cannot_start_fail_whoever_waits_and_whoever_comes() -> None:
-    async def play() -> None:
-        async with fake_pool(Notes(["cpu"], failure=RunFailed("no torch"))) as pool:
-            for name in ("a", "b"):
-                with pytest.raises(RunFailed, match="no torch"):
-                    await pool.member(name).prepare(experiment())
-
-    asyncio.run(play())
+@in_loop
+async def test_lanes_that_cannot_start_fail_whoever_waits_and_whoever_comes() -> None:
+    async with fake_pool(Notes(["cpu"], failure=RunFailed("no torch"))) as pool:
+        for name in ("a", "b"):
+            with pytest.raises(RunFailed, match="no torch"):
+                await pool.member(name).prepare(experiment())
 
 
 def test_a_driver_makes_it_worth_looking_for_gpus(tmp_path: Path) -> None:
@@ -481,23 +470,27 @@ def moody(lab: Lab) -> schema.Experiment:
     return experiment("moody:build")
 
 
-async def train_moody(lab: Lab, what: schema.Experiment, row: Row, *, order: str = "") -> Row:
+def train_moody(lab: Lab, what: schema.Experiment, *, order: str = "") -> Row:
     """Prepare and train; `order`: what the model does in the training."""
-    member = lab.member("device-0")
-    out = (await member.prepare(what)).layout.empty()
-    if order:
-        lab.order(order)
-    await member.train(Order(row, out, 1, 0))
-    return out
+
+    async def play() -> Row:
+        member = lab.member("device-0")
+        out = (await member.prepare(what)).layout.empty()
+        if order:
+            lab.order(order)
+        await member.train(Order(first_model(what), out, 1, 0))
+        return out
+
+    return lab.do(play())
 
 
-def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody: schema.Experiment) -> None:
-    row = first_model(moody)
-    lab.do(train_moody(lab, moody, row))
+@pytest.mark.parametrize("order", ["kill", pytest.param("lose", marks=pytest.mark.slow)])
+def test_a_worker_is_replaced_once_at_no_cost_for_the_training(order: str, lab: Lab, moody: schema.Experiment) -> None:
+    train_moody(lab, moody)
     before = lab.pids()
-    lab.order("kill")
-    assert np.array_equal(lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row)[0])
+    again = train_moody(lab, moody, order=order)
     assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
+    assert np.array_equal(again, alone(moody, "device-0", first_model(moody))[0])
 
 
 @pytest.mark.slow
@@ -511,19 +504,18 @@ def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody
 def test_a_training_that_ends_two_workers_fails_and_spares_the_others(
     order: str, reason: str, lab: Lab, moody: schema.Experiment
 ) -> None:
-    row = first_model(moody)
     lab.order(order, 2)
     with pytest.raises(RunFailed, match=f"trained device-0 {reason}"):
-        lab.do(train_moody(lab, moody, row))
-    assert np.array_equal(lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row)[0])
+        train_moody(lab, moody)
+    assert np.array_equal(train_moody(lab, moody), alone(moody, "device-0", first_model(moody))[0])
 
 
 def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moody: schema.Experiment) -> None:
-    lab.do(train_moody(lab, moody, first_model(moody)))
+    train_moody(lab, moody)
     before = lab.pids()
     with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller"):
-        lab.do(train_moody(lab, moody, first_model(moody), order="exhaust"))
-    lab.do(train_moody(lab, moody, first_model(moody)))
+        train_moody(lab, moody, order="exhaust")
+    train_moody(lab, moody)
     assert lab.pids() == before
 
 
@@ -531,11 +523,11 @@ def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moo
 def test_a_model_that_fails_is_reported_with_its_place_and_spares_the_worker(
     order: str, error: str, lab: Lab, moody: schema.Experiment
 ) -> None:
-    lab.do(train_moody(lab, moody, first_model(moody)))
+    train_moody(lab, moody)
     before = lab.pids()
     lab.order(order, 100)  # in the trial of the model, or in its training if this worker has tried it
     with pytest.raises(InvalidExperiment) as caught:
-        lab.do(train_moody(lab, moody, first_model(moody)))
+        train_moody(lab, moody)
     file = lab.folder / "moody.py"
     line = next(i for i, text in enumerate(file.read_text().splitlines()) if f"do-{order}" in text) + 2
     problem, _, where = str(caught.value).partition(f"with {error}")
@@ -544,38 +536,23 @@ def test_a_model_that_fails_is_reported_with_its_place_and_spares_the_worker(
     (frame,) = caught.value.frames
     assert frame.startswith(f"{file}:{line}, in Moody.forward: ") and caught.value.exit_code == 4
     (lab.folder / f"do-{order}").unlink()
-    lab.do(train_moody(lab, moody, first_model(moody)))
+    train_moody(lab, moody)
     assert lab.pids() == before
 
 
-@pytest.mark.slow
-def test_a_worker_whose_accelerator_fails_for_good_is_replaced_and_its_training_done_again(
+@in_loop
+async def test_an_accelerator_that_fails_for_good_ends_a_process_that_trains_in_a_thread(
     lab: Lab, moody: schema.Experiment
 ) -> None:
-    row = first_model(moody)
-    lab.do(train_moody(lab, moody, row))
-    before = lab.pids()
-    lab.order("lose")
-    again = lab.do(train_moody(lab, moody, row))
-    assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
-    assert np.array_equal(again, alone(moody, "device-0", row)[0])
-
-
-def test_an_accelerator_that_fails_for_good_ends_a_process_that_trains_in_a_thread(
-    lab: Lab, moody: schema.Experiment
-) -> None:
-    async def play() -> None:
-        async with Pool(accelerator="cpu", slots=1, devices=2) as pool:
-            member, other = pool.member("device-0"), pool.member("device-1")
-            out = (await member.prepare(moody)).layout.empty()
-            await other.prepare(moody)
-            lab.order("lose")
-            for each in (member, other):
-                with pytest.raises(AcceleratorLost, match=r"^CUDA error: an illegal memory access was"):
-                    await each.train(Order(first_model(moody), out, 1, 0))
-            assert pool.failure is not None and member.failure is pool.failure
-
-    asyncio.run(play())
+    async with Pool(accelerator="cpu", slots=1, devices=2) as pool:
+        member, other = pool.member("device-0"), pool.member("device-1")
+        out = (await member.prepare(moody)).layout.empty()
+        await other.prepare(moody)
+        lab.order("lose")
+        for each in (member, other):
+            with pytest.raises(AcceleratorLost, match=r"^CUDA error: an illegal memory access was"):
+                await each.train(Order(first_model(moody), out, 1, 0))
+        assert pool.failure is not None and member.failure is pool.failure
 
 
 def test_what_is_wrong_with_an_experiment_is_reported_whole(lab: Lab) -> None:
