@@ -119,9 +119,10 @@ class KilledLab:
 
     def loses_files(self, node: str, *, share: float) -> LabOutcome:
         """Return the outcome of the lab in which a node is killed and starts again with an empty disk."""
+        pause_s = share * self.undisturbed.virtual_s
 
         async def kill(sim: SimulatedLab) -> None:
-            await asyncio.sleep(share * self.undisturbed.virtual_s)
+            await asyncio.sleep(pause_s)
             sim.kill(node)
             sim.start(node, keep_files=False)
 
