@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from common.experiment.training import DynamicRegulariser, FedProx
 from common.methods.mixing import Floats
 from device.training.objectives.fedprox import ProximalObjective
-from device.training.objectives.objective import LocalUpdate, Minibatch
+from device.training.objectives.objective import LocalUpdate, Minibatch, add_to_gradients
 
 (OWN,) = DynamicRegulariser.keeps
 
@@ -35,10 +34,7 @@ class DynamicObjective(ProximalObjective):
     def backward(self, batch: Minibatch) -> Tensor:
         """Write the gradients of the sum; return the loss."""
         losses = super().backward(batch)
-        used = [i for i, weight in enumerate(batch.weights) if weight.grad is not None]
-        gradients = [grad for weight in batch.weights if (grad := weight.grad) is not None]
-        with torch.no_grad():
-            torch._foreach_sub_(gradients, [batch.vectors[OWN][i] for i in used])
+        add_to_gradients(batch.weights, batch.vectors[OWN], alpha=-1.0)
         return losses
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:

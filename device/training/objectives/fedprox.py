@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.experiment.training import FedProx
-from device.training.objectives.objective import Minibatch, Objective
+from device.training.objectives.objective import Minibatch, Objective, add_to_gradients
 
 
 class ProximalObjective(Objective):
@@ -24,10 +24,7 @@ class ProximalObjective(Objective):
     def backward(self, batch: Minibatch) -> Tensor:
         """Write the gradients of the sum of both; return the loss."""
         losses = super().backward(batch)
-        # A weight without gradient has not moved, so its term is zero.
-        used = [i for i, weight in enumerate(batch.weights) if weight.grad is not None]
-        gradients = [grad for weight in batch.weights if (grad := weight.grad) is not None]
         with torch.no_grad():
-            moves = torch._foreach_sub([batch.weights[i] for i in used], [batch.received[i] for i in used])
-            torch._foreach_add_(gradients, moves, alpha=self._mu)
+            moves = torch._foreach_sub(list(batch.weights), list(batch.received))
+        add_to_gradients(batch.weights, moves, alpha=self._mu)  # a weight without gradient has not moved
         return losses

@@ -128,6 +128,14 @@ class Objective:
         return {}
 
 
+@torch.no_grad()
+def add_to_gradients(weights: Sequence[Tensor], vector: Sequence[Tensor], *, alpha: float = 1.0) -> None:
+    """Add a vector, times `alpha`, to the gradients of the weights that have one."""
+    used = [place for place, weight in enumerate(weights) if weight.grad is not None]
+    gradients = [grad for weight in weights if (grad := weight.grad) is not None]
+    torch._foreach_add_(gradients, [vector[place] for place in used], alpha=alpha)
+
+
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm [A] of each model's tensors, [A, ...], all together."""
     each = torch.stack([torch.linalg.vector_norm(tensor.flatten(1), dim=1) for tensor in tensors])

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from common.experiment.training import ScaffoldCorrection
 from common.methods.mixing import Floats
-from device.training.objectives.objective import LocalUpdate, Minibatch, Objective
+from device.training.objectives.objective import LocalUpdate, Minibatch, Objective, add_to_gradients
 
 CONTROL, CHANGE, (OWN,) = "control", "control_change", ScaffoldCorrection.keeps
 
@@ -37,11 +36,8 @@ class ControlledObjective(Objective):
     def backward(self, batch: Minibatch) -> Tensor:
         """Write the corrected gradients; return the loss."""
         losses = super().backward(batch)
-        used = [i for i, weight in enumerate(batch.weights) if weight.grad is not None]
-        gradients = [grad for weight in batch.weights if (grad := weight.grad) is not None]
-        with torch.no_grad():
-            torch._foreach_sub_(gradients, [batch.vectors[OWN][i] for i in used])
-            torch._foreach_add_(gradients, [batch.vectors[CONTROL][i] for i in used])
+        add_to_gradients(batch.weights, batch.vectors[OWN], alpha=-1.0)
+        add_to_gradients(batch.weights, batch.vectors[CONTROL])
         return losses
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
