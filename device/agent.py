@@ -78,15 +78,7 @@ class DeviceAgent:
     `states`: the folder of what it keeps from task to task, None: a temporary one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        host: Host,
-        *,
-        parent: str,
-        pool: TrainingPool,
-        states: Path | None = None,
-    ) -> None:
+    def __init__(self, name: str, host: Host, *, parent: str, pool: TrainingPool, states: Path | None = None) -> None:
         self._name = name
         self._host = host
         self._parent = parent

@@ -429,8 +429,7 @@ KILLS: Final = (("cloud", 0.8), ("institution-0", 0.55), ("device-0", 0.3), ("de
 
 
 @pytest.mark.parametrize(
-    ("node", "share"),
-    slow(product(("cloud", "institution-0", "device-0", "device-3"), (0.3, 0.55, 0.8)), but=KILLS),
+    ("node", "share"), slow(product(("cloud", "institution-0", "device-0", "device-3"), (0.3, 0.55, 0.8)), but=KILLS)
 )
 def test_a_killed_node_continues_with_the_same_vectors(node: str, share: float) -> None:
     KILLED.assert_same_if_killed(node, share)

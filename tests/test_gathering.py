@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -33,7 +33,6 @@ from device.jobs import (
     most_together,
     vmapped_mode,
 )
-from device.pool.executors import Executor, Thread, Worker
 from device.pool.pool import Pool
 from device.pool.trainers import Trainers
 from device.vmapped import loop, trainer
@@ -313,12 +312,11 @@ def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPa
     assert [type(how) for how in work.endings] == [LocalResult, Cancelled, LocalResult, LocalResult]
 
 
-@pytest.mark.parametrize("lane", [Thread, Worker])
-def test_a_pools_devices_are_trained_vmapped(lane: Callable[[], Executor]) -> None:
+def test_a_pools_devices_are_trained_vmapped() -> None:
     work = Work(experiment())
 
     async def play() -> list[LocalResult]:
-        async with Pool(accelerator="cpu", slots=1, devices=4, thread=lane) as pool:
+        async with Pool(accelerator="cpu", slots=1, devices=4) as pool:
             members = [pool.member(f"device-{k}") for k in range(4)]
             prepared = [await member.prepare(work.lab) for member in members]
             assert prepared[0].layout.digest == work.layout.digest

@@ -391,6 +391,26 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
         assert result.path == "workers" and single.path == "in-process" and result.train_s > 0 and result.wait_s >= 0
 
 
+def test_workers_train_devices_vmapped(lab: Lab) -> None:
+    what = experiment("mlp_digits", batch_size=50, vmapped="always")
+    row = first_model(what)
+
+    async def one(node: str) -> tuple[LocalResult, Row]:
+        member, reported = lab.member(node), list[tuple[int, int]]()
+        out = (await member.prepare(what)).layout.empty()
+        result = await member.train(Order(row, out, 1, 2, lambda *done: reported.append(done)))
+        assert reported[-1] == (result.steps, result.steps) and result.wall_s >= result.train_s > 0
+        return result, out
+
+    async def together() -> list[tuple[LocalResult, Row]]:
+        return await asyncio.gather(*(one(f"device-{k}") for k in range(4)))
+
+    for k, (result, out) in enumerate(lab.do(together())):
+        wanted, single = alone(what, f"device-{k}", row, local_round=2)
+        assert (result.path, result.samples, result.steps) == (TrainingPath.VMAPPED, single.samples, single.steps)
+        assert np.abs(out.view(np.float32) - wanted.view(np.float32)).max() < 1e-4
+
+
 def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
     what = experiment()
     row = first_model(what)

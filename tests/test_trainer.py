@@ -466,9 +466,7 @@ def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
         write_leaf(tmp_path / node)
     tree = {"dataset": "shakespeare", "partition": "iid"}
     shared, own = (
-        reading.parse(
-            {"data": {**tree, "root": str(root)}, "model": {"name": "char_lstm"}, "topology": {"devices": 2}},
-        )
+        reading.parse({"data": {**tree, "root": str(root)}, "model": {"name": "char_lstm"}, "topology": {"devices": 2}})
         for root in (tmp_path / "cloud", tmp_path / "{node}")
     )
     for node in ("device-0", "device-1"):

@@ -212,15 +212,9 @@ def test_the_keys_of_sgd_may_stand_in_its_table() -> None:
 @pytest.mark.parametrize(
     ("tree", "problem"),
     [
-        (
-            {"training": {"momentum": 0.5, "optimizer": {"momentum": 0.1}}},
-            r"momentum = 0\.5: .*is 0\.1.*Omit",
-        ),
+        ({"training": {"momentum": 0.5, "optimizer": {"momentum": 0.1}}}, r"momentum = 0\.5: .*is 0\.1.*Omit"),
         ({"training": {"momentum": 0.5, "optimizer": "adam"}}, r"training\.momentum = 0\.5: adam does not.*Omit"),
-        (
-            {"training": {"weight_decay": 0.5, "optimizer": "adamw"}},
-            r"decay = 0\.5: .*Set training\.optimizer\.",
-        ),
+        ({"training": {"weight_decay": 0.5, "optimizer": "adamw"}}, r"decay = 0\.5: .*Set training\.optimizer\."),
         ({"training": {"optimizer": {"name": "sgd", "beta1": 0.5}}}, r"training\.optimizer\.beta1 = 0\.5: unknown key"),
         ({"training": {"optimizer": {"name": "adam", "beta2": 1.0}}}, r"training\.optimizer\.beta2 = 1\.0: .*below 1"),
         ({"training": {"optimizer": "rmsprop"}}, r"training\.optimizer\.name = 'rmsprop': .*adam"),

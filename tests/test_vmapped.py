@@ -24,17 +24,7 @@ from device.vmapped.loop import VmappedResult
 from device.vmapped.models import VmappedModels, keep_batch_norm_fp32
 from device.vmapped.schedule import Load
 from tests.helpers.examples import slow
-from tests.helpers.vmapped import (
-    CASES,
-    CPU,
-    Case,
-    dropping,
-    mlp,
-    of,
-    quick,
-    resnet_in,
-    rows_of,
-)
+from tests.helpers.vmapped import CASES, CPU, Case, dropping, mlp, of, quick, resnet_in, rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,15 +20,7 @@ from device.vmapped import models as vmapped_models
 from device.vmapped.calibration import problem_of
 from device.vmapped.models import VmappedModels
 from tests.helpers.examples import slow
-from tests.helpers.vmapped import (
-    CASES,
-    RAGGED,
-    Case,
-    mlp,
-    quick,
-    settings_of,
-    text_case,
-)
+from tests.helpers.vmapped import CASES, RAGGED, Case, mlp, quick, settings_of, text_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,10 +17,10 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import number_of
 from common.host.offload import repeated
 from common.model.layout import Row
-from common.model.scores import ScoredModels, ScoreSums, packed_sums
+from common.model.scores import ScoreSums, packed_sums
 from common.model.trainer import LocalTask, TrainerCode, TrainingSite
 from common.randomness import Purpose, torch_seed
-from device.jobs import Cancelled, Done, HostedDevice, LocalResult, Order, Prepared, Work, failure_to
+from device.jobs import Cancelled, Done, Examined, HostedDevice, LocalResult, Order, Prepared, Work, failure_to
 
 LOOK_S: Final = 1.0
 BUSY_SHARE: Final = 0.05  # of a core; a training that waits for ever uses less
@@ -93,9 +93,9 @@ class ArrayTraining:
         try:
             with _use_reported(order):
                 before = replace(task, global_round=task.global_round - 1)
-                received = self._score(order.row, before) if order.scores else None
+                received = Examined(self._score(order.row, before) if order.scores else None)
                 if not order.epochs:
-                    return LocalResult(self._samples, None, 0, 0.0, 0.0, tests=_scored(received, None))
+                    return received.of(LocalResult(self._samples, None, 0, 0.0, 0.0))
                 start, cpu_start = time.monotonic(), time.thread_time()
                 found = self._code.train(self._layout, order.row, order.out, task, samples=self._samples)
                 train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
@@ -107,16 +107,9 @@ class ArrayTraining:
         if found.loss is None and (rule := experiment.compares_losses):
             self._code.refuse("train returns no loss", f"Return one: {rule} compares losses.")
         order.progress(found.steps, found.steps)
-        return LocalResult(
-            found.samples or self._samples,
-            found.loss,
-            found.steps,
-            train_s,
-            wait_s=0.0,
-            costs=DeviceCosts(cpu_s=cpu_s),
-            numbers=found.numbers,
-            tests=_scored(received, trained),
-        )
+        samples, costs = found.samples or self._samples, DeviceCosts(cpu_s=cpu_s)
+        result = LocalResult(samples, found.loss, found.steps, train_s, 0.0, numbers=found.numbers, costs=costs)
+        return received.of(result, trained)
 
     def _score(self, row: Row, task: LocalTask) -> ScoreSums:
         """Return the sums of a model over the device's test samples."""
@@ -153,11 +146,6 @@ class ArrayTrainers:
             training = ArrayTraining(device.experiment, node=device.node, accelerator=accelerator)
             self._made[key] = training, training.prepare()
         return self._made[key]
-
-
-def _scored(received: ScoreSums | None, trained: ScoreSums | None) -> ScoredModels | None:
-    """Return the sums of both models, None if neither was scored."""
-    return None if received is None and trained is None else ScoredModels(received, trained)
 
 
 @contextmanager

@@ -89,12 +89,7 @@ class Network:
         return self.kept or NetworkTensors.of(self.module, parts)
 
     def steps(
-        self,
-        experiment: Experiment,
-        parts: ModelParts,
-        *,
-        rate: float,
-        vectors: Mapping[str, Sequence[Tensor]],
+        self, experiment: Experiment, parts: ModelParts, *, rate: float, vectors: Mapping[str, Sequence[Tensor]]
     ) -> LocalSteps:
         """Return the steps of a training from the module's present weights, at this learning rate."""
         tensors = self.tensors(parts)

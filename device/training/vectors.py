@@ -178,13 +178,7 @@ def _check_feedback(experiment: Experiment) -> None:
 
 
 def finish(
-    experiment: Experiment,
-    vectors: TaskVectors,
-    local: LocalDataset,
-    order: Order,
-    *,
-    node: str,
-    steps: int,
+    experiment: Experiment, vectors: TaskVectors, local: LocalDataset, order: Order, *, node: str, steps: int
 ) -> None:
     """Write the vectors behind a trained model, which the objective makes of those that training began with."""
     if vectors.expected:
