@@ -324,8 +324,6 @@ class Trainer:
                 for name, vector in vectors.inner.read(inner).items()
             }
             rate = experiment.learning_rate_in(local_round)
-            if network.kept is None:
-                module.train()
             steps: Steps
             if private is None:
                 steps = network.steps(experiment, parts, rate=rate, vectors=given)
