@@ -395,15 +395,17 @@ def test_workers_train_devices_vmapped(lab: Lab) -> None:
     what = experiment("mlp_digits", batch_size=50, vmapped="always")
     row = first_model(what)
 
-    async def one(node: str) -> tuple[LocalResult, Row]:
-        member, reported = lab.member(node), list[tuple[int, int]]()
-        out = (await member.prepare(what)).layout.empty()
+    async def one(member: Member) -> tuple[LocalResult, Row]:
+        out, reported = np.zeros_like(row), list[tuple[int, int]]()
         result = await member.train(Order(row, out, 1, 2, lambda *done: reported.append(done)))
         assert reported[-1] == (result.steps, result.steps) and result.wall_s >= result.train_s > 0
         return result, out
 
     async def together() -> list[tuple[LocalResult, Row]]:
-        return await asyncio.gather(*(one(f"device-{k}") for k in range(4)))
+        members = [lab.member(f"device-{k}") for k in range(4)]
+        for member in members:
+            await member.prepare(what)
+        return await asyncio.gather(*map(one, members))  # all at once: two for each worker
 
     for k, (result, out) in enumerate(lab.do(together())):
         wanted, single = alone(what, f"device-{k}", row, local_round=2)
