@@ -7,7 +7,7 @@ import re
 import tomllib
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -15,6 +15,7 @@ from common.experiment.lint import warnings
 from common.experiment.reading import load as load_experiment
 from common.experiment.reading import override
 from common.experiment.schema import Experiment
+from common.experiment.tiers import participants
 from deploy.console.shipped import shipped_sweeps
 from deploy.results.kept import brief
 from deploy.results.run import Run, State, folders
@@ -45,7 +46,7 @@ SIZES: Final = {
     "tempo-figure2": (4, 3, 4, 3, 1),
     "tempo-table1": (36, 3, 12, 3, 27),
 }
-# The papers' words. devices, how many of them train in a round of their parent, epochs, batch, learning rate, momentum,
+# The papers' words: devices, how many of them train in a round of their parent, epochs, batch, learning rate, momentum,
 # weight decay, global rounds; None: depends on the cell, or the paper does not state it.
 TRAINING: Final = {
     "fedcross-table1": (100, 10, 5, 50, 0.01, 0.5, 0.0, None),
@@ -125,12 +126,19 @@ def grid_of(name: str, *, small: bool = False) -> Grid:
 
 
 def training_of(experiment: Experiment) -> tuple[float, ...]:
-    training, (children, *_) = experiment.training, experiment.sizes()[-1]
-    drawn = int(experiment.tiers[len(experiment.sizes()) - 1].participation * children + 1e-9)
+    training, sizes = experiment.training, experiment.sizes()[-1]
     return (
-        sum(experiment.sizes()[-1]), drawn, training.epochs, training.batch_size, training.learning_rate,
-        training.momentum, training.weight_decay, experiment.rounds,
+        sum(sizes), participants(sizes[0], experiment.tiers[-1].participation), training.epochs, training.batch_size,
+        training.learning_rate, training.momentum, training.weight_decay, experiment.rounds,
     )  # fmt: skip
+
+
+def changed(experiment: Experiment, *pairs: str) -> dict[str, Any]:
+    """Return the tree of an experiment with other values, as by --set."""
+    tree = experiment.model_dump(mode="json")
+    for pair in pairs:
+        override(tree, pair)
+    return tree
 
 
 def experiments_of(grid: Grid) -> list[tuple[SweepCell, Experiment]]:
@@ -164,13 +172,10 @@ def test_the_settings_are_the_papers(name: str) -> None:
     for cell, experiment in experiments_of(grid_of(name)):
         for stated, ours in zip(TRAINING[name], training_of(experiment), strict=True):
             assert stated is None or stated == ours, cell.label
-        layers = [5, 200] if name.startswith("tempo") else [sum(experiment.sizes()[-1])]
-        assert [sum(sizes) for sizes in experiment.sizes()] == layers
+        devices, taking_part, *_, rounds = training_of(experiment)
+        assert [sum(sizes) for sizes in experiment.sizes()] == ([5, 200] if name.startswith("tempo") else [devices])
         scales = [scale for values, scale in SCALES.get(name, {}).items() if cell.label.startswith(f"{values}, ")]
-        assert len(scales) == (name in SCALES)
-        for scale in scales:
-            facts = training_of(experiment)
-            assert (*facts[:2], facts[-1]) == scale, cell.label
+        assert scales == [(devices, taking_part, rounds)] * (name in SCALES), cell.label
 
 
 def test_tempo_has_the_papers_epochs_samples_and_targets() -> None:
@@ -251,10 +256,8 @@ RUNS: Final = [name if name in QUICK else pytest.param(name, marks=pytest.mark.s
 @pytest.mark.parametrize("name", RUNS)
 def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> None:
     grid = grid_of(name, small=True)
-    tree = grid.cells[-1].experiments[grid.seeds[0]].model_dump(mode="json")
+    tree = changed(grid.cells[-1].experiments[grid.seeds[0]], "rounds=2", "training.epochs=1")
     rule = tree["tiers"][0]["aggregation"]
-    for change in ("rounds=2", "training.epochs=1"):
-        override(tree, change)
     rule.update({key: min(rule[key], most) for key, most in SHORT.items() if key in rule})
     path = run_direct(tmp_path, tree)
     assert len(table(path / "rounds.csv")) == 2
@@ -268,18 +271,14 @@ def test_the_bytes_of_fedcross_table_1_are_those_of_its_text(tmp_path: Path) -> 
     grid, rounds, models = grid_of("fedcross-table1", small=True), 2, 2 * 6 * 2  # 10 % of 60 devices
     found = {}
     for cell in grid.cells:
-        tree = cell.experiments[1].model_dump(mode="json")
-        for change in (f"rounds={rounds}", "training.epochs=1"):
-            override(tree, change)
-        path = run_direct(tmp_path, tree)
+        path = run_direct(tmp_path, changed(cell.experiments[1], f"rounds={rounds}", "training.epochs=1"))
         manifest = json.loads((path / "manifest.json").read_text())
         rows = table(path / "rounds.csv")
         up, down = (sum(int(row[f"wan_{way}_bytes"]) for row in rows) for way in ("up", "down"))
         found[cell.values["method"]] = up / manifest["model_bytes"], down / manifest["model_bytes"]
     generators = found.pop("FedGen")
-    assert found.pop("SCAFFOLD") == (pytest.approx(models, rel=0.01), pytest.approx(models, rel=0.01))
-    for up, down in found.values():
-        assert (up, down) == (pytest.approx(models / 2, rel=0.01), pytest.approx(models / 2, rel=0.01))
+    assert found.pop("SCAFFOLD") == pytest.approx((models, models), rel=0.01)
+    assert all(each == pytest.approx((models / 2, models / 2), rel=0.01) for each in found.values())
     assert generators[0] == pytest.approx(models / 2, rel=0.1) and generators[1] > models / 2
 
 
