@@ -6,18 +6,18 @@ The formulas and their sources are in `common/learning/`: `datasets.py`, `splits
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence, Set
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.own import is_own
-from common.experiment.tables import Count, Positive, SettingsTable, form, proposal
+from common.experiment.tables import Count, EffectiveTable, Positive, form, proposal
 from common.host.examination import Finding
 
 DATASETS: Final = (
@@ -119,7 +119,7 @@ OWN: Final = "own"
 NONE: Final = "none"
 
 
-class Data(SettingsTable):
+class Data(EffectiveTable):
     """The data set and how it is split over the devices.
 
     A key that does nothing with the data set and the partition chosen is an error, which names what it belongs to.
@@ -176,10 +176,10 @@ class Data(SettingsTable):
     # Training samples held out before the partition, the same for all aggregating nodes: for rules that need data.
     node_samples: Annotated[int, Field(ge=0)] = 0
 
-    @model_serializer(mode="wrap")
-    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unused = {key for key, use in _USES.items() if not use.counts(self)}
-        return {key: value for key, value in dump(self).items() if key not in unused}
+    @property
+    def unused(self) -> Set[str]:
+        """The keys that have no effect with the data set and the partition."""
+        return {key for key, use in _USES.items() if not use.counts(self)}
 
     @property
     def private(self) -> bool:
@@ -267,7 +267,7 @@ _USES: Final = {
 }
 
 
-class Model(SettingsTable):
+class Model(EffectiveTable):
     """The model that devices train.
 
     `frozen` and `personal` are patterns of the names in its `state_dict`, for instance `["conv1.*"]` (`*`, `?` and
@@ -289,10 +289,11 @@ class Model(SettingsTable):
     # Arrays that each device trains and keeps for itself, from its first task to its last. The cloud has none of them.
     personal: list[Pattern] = Field(default_factory=list)
 
-    @model_serializer(mode="wrap")
-    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unset: dict[str, Any] = {"frozen": [], "personal": [], "same_initial": True}
-        return {key: value for key, value in dump(self).items() if key not in unset or value != unset[key]}
+    @property
+    def unused(self) -> Set[str]:
+        """The keys that most experiments leave as they are."""
+        unset = {"frozen": not self.frozen, "personal": not self.personal, "same_initial": self.same_initial}
+        return {key for key, is_unset in unset.items() if is_unset}
 
 
 def found_in(root: Path) -> list[str]:
@@ -376,11 +377,10 @@ def check_data(data: Data, model: Model) -> None:
     if data.node_samples >= _samples(data):
         problem = f"{data.dataset} has {_samples(data)} training samples"
         raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Leave some to the devices.")
-    for key in sorted(data.model_fields_set & _USES.keys()):
-        if not _USES[key].counts(data):
-            problem = f"no effect with data.dataset {data.dataset} and data.partition {data.partition}"
-            remedy = f"Omit it; it belongs to {_USES[key].belongs}."
-            raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
+    for key in sorted(data.model_fields_set & data.unused):
+        problem = f"no effect with data.dataset {data.dataset} and data.partition {data.partition}"
+        remedy = f"Omit it; it belongs to {_USES[key].belongs}."
+        raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
 
 
 def _check_model(model: Model) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from math import ceil
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment.data import CLASSES, Data
-from common.experiment.tables import AcceleratorName, Count, Fraction, SettingsTable
+from common.experiment.tables import AcceleratorName, Count, EffectiveTable, Fraction
 from common.experiment.trainers import KEY as TRAINER
 from common.experiment.trainers import OWN_SAMPLES
 from common.experiment.training import ACCURACY, Score, TrainingSettings
@@ -17,7 +18,7 @@ from common.experiment.training import ACCURACY, Score, TrainingSettings
 ON_DEVICES: Final = ("data", "held_out", "participation", "personalised", "per_class")  # keys of what devices do
 
 
-class EvaluationSettings(SettingsTable):
+class EvaluationSettings(EffectiveTable):
     """Where the models of a run are scored, and after which global rounds. `[score]` names the scores.
 
     The cloud scores on the test set. A device scores the model that it receives with its first task of a global round,
@@ -42,15 +43,11 @@ class EvaluationSettings(SettingsTable):
     personalised: bool = False
     per_class: bool = False  # count the samples of each class, and the right ones, too; of accuracy
 
-    @model_serializer(mode="wrap")
-    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if key not in self.unused}
-
     @property
-    def unused(self) -> frozenset[str]:
+    def unused(self) -> Set[str]:
         """The keys that have no effect."""
         unused = {"accelerator"} if self.at == "devices" else set() if self.at == "both" else set(ON_DEVICES)
-        return frozenset(unused | ({"held_out"} if self.data != "held_out" else set()))
+        return unused | ({"held_out"} if self.data != "held_out" else set())
 
     @property
     def on_cloud(self) -> bool:

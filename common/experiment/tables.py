@@ -6,13 +6,22 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)  # fmt: skip
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticKnownError, core_schema
 
@@ -52,6 +61,20 @@ class SettingsTable(BaseModel):
     """A table that rejects unknown keys and does not convert values between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class EffectiveTable(SettingsTable):
+    """A table that is written without the keys that have no effect beside others."""
+
+    @property
+    def unused(self) -> Set[str]:
+        """Those keys."""
+        raise NotImplementedError
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        unused = self.unused
+        return {key: value for key, value in dump(self).items() if key not in unused}
 
 
 Table = TypeVar("Table", bound=SettingsTable)

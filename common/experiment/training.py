@@ -7,18 +7,18 @@ The formulas and their sources are in `common/learning/losses.py` and `evaluatio
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from math import cos, pi
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.data import CLASSES, NUMBERS, OWN_FORM, TEXTS, Data, is_csv
 from common.experiment.own import OwnName, OwnSettings, is_own
-from common.experiment.tables import Count, Fraction, Positive, Selected, SettingsTable, proposal
+from common.experiment.tables import Count, EffectiveTable, Fraction, Positive, Selected, SettingsTable, proposal
 from common.experiment.trainers import KEY as TRAINER
 from common.experiment.trainers import ByRound, SgdTrainer, TrainerSettings
 
@@ -259,7 +259,7 @@ OF_MODULES: Final = (
 OF_TASKS: Final = ("epochs", "learning_rate")  # what others decide, or need to know
 
 
-class TrainingSettings(SettingsTable):
+class TrainingSettings(EffectiveTable):
     """One local round on a device: SGD with a fresh optimiser and shuffled batches, on the loss and its objective."""
 
     epochs: Count = 1  # of each local round; with Tempo those of the first global round (c)
@@ -311,17 +311,16 @@ class TrainingSettings(SettingsTable):
         left = {key: value for key, value in given.items() if key not in moved}
         return {**tree, **moved, "optimizer": left}
 
-    @model_serializer(mode="wrap")
-    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what has no effect with the trainer.
+    @property
+    def unused(self) -> Set[str]:
+        """The keys that have no effect with the trainer, or the optimiser.
 
         That is also the objective of the loss alone, which is named after cross-entropy, where the loss is another.
         """
         unused: tuple[str, ...] = ("trainer", "by_round") if self.trainer.learns_module else OF_MODULES
         if self.loss != CROSS_ENTROPY and self.plain:
             unused += ("objective",)
-        unused += ("optimizer",) if self.by_sgd else OF_SGD
-        return {key: value for key, value in dump(self).items() if key not in unused}
+        return {*unused, *(("optimizer",) if self.by_sgd else OF_SGD)}
 
     @property
     def remembers(self) -> bool:
@@ -349,7 +348,7 @@ class TrainingSettings(SettingsTable):
         return isinstance(self.objective, CrossEntropy)
 
 
-class Score(SettingsTable):
+class Score(EffectiveTable):
     """The score of models, beside the loss.
 
     `accuracy`: share of the samples whose largest output is their class. `r2`: 1 minus the ratio of the squared errors
@@ -363,9 +362,10 @@ class Score(SettingsTable):
     # Further scores, which are recorded only: targets, the best model, charts and comparisons are of `name`.
     also: Annotated[list[ScoreName], Field(max_length=SCORES_MOST - 1)] = Field(default_factory=list)
 
-    @model_serializer(mode="wrap")
-    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if key != "also" or value}
+    @property
+    def unused(self) -> Set[str]:
+        """`also`, if it names no score."""
+        return set() if self.also else {"also"}
 
     @property
     def names(self) -> tuple[str, ...]:
