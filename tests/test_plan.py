@@ -44,9 +44,7 @@ from tests.helpers.rules import LEAST, WITH_OBJECTIVE, Report, least_lab
 MB = 1_000_000
 SCORED = {"evaluation": {"at": "devices"}}
 MADE = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 8, 8]}
-STEPS = MachineSpeeds(  # the steps of devices alone take time
-    1.5, 0.0, 0.0, message_s=0.0, round_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2
-)
+STEPS = MachineSpeeds(step_s=1.5, cores=2)  # the steps of devices alone take time
 
 
 @pytest.mark.parametrize("name", WITH_OBJECTIVE)
@@ -294,9 +292,9 @@ def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatc
 def test_a_machine_is_measured_once_for_runs_that_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
 
-    def measure(work: workload.PlannedWorkload, **_: object) -> calibration.MachineSpeeds:
+    def measure(work: workload.PlannedWorkload, **_: object) -> MachineSpeeds:
         measured.append(work.experiment.model.name)
-        return calibration.MachineSpeeds(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, cores=2)
+        return MachineSpeeds(step_s=0.01, cores=2)
 
     monkeypatch.setattr(predicting, "measure", measure)
     predictor = Predictor(site=Site.DIRECT, rounds=1)

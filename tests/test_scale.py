@@ -198,7 +198,7 @@ def test_messages_are_repeated_less_often_to_a_busy_peer() -> None:
 
 
 def test_a_busy_host_gets_each_message_of_a_round_once() -> None:
-    slow = MachineSpeeds(0.0, 0.0, 0.0, message_s=0.3, round_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2)
+    slow = MachineSpeeds(message_s=0.3, cores=2)
     experiment = parse({"rounds": 3, "topology": {"institutions": 1, "devices": 10}, "links": {"check": "off"}})
     sent, lab_round = Counter[tuple[int, str]](), itertools.count(1)
     now = [0]

@@ -15,7 +15,7 @@ import pytest
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse, to_toml
 from deploy.planning import calibration, sample, simulated, workload
-from deploy.planning.calibration import FittedCosts, MachineSpeeds, read_costs, write_costs
+from deploy.planning.calibration import REFERENCE, FittedCosts, MachineSpeeds, read_costs, write_costs
 from deploy.planning.fitting import NullRound, fit, measure_costs
 from deploy.planning.simulated import Site
 from deploy.simulation import machines
@@ -23,10 +23,8 @@ from deploy.simulation.loop import START_S, VirtualLoop
 from deploy.simulation.machines import ProcessThread, SimulatedHost
 from tests.helpers.commands import invoke
 
-FREE = MachineSpeeds(0.0, 0.0, 0.0, message_s=0.0, round_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2)
-SPEEDS = MachineSpeeds(
-    5e-3, 0.01, 0.1, message_s=4e-3, round_s=6e-3, byte_s=1.4e-9, mix_byte_s=3e-10, record_s=0.0, cores=2
-)
+FREE = MachineSpeeds(cores=2)
+SPEEDS = replace(REFERENCE, step_s=5e-3, training_s=0.01, evaluation_s=0.1)
 IMAGES = {"dataset": "synthetic", "classes": 10, "samples": 240, "test_samples": 20, "image_shape": [3, 32, 32]}
 SLOW = {"up_mbit": 4, "down_mbit": 6, "delay_ms": 20}
 MODEL_BYTES = 1_085_000  # about a resnet20, and its messages

@@ -48,21 +48,13 @@ if TYPE_CHECKING:
 # Kept when the machine restarts, unlike /tmp, and on its own disk: home folders may be on a network, with a quota.
 SPOOL = "/var/tmp/fedstrata-{uid}"
 
-BrokerOption = Annotated[
-    str,
-    typer.Option(
-        help="The MQTT broker: host[:port], or several addresses of it, separated by commas.",
-        envvar="FEDSTRATA_BROKER",
-    ),
-]
+BROKER_HELP = "The MQTT broker: host[:port], or several addresses of it, separated by commas."
+BrokerOption = Annotated[str, typer.Option(help=BROKER_HELP, envvar="FEDSTRATA_BROKER")]
 LabBrokerOption = Annotated[
     str | None,
     typer.Option(
         "--broker",
-        help=(
-            "The MQTT broker: host[:port], or several addresses of it, separated by commas.  "
-            "[default: that of the lab's file, else localhost]"
-        ),
+        help=f"{BROKER_HELP}  [default: that of the lab's file, else localhost]",
         envvar="FEDSTRATA_BROKER",
         show_default=False,
     ),
@@ -250,10 +242,7 @@ def device(
     broker: Annotated[
         list[str] | None,
         typer.Option(
-            help=(
-                "The MQTT broker: host[:port], or several addresses of it, separated by commas. One broker for all "
-                "names, or one per name.  [default: localhost]"
-            ),
+            help=f"{BROKER_HELP} One broker for all names, or one per name.  [default: localhost]",
             envvar="FEDSTRATA_BROKER",
         ),
     ] = None,

@@ -47,6 +47,8 @@ from deploy.planning.workload import PlannedWorkload
 TRAINING_S: Final = 2.0
 EVALUATED: Final = 400
 EVALUATIONS: Final = 3
+PACKING_S: Final = 1.26e-5  # of the first loop on the reference machine
+COPYING_S: Final = 1.1e-10  # of the other one there, per byte
 MIXED: Final = 3.0  # cost of mixing, in copies of the uploads (tests/bench/aggregation.py)
 NOISE_BYTES: Final = 8_000_000
 REPEATS: Final = 20
@@ -54,9 +56,9 @@ RECORDS: Final = 5  # global rounds whose results are written, at most
 RECORDS_S: Final = 2.0  # seconds of writing that are enough
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpeeds:
-    """Measured speeds of this machine: seconds of one core, and the number of cores.
+    """Speeds of a machine: seconds of one core, 0 for what takes no time, and the number of cores.
 
     step_s: per SGD step    training_s: per training, without its steps    evaluation_s: per pass over the test set
     message_s: messaging of a round with one child, at both ends and in the broker
@@ -66,34 +68,20 @@ class MachineSpeeds:
     share: of a core, that the measured trainings had
     """
 
-    step_s: float
-    training_s: float
-    evaluation_s: float
-    message_s: float
-    round_s: float
-    byte_s: float
-    mix_byte_s: float
-    record_s: float
+    step_s: float = 0.0
+    training_s: float = 0.0
+    evaluation_s: float = 0.0
+    message_s: float = 0.0
+    round_s: float = 0.0
+    byte_s: float = 0.0
+    mix_byte_s: float = 0.0
+    record_s: float = 0.0
     cores: int
     share: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceModel:
-    """Seconds of one core of the reference machine, a two-core virtual machine.
-
-    message_s, byte_s: of a round with one child    round_s: of a round beside that
-    packing_s, copying_s: of the two loops, the latter per byte
-    """
-
-    message_s: float = 4e-3
-    round_s: float = 6e-3
-    byte_s: float = 1.4e-9
-    packing_s: float = 1.26e-5
-    copying_s: float = 1.1e-10
-
-
-REFERENCE: Final = ReferenceModel()
+# The reference machine, a two-core virtual machine, without trainings, evaluations and writes.
+REFERENCE: Final = MachineSpeeds(message_s=4e-3, round_s=6e-3, byte_s=1.4e-9, mix_byte_s=MIXED * COPYING_S, cores=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +144,10 @@ def measure(work: PlannedWorkload, *, cores: int, together: bool, fitted: Fitted
     """
     experiment, found = work.calibrated, _trainings(work, cores=cores, together=together)
     evaluate, parts = _evaluation(experiment)
-    copy_s, speed = copy_seconds(), _best(_packing) / REFERENCE.packing_s
+    copy_s, speed = copy_seconds(), _best(_packing) / PACKING_S
     if fitted is None:
         message_s, round_s = REFERENCE.message_s * speed, REFERENCE.round_s * speed
-        byte_s = REFERENCE.byte_s * copy_s / REFERENCE.copying_s
+        byte_s = REFERENCE.byte_s * copy_s / COPYING_S
     else:
         message_s, round_s, byte_s = fitted.message_s, fitted.round_s, fitted.byte_s
     return MachineSpeeds(

@@ -20,7 +20,7 @@ from common.host.files import replacing
 from common.host.machine import LoadMeter
 from common.text import json_text
 from deploy.planning import workload
-from deploy.planning.calibration import REFERENCE, MachineSpeeds, measure, mixing_s, read_costs
+from deploy.planning.calibration import REFERENCE, MachineSpeeds, measure, read_costs
 from deploy.planning.predicting import is_busy
 from deploy.planning.simulated import NETWORK_DELAY_S, WORK_CALLS, Site, conditions_of, placement_of
 from deploy.results.run import Run
@@ -30,7 +30,6 @@ from deploy.simulation.loop import OWNER
 from deploy.simulation.run import VirtualRun
 
 STAGES: Final = 2  # of a calibration
-CORES: Final = 2  # of a machine of the reference machine's speed
 MEANING: Final = (
     "virtual: each node has a machine of its own, with these speeds, and the links of the experiment; nothing was timed"
 )
@@ -48,7 +47,7 @@ def machine_speeds(
     if of is not None:
         return _speeds_of(of, experiment)
     if _states_steps(experiment):
-        return _facts(_reference(), "training: step_s of each device; else a reference machine of two cores")
+        return _facts(REFERENCE, "training: step_s of each device; else a reference machine of two cores")
     begin(f"reads and splits {experiment.data.dataset}")
     work = workload.workload(experiment)
     begin(f"measures training and evaluation of {experiment.model.name}, alone")
@@ -82,21 +81,6 @@ def simulated_run(folder: RunFolder, facts: Mapping[str, Any], **options: Any) -
 
 def _facts(speeds: MachineSpeeds, source: str) -> dict[str, Any]:
     return {"seconds": MEANING, "source": source, "speeds": asdict(speeds)}
-
-
-def _reference() -> MachineSpeeds:
-    """Return the speeds of the reference machine; evaluations, which run beside the rounds, take no time."""
-    return MachineSpeeds(
-        step_s=0.0,
-        training_s=0.0,
-        evaluation_s=0.0,
-        message_s=REFERENCE.message_s,
-        round_s=REFERENCE.round_s,
-        byte_s=REFERENCE.byte_s,
-        mix_byte_s=mixing_s(REFERENCE.copying_s),
-        record_s=0.0,
-        cores=CORES,
-    )
 
 
 def keep_speeds(file: Path, experiments: Iterable[Experiment], begin: Callable[[str], object]) -> None:

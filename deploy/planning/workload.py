@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from common.errors import InvalidExperiment
+from common.experiment.data import SHAPES
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
@@ -37,22 +38,13 @@ OF_THE_SPLIT: Final = (  # keys of data that change neither what a training cost
 )  # fmt: skip
 
 
-class Shape(NamedTuple):
-    """The size of a data set: training and test samples, the shape of an image, and the number of classes."""
-
-    samples: int
-    test_samples: int
-    image: tuple[int, int, int]
-    classes: int
-
-
-KNOWN: Final = MappingProxyType(
+IMAGES: Final = MappingProxyType(  # training and test samples of data sets, and the number of classes
     {
-        "mnist": Shape(60_000, 10_000, (1, 28, 28), 10),
-        "fashionmnist": Shape(60_000, 10_000, (1, 28, 28), 10),
-        "cifar10": Shape(50_000, 10_000, (3, 32, 32), 10),
-        "cifar100": Shape(50_000, 10_000, (3, 32, 32), 100),
-        "femnist": Shape(40_000, 4_000, (1, 28, 28), 62),
+        "mnist": (60_000, 10_000, 10),
+        "fashionmnist": (60_000, 10_000, 10),
+        "cifar10": (50_000, 10_000, 10),
+        "cifar100": (50_000, 10_000, 100),
+        "femnist": (40_000, 4_000, 62),
     }
 )
 
@@ -186,15 +178,15 @@ def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
 def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment:
     """Return the experiment with synthetic images of its data set's shape. Raises `missing` if the shape is unknown."""
     data = experiment.data
-    shape = KNOWN.get(data.dataset)
-    if data.dataset == "folder" and isinstance(data.classes, list):
-        channels, height, width = data.image_shape
-        shape = Shape(1000, 200, (channels, height, width), len(data.classes))
-    if shape is None:
+    if data.dataset in IMAGES:
+        (samples, test_samples, classes), shape = IMAGES[data.dataset], [*SHAPES[data.dataset]]
+    elif data.dataset == "folder" and isinstance(data.classes, list):
+        samples, test_samples, classes, shape = 1000, 200, len(data.classes), data.image_shape
+    else:
         raise missing
-    classes = 20 if data.dataset == "cifar100" and data.labels == "coarse" else shape.classes
-    made = {"dataset": "synthetic", "classes": classes, "image_shape": list(shape.image), "partition": "iid"}
-    made |= {"samples": shape.samples, "test_samples": shape.test_samples}
+    classes = 20 if data.dataset == "cifar100" and data.labels == "coarse" else classes
+    made = {"dataset": "synthetic", "classes": classes, "image_shape": shape, "partition": "iid"}
+    made |= {"samples": samples, "test_samples": test_samples}
     tree = experiment.model_dump(mode="json") | {"data": made}
     if experiment.evaluation.data == "users":
         tree["evaluation"]["data"] = "test"  # as many for each device

@@ -71,7 +71,7 @@ def _predict(experiment: Experiment) -> dict[str, Any]:
         return {"global_round_s": 0.0, "tiers": {}, "memory": {}, "assumed": []}
     inputs = datasets.load(work.calibrated.data).inputs
     step_s = _step_s(experiment.model.name, inputs, experiment.training.batch_size)
-    speeds = MachineSpeeds(step_s, 0, 0, 0, 0, 0, 0, 0, cores=1)
+    speeds = MachineSpeeds(step_s=step_s, cores=1)
     run = simulate(work, speeds, site=Site.DIRECT, rounds=ROUNDS, work_s=_free)
     return {"global_round_s": sum(run.seconds().values()), "tiers": run.tiers(), "memory": {}, "assumed": work.assumed}
 
