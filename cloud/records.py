@@ -26,6 +26,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self, TypeAlias, get_type_hints
 
@@ -105,10 +106,14 @@ class _Columns(_Column):
         return {self.pattern.format(key): _plain(value[key]) for key in self.keys or value}
 
     def read(self, field: str, cells: Mapping[str, str]) -> Any:
-        prefix = self.pattern.removesuffix("{}")
-        columns = (each for each in cells if each.startswith(prefix) and re.fullmatch(self.columns, each))
-        keys = self.keys or [column.removeprefix(prefix) for column in columns]
+        keys = self.keys or _keys_in(tuple(cells), self.pattern.removesuffix("{}"), self.columns)
         return {key: self.parse(cells[self.pattern.format(key)]) for key in keys}
+
+
+@lru_cache(maxsize=128)  # all rows of a table have the same names
+def _keys_in(names: tuple[str, ...], prefix: str, columns: str) -> list[str]:
+    """Return what follows a prefix in those names of columns that match an expression."""
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix) and re.fullmatch(columns, name)]
 
 
 def _plain(value: Any) -> Any:
