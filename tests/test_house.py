@@ -124,7 +124,7 @@ REFUSED: Final = (
     *("tells", "told", "hears", "heard", "says", "desk", "shelf", "examiner", "descent", "receipt", "stand-in"),
     *("iteration", "iterations"),
 )
-WORD: Final = re.compile(rf"(?<![A-Za-z])({'|'.join(REFUSED)})(?![A-Za-z])", re.IGNORECASE)
+WORD: Final = re.compile(rf"(?<![a-z])(?:{'|'.join(REFUSED)})(?![a-z])")
 THIS: Final = "tests/test_house.py"
 
 
@@ -132,10 +132,9 @@ def test_no_refused_word_stands_in_code_messages_or_docs() -> None:
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     kinds = (".py", ".md", ".toml", ".json", ".yml", ".css", ".sh", ".svg")
     found = [
-        f"{name}:{number}: {match[0]}"
+        f"{name}: {match[0]}"
         for name in names
         if name.endswith(kinds) and name != THIS and (ROOT / name).exists()
-        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1)
-        for match in WORD.finditer(line)
+        for match in WORD.finditer((ROOT / name).read_text(encoding="utf-8").lower())
     ]
     assert found == []

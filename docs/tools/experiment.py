@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
@@ -251,7 +252,7 @@ def meanings(table: type[BaseModel]) -> dict[str, str]:
         if not issubclass(owner, BaseModel) or owner is BaseModel:
             continue
         above: list[str] = []
-        for line in inspect.getsource(owner).splitlines():
+        for line in _source(owner).splitlines():
             match = COMMENT.match(line)
             code, text = (match["code"].rstrip(), match["text"]) if match else (line, "")
             key = re.match(r"    (\w+): ", code)
@@ -259,6 +260,9 @@ def meanings(table: type[BaseModel]) -> dict[str, str]:
                 found[key[1]] = " ".join([*above, text] if text else above)
             above = [*above, text] if text and not code.strip() else []
     return found
+
+
+_source: Final = cache(inspect.getsource)  # it parses the whole file each time
 
 
 def _tables(table: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
