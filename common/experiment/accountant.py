@@ -52,16 +52,13 @@ def renyi(noise_multiplier: float, sampling_rate: float = 1.0) -> tuple[float, .
     """Return the divergences of one release, for each of ORDERS."""
     if sampling_rate == 1:
         return tuple(order / (2 * noise_multiplier**2) for order in ORDERS)
-    logs = [_log_moment(sampling_rate, noise_multiplier, order) / (order - 1) for order in ORDERS]
-    return tuple(max(0.0, each) for each in logs)
-
-
-def _log_moment(q: float, z: float, order: float) -> float:
-    """Return ln A of an order."""
-    return _of_whole(q, z, int(order)) if order.is_integer() else _of_fraction(q, z, order)
+    q, z = sampling_rate, noise_multiplier
+    logs = (_of_whole(q, z, int(each)) if each.is_integer() else _of_fraction(q, z, each) for each in ORDERS)
+    return tuple(max(0.0, log_a / (order - 1)) for log_a, order in zip(logs, ORDERS, strict=True))
 
 
 def _of_whole(q: float, z: float, order: int) -> float:
+    """Return ln A of a whole order, by the binomial sum of the paper."""
     total = -inf
     for i in range(order + 1):
         term = _log_binomial(order, i) + i * log(q) + (order - i) * log1p(-q)

@@ -194,10 +194,6 @@ class _Use(NamedTuple):
     counts: Callable[[Data], bool]
 
 
-def _made(data: Data) -> bool:
-    return data.dataset == "synthetic"
-
-
 def _within(data: Data, kind: str) -> bool:
     return data.partition.startswith("institution_") and data.within == kind
 
@@ -211,6 +207,10 @@ def _csv(data: Data) -> bool:
 
 
 _CSV: Final = _Use("a data.dataset of the form NAME.csv", _csv)
+_SPLIT_CSV: Final = _Use(
+    "a data.dataset of the form NAME.csv that is split", lambda data: _csv(data) and not data.private
+)
+_SYNTHETIC: Final = _Use("data.dataset synthetic", lambda data: data.dataset == "synthetic")
 _USES: Final = {
     "labels": _Use("data.dataset cifar100", lambda data: data.dataset == "cifar100"),
     "classes": _Use(
@@ -222,16 +222,12 @@ _USES: Final = {
     "user_column": _CSV,
     "ignored_columns": _CSV,
     "missing": _CSV,
-    "standardise": _Use(
-        "a data.dataset of the form NAME.csv that is split", lambda data: _csv(data) and not data.private
-    ),
+    "standardise": _SPLIT_CSV,
     "target_scale": _Use(
         "a data.dataset of the form NAME.csv with data.targets numbers",
         lambda data: _csv(data) and data.targets == NUMBERS,
     ),
-    "test_file": _Use(
-        "a data.dataset of the form NAME.csv that is split", lambda data: _csv(data) and not data.private
-    ),
+    "test_file": _SPLIT_CSV,
     "test_share": _Use(
         "a table that is split, without data.test_file",
         lambda data: is_table(data.dataset) and not data.private and data.test_file is None,
@@ -244,8 +240,8 @@ _USES: Final = {
         "images, arrays and own data; data.standardise to tables",
         lambda data: data.dataset not in TEXTS and not _csv(data),
     ),
-    "samples": _Use("data.dataset synthetic", _made),
-    "test_samples": _Use("data.dataset synthetic", _made),
+    "samples": _SYNTHETIC,
+    "test_samples": _SYNTHETIC,
     "concentration": _Use(
         "data.partition dirichlet, dirichlet_overlap, institution_dirichlet and quantity",
         lambda data: data.partition in ("dirichlet", "dirichlet_overlap", "institution_dirichlet", "quantity"),
@@ -497,9 +493,8 @@ def root_below(data: Data, node: str, *, allowed: Path) -> str:
 def check_alike(data: Data, node: str, *, partition: str, clouds: str) -> None:
     """Compare the digests of two splits, the cloud's "" where it has none. Raises InvalidExperiment."""
     if clouds and partition != clouds:
-        raise InvalidExperiment(
-            "data.root",
-            data.root,
-            f"{node} splits the data differently than the cloud: digest {partition} instead of {clouds}",
-            "Give all nodes the same files (see `fedstrata data check`) and the same release of fedstrata and numpy.",
+        problem = f"{node} splits the data differently than the cloud: digest {partition} instead of {clouds}"
+        remedy = (
+            "Give all nodes the same files (see `fedstrata data check`) and the same release of fedstrata and numpy."
         )
+        raise InvalidExperiment("data.root", data.root, problem, remedy)

@@ -78,11 +78,10 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, training: Train
     if not training.trainer.learns_module:
         _check_own(evaluation, training.trainer.whose)
     for key in sorted(evaluation.model_fields_set & evaluation.unused):
-        by = 'evaluation.data = "held_out"' if key == "held_out" and evaluation.on_devices else "evaluation.at"
-        problem = f"no effect with evaluation.at = {evaluation.at!r}"
-        if key == "held_out" and evaluation.on_devices:
-            problem = f"no effect with evaluation.data = {evaluation.data!r}"
-        remedy = "Omit it." if evaluation.data == OWN_SAMPLES else f"Omit it, or set {by}."
+        by = "data" if key == "held_out" and evaluation.on_devices else "at"
+        problem = f"no effect with evaluation.{by} = {getattr(evaluation, by)!r}"
+        needed = 'evaluation.data = "held_out"' if by == "data" else "evaluation.at"
+        remedy = "Omit it." if evaluation.data == OWN_SAMPLES else f"Omit it, or set {needed}."
         raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, remedy)
     if score.also and not training.trainer.learns_module:
         problem = f"{TRAINER} {training.trainer.whose} has one score"

@@ -228,8 +228,13 @@ def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return an experiment's tree with the numbers of the trace files that its links name. Raises InvalidExperiment."""
 
     def with_trace(key: str, link: Any) -> Any:
-        trace = link.get("trace") if isinstance(link, Mapping) else None
-        return link if trace is None else {**link, "trace": read_trace(f"{key}.trace", trace, folder)}
+        if not isinstance(link, Mapping) or link.get("trace") is None:
+            return link
+        at, columns, optional = f"{key}.trace", COLUMNS[:-1], COLUMNS[-1:]
+        trace = with_file(
+            at, link["trace"], folder, numbers="seconds", columns=columns, optional=optional, convert=_numbers
+        )
+        return {**link, "trace": trace}
 
     return _with_links(tree, with_trace)
 
@@ -324,10 +329,3 @@ def _numbers(table: CsvTable) -> dict[str, Any]:
         for place, column in enumerate(found.values()):
             column.append(table.number(row, place))
     return found
-
-
-def read_trace(key: str, trace: Any, folder: Path) -> Any:
-    """Return a link's trace with the numbers of its file, see `with_file`. Raises InvalidExperiment."""
-    return with_file(
-        key, trace, folder, numbers="seconds", columns=COLUMNS[:-1], optional=COLUMNS[-1:], convert=_numbers
-    )

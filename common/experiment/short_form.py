@@ -256,12 +256,9 @@ def _check_names(topology: Topology) -> None:
             raise InvalidExperiment("topology", name, problem, "Give every node its own name.")
     children = topology.homes()
     for unknown in (name for name in topology.members if name not in children):
-        raise InvalidExperiment(
-            f"topology.members.{unknown}",
-            topology.members[unknown],
-            "no institution has this name",
-            f"Use one of topology.institutions: {', '.join(institutions)}." if institutions else "Remove it.",
-        )
+        key, remedy = f"topology.members.{unknown}", f"Use one of topology.institutions: {', '.join(institutions)}."
+        remedy = remedy if institutions else "Remove it."
+        raise InvalidExperiment(key, topology.members[unknown], "no institution has this name", remedy)
     homes = Counter(device for members in children.values() for device in members)
     for device in devices if institutions else ():
         if homes[device] != 1:

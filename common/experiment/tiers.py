@@ -262,12 +262,8 @@ def _check_closing(key: str, closing: Closing, children: int) -> None:
         missing = "quorum" if closing.quorum is None else "deadline_s"
         raise InvalidExperiment(f"{key}.{missing}", None, "rule 'quorum' needs it", f"Set {key}.{missing}.")
     if closing.quorum > children:
-        raise InvalidExperiment(
-            f"{key}.quorum",
-            closing.quorum,
-            f"more than the children that take part ({children})",
-            f"Give at most {children}.",
-        )
+        problem = f"more than the children that take part ({children})"
+        raise InvalidExperiment(f"{key}.quorum", closing.quorum, problem, f"Give at most {children}.")
 
 
 def _check_alone(key: str, tier: Tier) -> None:

@@ -121,12 +121,8 @@ def _children(
     samples = {name: _samples(work, name) for name in names}
     selection = ClientSelection(tier, seed=experiment.seed, node=parent.name)
     chosen = sorted(selection.select(names, 0, samples=samples), key=partial(_effort, work, speeds))
-    return [_Place(chosen[place], numbers[chosen[place]]) for place in _steps(len(chosen), size)]
-
-
-def _steps(count: int, size: int) -> list[int]:
-    """Return so many places below `count` in equal steps, the last one included."""
-    return [(place + 1) * count // size - 1 for place in range(size)]
+    steps = [chosen[(step + 1) * len(chosen) // size - 1] for step in range(size)]  # equal ones, up to the last child
+    return [_Place(name, numbers[name]) for name in steps]
 
 
 def _samples(work: PlannedWorkload, name: str) -> int:

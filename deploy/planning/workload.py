@@ -25,7 +25,6 @@ from device.jobs import HostedDevice
 from device.pool.trainers import Trainers
 
 if TYPE_CHECKING:
-    from common.learning.datasets import Dataset
     from deploy.planning.calibration import MachineSpeeds
 
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
@@ -107,7 +106,9 @@ def workload(experiment: Experiment) -> PlannedWorkload:
         assumed.append(f"{experiment.data.dataset} is not available: synthetic images of its shape are used")
     tester = ModelTester(here)
     count = sum(experiment.sizes()[-1])
-    mean = _mean_samples(experiment, dataset, count)
+    mean = max(1, len(dataset.train_labels) // count)
+    if experiment.data.partition == "dirichlet_overlap":
+        mean = experiment.data.partition_size
     sizes = [mean] * count
     if count > MOST_LISTED:
         assumed.append(f"all {count} devices are equal, {mean} samples each; links.of and hardware.of are ignored")
@@ -207,12 +208,6 @@ def _alone(experiment: Experiment, samples: int) -> Experiment:
 def with_tiers(experiment: Experiment, tiers: Sequence[Mapping[str, Any]], **tables: Any) -> Experiment:
     """Return an experiment with other tiers, and with other tables. Raises InvalidExperiment."""
     return parse(experiment.model_dump(mode="json") | tables | {"tiers": list(tiers)})
-
-
-def _mean_samples(experiment: Experiment, dataset: Dataset, devices: int) -> int:
-    if experiment.data.partition == "dirichlet_overlap":
-        return experiment.data.partition_size
-    return max(1, len(dataset.train_labels) // devices)
 
 
 def _rehearsed_epochs(experiment: Experiment, rounds: int) -> dict[str, float]:
