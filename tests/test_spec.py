@@ -239,6 +239,12 @@ def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
     assert written == kept | {"targets": "classes", "normalise": "published", "node_samples": 0}
 
 
+def test_a_held_out_share_without_effect_is_refused_with_what_it_belongs_to() -> None:
+    problem, remedy = "no effect with evaluation.data = 'test'", 'Omit it, or set evaluation.data = "held_out".'
+    error = refusal({"evaluation": {"at": "devices", "data": "test", "held_out": 0.2}})
+    assert str(error) == f"evaluation.held_out = 0.2: {problem}. {remedy}"
+
+
 # Keys and values that are wrong
 
 
