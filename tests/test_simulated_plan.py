@@ -27,6 +27,7 @@ FREE = MachineSpeeds(cores=2)
 SPEEDS = replace(REFERENCE, step_s=5e-3, training_s=0.01, evaluation_s=0.1)
 IMAGES = {"dataset": "synthetic", "classes": 10, "samples": 240, "test_samples": 20, "image_shape": [3, 32, 32]}
 SLOW = {"up_mbit": 4, "down_mbit": 6, "delay_ms": 20}
+MANY: dict[str, Any] = {"model": {"name": "mlp_digits"}, "data": {}}
 MODEL_BYTES = 1_085_000  # about a resnet20, and its messages
 
 
@@ -85,10 +86,10 @@ def test_links_of_the_kernel_carry_headers_too() -> None:
 
 
 def test_one_host_trains_as_many_at_once_as_it_has_cores_and_without_a_network_one() -> None:
-    slow = replace(FREE, training_s=2.0)
-    assert sum(phases(THREE_LAYERS, slow).values()) == pytest.approx(2 * 2.0, rel=0.05)
-    assert sum(phases(THREE_LAYERS, slow, site=Site.ONE_HOST).values()) == pytest.approx(2 * 6 * 2.0 / 2, rel=0.05)
-    direct = phases({**THREE_LAYERS, "links": {"wan": SLOW}}, replace(slow, evaluation_s=1.0), site=Site.DIRECT)
+    slow, lab = replace(FREE, training_s=2.0), {**MANY, **THREE_LAYERS}
+    assert sum(phases(lab, slow).values()) == pytest.approx(2 * 2.0, rel=0.05)
+    assert sum(phases(lab, slow, site=Site.ONE_HOST).values()) == pytest.approx(2 * 6 * 2.0 / 2, rel=0.05)
+    direct = phases({**lab, "links": {"wan": SLOW}}, replace(slow, evaluation_s=1.0), site=Site.DIRECT)
     each = 2.0 + simulated.DIRECT_S
     assert sum(direct.values()) == pytest.approx(2 * 6 * each + 1.0, rel=0.01)
 
@@ -120,7 +121,6 @@ def test_progress_is_the_share_of_the_nodes_that_joined_and_of_the_trainings() -
 
 # Samples
 
-MANY: dict[str, Any] = {"model": {"name": "mlp_digits"}, "data": {}}
 LAN = {"up_mbit": 20, "down_mbit": 40}
 
 
