@@ -16,7 +16,7 @@ from common.errors import ConnectionFailed, InvalidExperiment
 from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
 from common.text import json_text
-from deploy.cli.roles import LabBrokerOption, SpoolFolder, call_the_roll, spool_folder
+from deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, call_the_roll, spool_folder
 from deploy.console.login import OPERATOR, Login, with_login
 from deploy.console.options import LabOrFile, Output
 from deploy.console.reporting import reporting
@@ -154,7 +154,7 @@ def _nodes(reached: LabAccess, name: str) -> Iterator[Finding]:
     from common.host.examination import Finding
     from deploy.kits.answers import faults
 
-    asked = call_the_roll(reached, name, connect_timeout_s=CONNECT_S)
+    asked = call_the_roll(reached, name, connect_timeout_s=CONNECT_S, wait_s=ROLL_S)
     with suppress(ConnectionFailed):
         for node, problems in faults(asyncio.run(asked), reached.lab).items():
             yield Finding(node, True, not problems, "; ".join(problems))
