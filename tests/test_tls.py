@@ -334,19 +334,26 @@ def test_a_revoked_node_is_refused_by_the_broker_with_all_certificates_it_has_ha
         assert connect(served.port, revoking.of("device-0")) == connect(served.port, other) == b"hello"
 
 
-def test_a_running_broker_reads_the_list_again(revoking: Revoking) -> None:
+@pytest.mark.parametrize("when", ["before its process goes on", "later"])
+def test_a_running_broker_reads_the_list_again(when: str, revoking: Revoking, tmp_path: Path) -> None:
     if broker.choose() != "mosquitto":
         pytest.skip("mosquitto is not installed")
-    node, own, port = revoking.of("device-0"), revoking.of("broker", hosts=HERE), free_port()
+    node, own, port, goes_on = revoking.of("device-0"), revoking.of("broker", hosts=HERE), free_port(), tmp_path / "go"
+    os.mkfifo(goes_on)
     code = (
         "from common.net.tls import Tls; from deploy.brokers import broker; from deploy.brokers.guard import Guard\n"
+        f"broker.write_line = lambda line: print(line, flush=True) or open({str(goes_on)!r}).read()\n"
         f"broker._RENEW_S = 0.05; broker.run_foreground(port={port}, kind='mosquitto', guard=Guard(tls={own!r}))"
     )
     process = spawn([sys.executable, "-c", code])
     try:
         assert process.stdout is not None and b"listens" in process.stdout.readline()
+        if when == "later":
+            goes_on.write_text("")
         assert connect(port, node) == b"hello"
         revoking.revoke("device-0")
+        if when != "later":
+            goes_on.write_text("")
         deadline, refusal = time.monotonic() + 30, ""
         while "our certificate is revoked" not in refusal and time.monotonic() < deadline:
             try:

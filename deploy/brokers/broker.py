@@ -135,6 +135,7 @@ def run_foreground(
 
     Call from the main thread. Raises ConnectionFailed if the broker cannot start or ends by itself.
     """
+    read = guard.tls and guard.tls.stamp()
     try:
         with (
             interruptible(),
@@ -145,20 +146,20 @@ def run_foreground(
             where = f"{broker.kind} listens on {host_port(host, broker.port)}"
             write_line(f"broker: {where}{hint}")
             notify("READY=1", f"STATUS={where}")
-            code = _watch(broker, guard)
+            code = _watch(broker, guard, read=read)
             raise ConnectionFailed(f"{broker.kind} ended with code {code}:{_last_lines(broker.log)}")
     except KeyboardInterrupt:
         return
 
 
-def _watch(broker: BrokerProcess, guard: Guard) -> int:
-    """Return the exit code of a broker that ends.
+def _watch(broker: BrokerProcess, guard: Guard, *, read: tuple[int, ...] | None) -> int:
+    """Return the exit code of a broker that ends; `read`: the stamp of its certificates before it started.
 
     Meanwhile report to systemd that it answers, and let mosquitto read its certificates and the list of revoked ones
     again when they have changed and are complete.
     """
     allowed_s, tls = watchdog_s(), guard.tls if broker.kind == "mosquitto" else None
-    read = seen = tls and tls.stamp()
+    seen = read
     while True:
         try:
             return broker.process.wait(_RENEW_S if allowed_s is None else min(_RENEW_S, allowed_s / 3))
