@@ -87,6 +87,8 @@ KINDS = (  # of each kind of oddness one or two; the rest is slow
     "Normed", "Squeezes", "CentresTheBatch", "scripted", "Tied", "Scale", "counter", "Lazy", "Unused",
     "Volume", "FixedAttribute",
 )  # fmt: skip
+# A division by the weights' deviation: on one CPU ours and the plain loop are 1.9e-5 and 1.4e-5 from one in float64.
+APART_MOST = {"WeightStandardised": 6e-5}
 REFUSED = {
     "AllFrozen": "it has no parameter that is trained",
     "SystemNoise": "the same training twice gives other models",
@@ -156,7 +158,7 @@ def check(lab: schema.Experiment, found: list[tuple[Row, LocalResult]], *, withi
 def test_it_trains_as_a_plain_loop_on_each_device_of_a_process(name: str) -> None:
     lab = experiment(name)
     found, again = rounds_of(lab, 2)
-    check(lab, found, within=3e-5)
+    check(lab, found, within=APART_MOST.get(name, 3e-5))
     assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True))
 
 

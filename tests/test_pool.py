@@ -23,6 +23,7 @@ from common.experiment import reading, schema
 from common.host.accelerators import choose, may_have_gpu
 from common.learning import splits
 from common.model.layout import ModelLayout, Row, Section
+from device import jobs
 from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared
 from device.pool.executors import Executor, Thread, Worker
 from device.pool.pool import Member, Pool
@@ -391,7 +392,8 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
         assert result.path == "workers" and single.path == "in-process" and result.train_s > 0 and result.wait_s >= 0
 
 
-def test_workers_train_devices_vmapped(lab: Lab) -> None:
+def test_workers_train_devices_vmapped(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "QUIET_S", PATIENCE_S)  # each worker waits for both of its devices on a busy machine, too
     what = experiment("mlp_digits", batch_size=50, vmapped="always")
     row = first_model(what)
 

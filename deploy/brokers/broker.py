@@ -135,7 +135,7 @@ def run_foreground(
 
     Call from the main thread. Raises ConnectionFailed if the broker cannot start or ends by itself.
     """
-    read = guard.tls and guard.tls.stamp()
+    read = None if guard.tls is None else guard.tls.stamp()
     try:
         with (
             interruptible(),
@@ -164,7 +164,7 @@ def _watch(broker: BrokerProcess, guard: Guard, *, read: tuple[int, ...] | None)
         try:
             return broker.process.wait(_RENEW_S if allowed_s is None else min(_RENEW_S, allowed_s / 3))
         except subprocess.TimeoutExpired:
-            before, seen = seen, tls and tls.stamp()
+            before, seen = seen, None if tls is None else tls.stamp()
             if seen == before and seen not in (read, None):
                 read = seen
                 broker.process.send_signal(signal.SIGHUP)
