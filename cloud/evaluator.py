@@ -94,10 +94,7 @@ class Evaluator:
         self._folder = folder
         self._begun: Record = {}
         self._process = ReplaceableProcess(
-            MODULE,
-            "the evaluator process",
-            idle_s=experiment.transfer.idle_s,
-            begin=self._begin,
+            MODULE, "the evaluator process", idle_s=experiment.transfer.idle_s, begin=self._begin
         )
 
     async def start(self) -> Beginning:

@@ -116,10 +116,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "host_memory_available_bytes": Family("gauge", ("host",), "Available memory of the host", ()),
     "host_temperature_celsius": Family("gauge", ("host", "sensor"), "Temperature of a thermal zone", ()),
     "energy_joules": Family(
-        "counter",
-        ("host", "source", "part"),
-        "Energy of the host's processors, GPUs or rails, by all processes",
-        (),
+        "counter", ("host", "source", "part"), "Energy of the host's processors, GPUs or rails, by all processes", ()
     ),
     "disk_used_bytes": Family(
         "gauge", ("host", "folder"), "Disk that the files of a role's folder take: its spool, the cloud's runs", ()

@@ -39,14 +39,7 @@ log = logging.getLogger("fedstrata.institution")
 class InstitutionAgent:
     """One institution; its children may be on another broker than its parent. Only rules that need data read any."""
 
-    def __init__(
-        self,
-        name: str,
-        host: Host,
-        *,
-        parent: str = CLOUD,
-        child_broker: BrokerAddress,
-    ) -> None:
+    def __init__(self, name: str, host: Host, *, parent: str = CLOUD, child_broker: BrokerAddress) -> None:
         self._name = name
         self._host = host
         self._parent = parent

@@ -124,12 +124,7 @@ def report_of(child: str, *, unknown: Sequence[str] = ()) -> Report:
 
 
 def play(
-    rule: Rule,
-    r: int,
-    children: Sequence[str],
-    *,
-    missing: Sequence[str] = (),
-    unknown: Sequence[str] = (),
+    rule: Rule, r: int, children: Sequence[str], *, missing: Sequence[str] = (), unknown: Sequence[str] = ()
 ) -> tuple[Uploads, Aggregated]:
     """Play one round; return its uploads as they were, rubbish included, before they were aggregated."""
     models = by_child(rule.dispatch(r, list(children)))

@@ -20,17 +20,7 @@ from common.runtime import discovery
 from common.runtime.discovery import Found, check_carried, discover
 from common.runtime.world import REAL, Host, World
 from deploy.brokers.broker import start
-from tests.helpers.nodes import (
-    EXPERIMENT,
-    LAB,
-    PARENT,
-    RUN,
-    announcing,
-    layout_of,
-    living,
-    parent_of,
-    together,
-)
+from tests.helpers.nodes import EXPERIMENT, LAB, PARENT, RUN, announcing, layout_of, living, parent_of, together
 from tests.helpers.sites import SimulatedSite, until, virtual
 
 

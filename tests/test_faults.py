@@ -223,8 +223,7 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # five processes with torch
 @pytest.mark.parametrize(
-    ("rule", "killed"),
-    [("fedavg", False), ("fedcross", False), ("fedcross", True), ("fedcda", True)],
+    ("rule", "killed"), [("fedavg", False), ("fedcross", False), ("fedcross", True), ("fedcda", True)]
 )
 def test_two_layers_of_processes_give_the_model_of_a_direct_run(
     rule: str, killed: bool, served: BrokerProcess, tmp_path: Path

@@ -23,10 +23,7 @@ from common.protocol.messages import Announcement, NodeState, Presence
 from common.protocol.serialization import encode
 from common.runtime.world import Host
 from deploy.brokers import broker
-from deploy.simulation.hardware import (
-    SimulatedMember,
-    SimulatedPool,
-)
+from deploy.simulation.hardware import SimulatedMember, SimulatedPool
 from deploy.simulation.outcome import model_digest
 from deploy.watching.follower import Follower
 from deploy.watching.lab import WatchedLab

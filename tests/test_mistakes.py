@@ -88,10 +88,7 @@ EXPERIMENT = [
     ("run demo --set hardware.default=raspbery", "Did you mean 'raspberry-pi-5'?"),
     ("cloud demo --broker localhost:99999", "--broker = 'localhost:99999'"),
     ("device --name a --broker localhost:1 --tls-key no", "--tls-key = 'no': a key without its certificate."),
-    (
-        "device --name a --broker localhost:1 --password-file no",
-        "a password without its login. Give --username, too.",
-    ),
+    ("device --name a --broker localhost:1 --password-file no", "a password without its login. Give --username, too."),
     ("cloud demo --broker ''", "--broker = '': '' is not an address."),
     ("sweep study/two --set seed=3", "--set = 'seed=3': the sweep has seeds. Use --seeds."),
     ("sweep study/two --broker localhost:x", "--broker = 'localhost:x': 'localhost:x' is not an address."),

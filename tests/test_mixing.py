@@ -189,10 +189,7 @@ def test_each_part_is_mixed_by_its_own_weights(seed: int, place: str) -> None:
         layout.integers(row)[:] = [k, 10 + k, 20 + k]
     before = rows_K.copy()
     weights = [random.dirichlet(np.ones(3), 3) for _ in range(2)]
-    cuts = [
-        ((slice(0, 4), slice(7, 11)), (slice(1, 3),)),
-        ((slice(4, 7), slice(11, 13)), (slice(0, 1),)),
-    ]
+    cuts = [((slice(0, 4), slice(7, 11)), (slice(1, 3),)), ((slice(4, 7), slice(11, 13)), (slice(0, 1),))]
     plan = [
         MixedColumns(tuple(map(Mixture.of, own)), columns, counters)
         for own, (columns, counters) in zip(weights, cuts, strict=True)

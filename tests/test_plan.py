@@ -363,10 +363,7 @@ SWEEP: dict[str, Any] = {
     "title": "Two models on two splits",
     "seeds": 3,
     "experiment": {"rounds": 10, "data": {"dataset": "digits"}},
-    "axes": {
-        "model.name": ["mlp_digits", "cnn_digits"],
-        "data.partition": ["iid", "dirichlet"],
-    },
+    "axes": {"model.name": ["mlp_digits", "cnn_digits"], "data.partition": ["iid", "dirichlet"]},
     "where": [{"model.name": "cnn_digits", "data.partition": "iid", "experiment": {"rounds": 5}}],
 }
 SECONDS = {"mlp_digits": 1.0, "cnn_digits": 4.0}

@@ -14,15 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloud.global_rounds import LINKS_S
-from cloud.records import (
-    DeviceRecord,
-    GlobalRoundRecord,
-    LinkRecord,
-    Record,
-    link_records,
-    rows_of,
-    to_csv,
-)
+from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, link_records, rows_of, to_csv
 from cloud.results import RunFolder
 from common.accounting.child_report import TrainingPath
 from common.accounting.ledger import Ledger

@@ -40,7 +40,7 @@ TREE: Final[Mapping[str, Any]] = {
         "method": {
             "FedAvg": {"training": {"epochs": 1}},
             "FedCross": {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
-        },
+        }
     },
 }
 

@@ -40,10 +40,7 @@ def warnings(experiment: Experiment) -> list[str]:
         if tier.closing.rule == "all" and tier.closing.quorum is not None:
             found.append(f"{key}.closing.quorum = {tier.closing.quorum}: no effect with closing.rule = 'all'.")
         found += _privacy(experiment, tier, depth)
-    found += [
-        *_epochs(experiment),
-        *_schedule(experiment.training.schedule, global_rounds=experiment.rounds),
-    ]
+    found += [*_epochs(experiment), *_schedule(experiment.training.schedule, global_rounds=experiment.rounds)]
     if experiment.training.vmapped in ("auto", "always"):
         found.append(
             f"training.vmapped = {experiment.training.vmapped!r}: the last bits of a model depend on which devices"

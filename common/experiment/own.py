@@ -136,11 +136,7 @@ def call(key: str, name: str, found: Any, keywords: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def guarded(
-    names: Mapping[str, str],
-    *,
-    problem: str = "fails with {}",
-    remedy: str = "Correct it.",
-    everything: bool = False,
+    names: Mapping[str, str], *, problem: str = "fails with {}", remedy: str = "Correct it.", everything: bool = False
 ) -> Iterator[None]:
     """Raise InvalidExperiment, with file, line and function, for whatever own code raises, SystemExit too.
 

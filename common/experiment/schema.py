@@ -37,14 +37,7 @@ from common.experiment.links import Links, LinkSettings, Profile, check_trace, w
 from common.experiment.methods import RuleSettings
 from common.experiment.own import is_own
 from common.experiment.stopping import Stop, check_stop
-from common.experiment.tables import (
-    Count,
-    Name,
-    Positive,
-    SettingsTable,
-    proposal,
-    with_tables,
-)
+from common.experiment.tables import Count, Name, Positive, SettingsTable, proposal, with_tables
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, check_rounds, check_tiers, layers_of, sizes_of
 from common.experiment.topology import CLOUD, RESERVED, Tree
 from common.experiment.trainers import check_trainer, with_trainer

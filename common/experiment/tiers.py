@@ -272,10 +272,7 @@ def _check_alone(key: str, tier: Tier) -> None:
     if rule.selects or rule.buffers:
         replaced.append(("selection.name", tier.selection.name, "fraction"))
     if rule.buffers:
-        replaced += [
-            ("closing.rule", tier.closing.rule, "all"),
-            ("norm_bound.action", tier.norm_bound.action, "off"),
-        ]
+        replaced += [("closing.rule", tier.closing.rule, "all"), ("norm_bound.action", tier.norm_bound.action, "off")]
     for name, value, default in replaced:
         if value != default:
             problem = f"the rule {rule.name} goes without it"

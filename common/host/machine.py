@@ -33,11 +33,7 @@ GPU: Final[Mapping[str, Callable[[Gpu], float | None]]] = {
 
 
 def export_machine(
-    metrics: Metrics,
-    *,
-    folders: Mapping[str, Path] | None = None,
-    proc: Path = Path("/proc"),
-    sys: Path = Path("/sys"),
+    metrics: Metrics, *, folders: Mapping[str, Path] | None = None, proc: Path = Path("/proc"), sys: Path = Path("/sys")
 ) -> None:
     """Export the metrics of this process, its host and the host's GPUs, as far as this platform provides them.
 

@@ -109,12 +109,7 @@ class NodeSamples(NodeDraws):
     """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        node: str,
-        *,
-        frozen: Path | None = None,
-        moved: Callable[[], None] = lambda: None,
+        self, experiment: Experiment, node: str, *, frozen: Path | None = None, moved: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(experiment, node, moved=moved)
         self._frozen = given_arrays(frozen)

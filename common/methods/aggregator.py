@@ -25,15 +25,7 @@ from common.lazy import np, npt
 from common.methods.mixing import Floats
 from common.methods.optimisers import stepped
 from common.methods.private import NoiseSource, PrivateRule, lengths, no_secret, shorten
-from common.methods.rule import (
-    NO_TRAINING,
-    Aggregated,
-    Rule,
-    RuleContext,
-    Uploads,
-    WrappedRule,
-    link_layouts,
-)
+from common.methods.rule import NO_TRAINING, Aggregated, Rule, RuleContext, Uploads, WrappedRule, link_layouts
 from common.model.layout import LinkLayouts, ModelLayout
 from common.model.refinement import Refiner
 from common.randomness import Purpose

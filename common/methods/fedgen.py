@@ -168,10 +168,7 @@ class GeneratorLayout:
     @cached_property
     def sent(self) -> Mapping[str, tuple[int, int]]:
         """The shapes of what devices receive."""
-        return {
-            HIDDEN: (self.hidden, self.noise + self.classes + 1),
-            FEATURES: (self.features, self.hidden + 1),
-        }
+        return {HIDDEN: (self.hidden, self.noise + self.classes + 1), FEATURES: (self.features, self.hidden + 1)}
 
     @cached_property
     def generator(self) -> Mapping[str, tuple[int, ...]]:

@@ -261,10 +261,7 @@ class ParentEndpoint(Endpoint):
         return () if found is None else [name for name in self.peers if name not in found.ready]
 
     async def _ready(
-        self,
-        enough: Callable[[Readiness, float], bool],
-        *,
-        waiting: Callable[[str], None] = lambda text: None,
+        self, enough: Callable[[Readiness, float], bool], *, waiting: Callable[[str], None] = lambda text: None
     ) -> Readiness | None:
         """Wait until all children are ready, and return None; or until `enough` are, and return which.
 

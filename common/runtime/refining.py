@@ -41,10 +41,7 @@ class RefinerProcess:
         self._layout: ModelLayout | None = None
         self._frozen: Path | None = None
         self._process = ReplaceableProcess(
-            MODULE,
-            f"{node}'s refiner process",
-            idle_s=experiment.transfer.idle_s,
-            begin=self._begin,
+            MODULE, f"{node}'s refiner process", idle_s=experiment.transfer.idle_s, begin=self._begin
         )
 
     @property

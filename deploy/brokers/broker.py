@@ -173,13 +173,7 @@ def _watch(broker: BrokerProcess, guard: Guard, *, read: tuple[int, ...] | None)
 
 
 def _start_on(
-    port: int,
-    *,
-    host: str,
-    kind: Kind,
-    directory: Path,
-    guard: Guard,
-    settings: Mapping[str, str | int],
+    port: int, *, host: str, kind: Kind, directory: Path, guard: Guard, settings: Mapping[str, str | int]
 ) -> BrokerProcess:
     try:
         # Another broker on this port would answer in place of the new one, so check first.
@@ -199,13 +193,7 @@ def _start_on(
 
 
 def _command(
-    kind: Kind,
-    directory: Path,
-    *,
-    host: str,
-    port: int,
-    guard: Guard,
-    settings: Mapping[str, str | int],
+    kind: Kind, directory: Path, *, host: str, port: int, guard: Guard, settings: Mapping[str, str | int]
 ) -> tuple[Sequence[str], Mapping[str, str]]:
     config = directory / f"broker-{port}.conf"
     if kind == "embedded":

@@ -33,12 +33,7 @@ def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str
     cannot be without a port for its own protocol: where MQTT needs a login, nobody may use it. Raises ConnectionFailed
     if a file of users cannot be read or is another broker's, InvalidExperiment for a list of revoked certificates.
     """
-    mqtt: dict[str, object] = {
-        "host": host,
-        "port": port,
-        "js_api_timeout": "60s",
-        "authorization": {"timeout": 60},
-    }
+    mqtt: dict[str, object] = {"host": host, "port": port, "js_api_timeout": "60s", "authorization": {"timeout": 60}}
     settings: dict[str, object] = {
         "server_name": "fedstrata",
         "listen": "127.0.0.1:-1",  # any free port

@@ -15,8 +15,7 @@ from deploy.console.tabular import Column, Table
 
 def check(
     name: Annotated[
-        str,
-        typer.Argument(help="A rule, selector, trainer, codec or objective of your own: package.module:Class."),
+        str, typer.Argument(help="A rule, selector, trainer, codec or objective of your own: package.module:Class.")
     ],
     keywords: Annotated[
         list[str] | None,

@@ -187,9 +187,7 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
 
 @app.command()
 def delete(
-    names: Names,
-    runs: Runs = Path("runs"),
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    names: Names, runs: Runs = Path("runs"), yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
 ) -> None:
     """Delete runs with all their files. One that is running is refused."""
     with reporting():

@@ -215,8 +215,7 @@ def broker(
     ] = None,
     kind: Annotated[Literal["auto", "mosquitto", "embedded"], typer.Option(help="Kind of broker.")] = "auto",
     password_file: Annotated[
-        Path | None,
-        typer.Option(help="Logins, written by mosquitto_passwd; for the embedded broker by `htpasswd -B`."),
+        Path | None, typer.Option(help="Logins, written by mosquitto_passwd; for the embedded broker by `htpasswd -B`.")
     ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="PEM file of the broker's certificate: listen by TLS.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="PEM file of its key.")] = None,
@@ -227,8 +226,7 @@ def broker(
         str | None, typer.Option(help="PEM file of the certificates that this authority has revoked, for mosquitto.")
     ] = None,
     rules: Annotated[
-        Path | None,
-        typer.Option(help="Access rules in the broker's own form, as `provision` writes them."),
+        Path | None, typer.Option(help="Access rules in the broker's own form, as `provision` writes them.")
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Let everybody on the network use the broker, unencrypted.")

@@ -175,10 +175,7 @@ def institution(
     lab: LabOption = DEFAULT_LAB,
     child_broker: Annotated[
         str | None,
-        typer.Option(
-            help="The broker of its children, like --broker.  [default: its parent's]",
-            show_default=False,
-        ),
+        typer.Option(help="The broker of its children, like --broker.  [default: its parent's]", show_default=False),
     ] = None,
     allow: Allow = None,
     data: DataFolder = None,

@@ -32,9 +32,7 @@ MetricsAddress: TypeAlias = Annotated[
 Insecure: TypeAlias = Annotated[
     bool,
     typer.Option(
-        "--insecure",
-        help="Serve --metrics beyond this machine without login and TLS.",
-        envvar="FEDSTRATA_INSECURE",
+        "--insecure", help="Serve --metrics beyond this machine without login and TLS.", envvar="FEDSTRATA_INSECURE"
     ),
 ]
 

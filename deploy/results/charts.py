@@ -223,13 +223,7 @@ def bars(
 
 
 def columns(
-    name: str,
-    title: str,
-    parts: Sequence[tuple[str, str]],
-    values: Sequence[Sequence[float]],
-    *,
-    x: Axis,
-    axis: Axis,
+    name: str, title: str, parts: Sequence[tuple[str, str]], values: Sequence[Sequence[float]], *, x: Axis, axis: Axis
 ) -> Figure:
     """Draw a vertical stacked bar for each of `values` [bars][parts].
 

@@ -173,10 +173,7 @@ def fedavg() -> str:
     """Draw FedAvg's two weights, and `independent`."""
     samples = (300, 100, 400, 200)
     columns = [f"n = {n}" for n in samples]
-    weights = {
-        'weights = "data"': FedAvg(),
-        'weights = "uniform"': FedAvg(weights="uniform"),
-    }
+    weights = {'weights = "data"': FedAvg(), 'weights = "uniform"': FedAvg(weights="uniform")}
     means = [
         SvgPanel(title, mix(rule, samples=samples)["layer"][:1], ["w"], columns) for title, rule in weights.items()
     ]

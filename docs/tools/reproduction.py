@@ -29,10 +29,7 @@ from deploy.sweeps.grid import Grid, load
 from deploy.sweeps.planning import ROUNDS, groups_of, plan_of
 
 STEPS: Final = 2  # the first warms up
-HEAD: Final = (
-    "| sweep | devices | global rounds | cells | seeds | GB | core hours |",
-    "|---|---|---|---|---|---|---|",
-)
+HEAD: Final = ("| sweep | devices | global rounds | cells | seeds | GB | core hours |", "|---|---|---|---|---|---|---|")
 
 
 def sizes(grid: Grid) -> list[str]:

@@ -114,11 +114,7 @@ def described(addresses: Mapping[str, str]) -> str:
     lines = ['name = "proof"', 'broker = "main"', "[machines]", f"server = {{ {where['server']}, cloud = true }}"]
     lines += [f"{site} = {{ {where[site]} }}" for site in SITES]
     lines += [f'{box} = {{ {where[box]}, accelerator = "cpu", slots = 1 }}' for box in BOXES]
-    lines += [
-        "[brokers]",
-        'main = { machine = "server" }',
-        *(f'{site} = {{ machine = "{site}" }}' for site in SITES),
-    ]
+    lines += ["[brokers]", 'main = { machine = "server" }', *(f'{site} = {{ machine = "{site}" }}' for site in SITES)]
     lines += ["[institutions]"]
     lines += [f'institution-{i} = {{ machine = "{site}", broker = "{site}" }}' for i, site in enumerate(SITES)]
     for i, (box, site) in enumerate(BOXES.items()):
