@@ -19,6 +19,7 @@ import pytest
 
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.reading import parse
+from common.host.offload import beside
 from common.host.processes import free_port
 from deploy.console import logs
 from deploy.console.options import run_agent
@@ -147,6 +148,23 @@ def test_an_unexpected_error_of_an_agent_is_logged_under_its_nodes_name(
     facts = json.loads(capsys.readouterr().err)
     assert (facts["node"], facts["level"]) == ("device-3", "error")
     assert facts["message"] == "device-3 ended by an unexpected error" and "1 // 0" in facts["exception"]
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"), [(KeyError("x"), ["report ended by an unexpected error"]), (RunFailed(), [])]
+)
+def test_an_unexpected_error_of_work_beside_other_work_is_logged(
+    error: Exception, lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails() -> None:
+        raise error
+
+    async def play() -> None:
+        async with beside(fails(), name="report") as task:
+            await asyncio.wait([task])
+
+    asyncio.run(play())
+    assert caplog.messages == lines
 
 
 def test_an_unforeseen_error_is_a_line_too() -> None:

@@ -9,6 +9,8 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+from common.errors import as_known
+
 _T = TypeVar("_T")
 
 
@@ -33,13 +35,15 @@ async def offload(
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, _T], *, name: str) -> AsyncIterator[asyncio.Task[_T]]:
-    """Run a coroutine as a task while the `with` block lasts, then cancel it; an error of it ends nothing."""
+    """Run a coroutine as a task while the `with` block lasts, then cancel it; an unexpected error of it is logged."""
     task = asyncio.create_task(work, name=name)
     try:
         yield task
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        (ended,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(ended, Exception):
+            as_known(ended, name)
 
 
 @contextmanager
