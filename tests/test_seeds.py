@@ -46,6 +46,7 @@ def test_drawn_labs_hold_what_is_promised() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_labs_that_found_faults_hold_what_is_promised() -> None:
     assert violations(kept_labs()) == []
 
