@@ -96,6 +96,8 @@ def test_a_device_that_is_left_out_leaves_no_trace(tmp_path: Path) -> None:
     assert trained == ["cloud/institution-0/device-0"] * 2
     weights = [one["weights"] for one in plans(alone) if one["node"] == "institution-0"]
     assert weights == [{"device-0": 1.0}] * 2
+    done = invoke("replay", both, "--runs", tmp_path / "again")
+    assert done.exit_code == 1 and "another model: its values differ by up to 0." in done.stdout.splitlines()[-1]
 
 
 def test_a_selection_by_durations_is_replayed(tmp_path: Path) -> None:
