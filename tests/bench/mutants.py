@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -179,7 +179,8 @@ def main() -> None:
                 free.put(folder)
 
         killed, counts = Counter[str](), Counter(mutant.room for mutant in drawn)
-        for mutant, by in threads.map(played, drawn):
+        for done in as_completed(threads.submit(played, mutant) for mutant in drawn):
+            mutant, by = done.result()
             killed[mutant.room] += bool(by)
             change = f"{mutant.path}:{mutant.line}: {mutant.before} -> {mutant.text}"
             console.print(f"found by {by}: {change}" if by else f"SURVIVED: {change}", markup=False, highlight=False)
