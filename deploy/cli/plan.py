@@ -78,6 +78,7 @@ def plan(
     """
     from common.experiment.reading import load, read
     from common.host.files import check_writable, writing
+    from deploy.sweeps.grid import is_sweep
 
     with reporting():
         if calibrated:
@@ -93,23 +94,26 @@ def plan(
             raise typer.BadParameter("name an experiment, or add --calibrate", param_hint="EXPERIMENT")
         if out is not None:
             check_writable(out)
-        from deploy.planning.predicting import STAGES, Predictor, text_of
-        from deploy.planning.simulated import Site
-        from deploy.sweeps import grid, planning
-
-        sweeps = grid.is_sweep(read(experiment))
-        site = Site.DIRECT if direct else Site.ONE_HOST if one_host else Site.HOSTS
-        rounds = rounds or (planning.ROUNDS if sweeps else None)
-        predictor = Predictor(site=site, interface_mbit=interface, rounds=rounds, nodes=nodes, calibration=calibration)
+        sweeps = is_sweep(read(experiment))
         if sweeps:
+            from deploy.sweeps import grid, planning
+
             cells = grid.load(experiment, small=small, overrides=overrides or (), only=only or (), seeds=seeds)
-            found = _sweep(cells, predictor, direct=direct, jobs=jobs)
-            text = planning.written(found, output)
         else:
             own = {"--small": small, "--only": only, "--seeds": seeds, "--direct": direct, "--jobs": jobs}
             for option in (option for option, value in own.items() if value):
                 raise typer.BadParameter("valid only for a sweep", param_hint=option)
             chosen = load(experiment, overrides or ())
+        from deploy.planning.predicting import STAGES, Predictor, text_of
+        from deploy.planning.simulated import Site
+
+        site = Site.DIRECT if direct else Site.ONE_HOST if one_host else Site.HOSTS
+        rounds = rounds or (planning.ROUNDS if sweeps else None)
+        predictor = Predictor(site=site, interface_mbit=interface, rounds=rounds, nodes=nodes, calibration=calibration)
+        if sweeps:
+            found = _sweep(cells, predictor, direct=direct, jobs=jobs)
+            text = planning.written(found, output)
+        else:
             with stages(STAGES) as begin:
                 found = predictor.predict(chosen, begin=begin, reach=begin.reach)
             text = f"{json_text(found)}\n" if output == "json" else text_of(found)
