@@ -347,9 +347,7 @@ def device(
     _run_role(take_part)
 
 
-async def call_the_roll(
-    reached: LabAccess, name: str, *, connect_timeout_s: float, wait_s: float = ROLL_S
-) -> list[Answer]:
+async def call_the_roll(reached: LabAccess, name: str, *, connect_timeout_s: float, wait_s: float) -> list[Answer]:
     """Return the nodes on all brokers of a lab, which a node asks, see `call_rolls`. Raises ConnectionFailed."""
     from common.runtime.roll import call_rolls
 
@@ -364,7 +362,7 @@ async def _nodes_there(reached: LabAccess, connect_timeout_s: float) -> tuple[li
     """Return the nodes that are there, and why some cannot take part: of another release, or with another lab's kit."""
     from deploy.kits.answers import stale
 
-    found = await call_the_roll(reached, CLOUD, connect_timeout_s=connect_timeout_s)
+    found = await call_the_roll(reached, CLOUD, connect_timeout_s=connect_timeout_s, wait_s=ROLL_S)
     others = {each.node: each.other_release for each in found if each.other_release}
     return found, others | dict(stale(found, reached.lab) if reached.lab is not None else {})
 

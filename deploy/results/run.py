@@ -234,7 +234,7 @@ class Run:
 
     def age_s(self, now: float) -> float | None:
         """Return the seconds since the run was started, None if that is unknown."""
-        return None if self.began is None else now - self.began.timestamp()
+        return None if (began := self.began) is None else now - began.timestamp()
 
     def delete(self) -> None:
         """Remove the folder. Raises InvalidExperiment while a process writes to it, StorageFailed."""

@@ -222,7 +222,7 @@ def time_of(run: Run) -> str:
 
 def began_s(run: Run) -> float:
     """Return when a run was started, seconds since the epoch; 0 if that is unknown."""
-    return 0.0 if run.began is None else run.began.timestamp()
+    return 0.0 if (began := run.began) is None else began.timestamp()
 
 
 @contextmanager

@@ -34,21 +34,19 @@ DIFFERENCE = "difference"
 
 def written(results: SweepResults, form: str) -> str:
     """Return the results in one of the forms table, csv, latex, markdown and json."""
+    if form == "csv":
+        return long_table(results).csv()
+    if form == "json":
+        return json_text(to_json(results)) + "\n"
     tables = [table for table, _ in tables_of(results)]
-    match form:
-        case "csv":
-            return long_table(results).csv()
-        case "json":
-            return json_text(to_json(results)) + "\n"
-        case "latex":
-            lines = "".join(f"% {line}\n" for line in changed(results))
-            return "\n".join(f"% {table.title}\n{lines}{table.latex()}" for table in tables)
-        case "markdown":
-            parts = [f"### {table.title}\n\n{table.markdown()}" for table in tables]
-            return "\n".join([*parts, "".join(f"- {line}\n" for line in notes(results))])
-        case _:
-            parts = [f"{table.title}\n{table.aligned()}" for table in tables]
-            return "\n".join([*parts, "".join(f"{line}\n" for line in notes(results))])
+    if form == "latex":
+        lines = "".join(f"% {line}\n" for line in changed(results))
+        return "\n".join(f"% {table.title}\n{lines}{table.latex()}" for table in tables)
+    bullet = "- " if form == "markdown" else ""
+    parts = [
+        f"### {each.title}\n\n{each.markdown()}" if bullet else f"{each.title}\n{each.aligned()}" for each in tables
+    ]
+    return "\n".join([*parts, "".join(f"{bullet}{line}\n" for line in notes(results))])
 
 
 # Tables
