@@ -34,7 +34,7 @@ class DynamicObjective(ProximalObjective):
     def backward(self, batch: Minibatch) -> Tensor:
         """Write the gradients of the sum; return the loss."""
         losses = super().backward(batch)
-        add_to_gradients(batch.weights, batch.vectors[OWN], alpha=-1.0)
+        add_to_gradients(batch.weights, (-1.0, batch.vectors[OWN]))
         return losses
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:

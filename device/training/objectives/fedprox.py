@@ -26,5 +26,5 @@ class ProximalObjective(Objective):
         losses = super().backward(batch)
         with torch.no_grad():
             moves = torch._foreach_sub(list(batch.weights), list(batch.received))
-        add_to_gradients(batch.weights, moves, alpha=self._mu)  # a weight without gradient has not moved
+        add_to_gradients(batch.weights, (self._mu, moves))  # a weight without gradient has not moved
         return losses

@@ -129,11 +129,12 @@ class Objective:
 
 
 @torch.no_grad()
-def add_to_gradients(weights: Sequence[Tensor], vector: Sequence[Tensor], *, alpha: float = 1.0) -> None:
-    """Add a vector, times `alpha`, to the gradients of the weights that have one."""
+def add_to_gradients(weights: Sequence[Tensor], *terms: tuple[float, Sequence[Tensor]]) -> None:
+    """Add vectors, each times its factor, to the gradients of the weights that have one."""
     used = [place for place, weight in enumerate(weights) if weight.grad is not None]
     gradients = [grad for weight in weights if (grad := weight.grad) is not None]
-    torch._foreach_add_(gradients, [vector[place] for place in used], alpha=alpha)
+    for factor, vector in terms:
+        torch._foreach_add_(gradients, [vector[place] for place in used], alpha=factor)
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:

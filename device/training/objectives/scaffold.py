@@ -36,8 +36,7 @@ class ControlledObjective(Objective):
     def backward(self, batch: Minibatch) -> Tensor:
         """Write the corrected gradients; return the loss."""
         losses = super().backward(batch)
-        add_to_gradients(batch.weights, batch.vectors[OWN], alpha=-1.0)
-        add_to_gradients(batch.weights, batch.vectors[CONTROL])
+        add_to_gradients(batch.weights, (-1.0, batch.vectors[OWN]), (1.0, batch.vectors[CONTROL]))
         return losses
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
