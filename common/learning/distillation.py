@@ -98,11 +98,13 @@ def distil_ensemble(node: NodeSamples, settings: FedBE, models: RoundModels) -> 
 
 def mean_logits(node: NodeSamples, rows: Sequence[Row]) -> Tensor:
     """Return the mean of the models' logits on all samples, float32 [N, classes]."""
-    total = torch.zeros(())
-    for row in rows:
+    first, *others = rows
+    node.load(first)
+    total = node.all_logits()
+    for row in others:
         node.load(row)
-        total = total + node.all_logits()
-    return total / len(rows)
+        total.add_(node.all_logits())
+    return total.div_(len(rows))
 
 
 def loss_to(node: NodeSamples, places: Tensor, target: Tensor) -> Tensor:
