@@ -47,7 +47,7 @@ from common.text import json_text
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 LEDGER: Final = "ledger.json"
-FORMAT: Final = 5  # of a run's folder
+FORMAT: Final = 1  # of a run's folder
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
 WITHOUT_A_NETWORK: Final = {

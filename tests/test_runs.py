@@ -223,12 +223,12 @@ def test_a_run_is_shown(tmp_path: Path, make_run: MakeRun) -> None:
     assert "rounds.csv" in invoke("runs", "show", path).stdout
 
 
-@pytest.mark.parametrize("number", [None, 4, 6])
+@pytest.mark.parametrize("number", [None, 0, 2])
 def test_a_folder_of_another_format_is_refused(tmp_path: Path, make_run: MakeRun, number: int | None) -> None:
     path = make_run(tmp_path, {}, last="")
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": number}))
-    text = f"{str(path)!r}: a run's folder of format {number}, this release has 5. Use the release that wrote it."
+    text = f"{str(path)!r}: a run's folder of format {number}, this release has 1. Use the release that wrote it."
     for command in (["report"], ["compare", "--target", "0.7"], ["runs", "show"]):
         result = invoke(*command, path)
         assert result.exit_code == 4 and result.output.strip() == f"fedstrata: RUN = {text}"

@@ -241,7 +241,7 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
         assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 1, 11, 13, -1, True, 12.0, "12", b"\x0c", None, [12]], ids=repr)
+@pytest.mark.parametrize("version", [0, 2, -1, True, 1.0, "1", b"\x01", None, [1]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
     text = refusal(pack([version, SESSION, 7, "0" * 16]))
     assert "protocol version" in text and f"uses {serialization.VERSION}" in text
@@ -465,20 +465,20 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("5933e99917daefc5")
-        + b"\x9f\x0c\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
+        bytes.fromhex("090179d268e066aa")
+        + b"\x9f\x01\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
         + b"\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00\xa0\x00"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("a46f95d8b84604ab")
-        + b"\x98\x0c\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        bytes.fromhex("87e4364a11d3c832")
+        + b"\x98\x01\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\x00\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("977be63930d152c4")
-        + b"\x99\x0c\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        bytes.fromhex("cc6e91e5d2efa618")
+        + b"\x99\x01\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
         + (b"\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
         + (b"\x91\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
     )

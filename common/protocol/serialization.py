@@ -25,7 +25,7 @@ from common.protocol.limits import ANYBODY, SenderBounds
 from common.protocol.messages import DIGEST_BYTES, Here, Message, RollCall
 from common.text import TextLimit, escaped, escaped_within
 
-VERSION: Final = 12
+VERSION: Final = 1
 MAX_INT: Final = 2**63 - 1
 ITEMS: Final = 64  # of a list that does not grow with the nodes: fields, tiers, findings
 HEAD: Final = 3  # items before the fields: the version, the session, the kind
