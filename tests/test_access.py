@@ -26,8 +26,8 @@ from deploy.brokers.guard import Guard
 from deploy.kits import access
 from deploy.kits.authority import Authority
 from deploy.kits.lab import parse
-from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import DEMO, command, fedstrata, null_model, sets
+from tests.simulation.outcome import model_digest
 
 LAB_TREE: Final = {
     "name": "north",

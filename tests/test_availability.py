@@ -25,12 +25,12 @@ from common.protocol.presence import TimeZero
 from common.runtime.lifecycle import until_return
 from common.runtime.world import Host, World
 from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import Scenario, SimulatedLab
-from deploy.simulation.outcome import LabOutcome, model_digest
 from tests.helpers.commands import DEMO, null_model, run_lab, table
 from tests.helpers.netns import in_namespaces
 from tests.helpers.scenarios import restarted
 from tests.helpers.sites import SimulatedSite, virtual
+from tests.simulation.lab import Scenario, ScenarioLab
+from tests.simulation.outcome import LabOutcome, model_digest
 
 
 def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
@@ -192,7 +192,7 @@ def run(
     trace = {"availability": {"trace": {"changes": changes, "repeat_s": repeat_s}}} if changes else {}
     experiment = parse(LAB | trace | settings)
     durations = Durations(spread=0.0)
-    return SimulatedLab(experiment, seed=3, scenario=scenario, model_bytes=40_000, durations=durations).run()
+    return ScenarioLab(experiment, seed=3, scenario=scenario, model_bytes=40_000, durations=durations).run()
 
 
 def test_a_lab_waits_for_the_return_of_all_and_its_model_is_the_same() -> None:
@@ -238,12 +238,12 @@ def test_the_cloud_waits_for_devices_directly_below_it() -> None:
     events: list[dict[str, Any]] = []
     manifest: dict[str, Any] = {}
 
-    def read(lab: SimulatedLab) -> None:
+    def read(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
         events.extend(map(json.loads, (folder / "events.jsonl").read_text().splitlines()))
         manifest.update(json.loads((folder / "manifest.json").read_text()))
 
-    assert SimulatedLab(experiment, seed=3, model_bytes=400, durations=Durations(spread=0.0), at_end=read).run().ok
+    assert ScenarioLab(experiment, seed=3, model_bytes=400, durations=Durations(spread=0.0), at_end=read).run().ok
     assert next(each for each in events if each["event"] == "away")["returns_s"].keys() == {"device-0"}
     assert manifest["availability"]["devices"] == 1 and len(manifest["availability"]["digest"]) == 16
 

@@ -34,14 +34,14 @@ from deploy.results.maps import changes
 from deploy.results.run import Run
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import Scenario, SimulatedLab
-from deploy.simulation.outcome import LabOutcome
 from deploy.watching.lab import WatchedLab
 from tests.helpers.commands import table as read_table
 from tests.helpers.commands import tensors
 from tests.helpers.coordinators import result_of
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
+from tests.simulation.lab import Scenario, ScenarioLab
+from tests.simulation.outcome import LabOutcome
 from tests.test_replay import plans, replay
 
 LAB: Final[dict[str, Any]] = {
@@ -67,20 +67,20 @@ def played(
     """Run a lab, without `absent` nodes at first; return its outcome, its plans and its tables."""
     experiment, found, tables = parse(tree), list[Event](), dict[str, list[dict[str, str]]]()
 
-    def at_end(lab: SimulatedLab) -> None:
+    def at_end(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
         found.extend(plans(folder))
         tables.update({name: read_table(folder / f"{name}.csv") for name in ("devices", "links")})
 
     there = [name for name in ("cloud", *experiment.tree.nodes) if name not in absent]
     options = {"seed": 1, "model_bytes": 10_000, "autostart": there, "at_end": at_end} | options
-    return SimulatedLab(experiment, scenario=scenario, **options).run(), found, tables
+    return ScenarioLab(experiment, scenario=scenario, **options).run(), found, tables
 
 
-def later(*nodes: str, at_s: float, then: Callable[[SimulatedLab, str], object]) -> Scenario:
+def later(*nodes: str, at_s: float, then: Callable[[ScenarioLab, str], object]) -> Scenario:
     """Do something with these nodes at a time."""
 
-    async def disturb(lab: SimulatedLab) -> None:
+    async def disturb(lab: ScenarioLab) -> None:
         await asyncio.sleep(at_s)
         for node in nodes:
             then(lab, node)
@@ -220,7 +220,7 @@ def test_too_few_children_end_the_run_with_their_names() -> None:
 
 
 def test_a_device_that_returns_is_waited_for_within_the_idle_time() -> None:
-    async def disturb(lab: SimulatedLab) -> None:
+    async def disturb(lab: ScenarioLab) -> None:
         await asyncio.sleep(10)
         for name in ("device-0", "device-1"):
             lab.kill(name)
@@ -319,7 +319,7 @@ def digest_of(*moves: float, victim: str = "", at_s: float = 0.0) -> str:
     away = [{"at_s": at, "parent": f"institution-{place}"} for place, at in enumerate(moves)]
     tree = moving(away) if away else with_institution(entering=2)
 
-    async def disturb(lab: SimulatedLab) -> None:
+    async def disturb(lab: ScenarioLab) -> None:
         await asyncio.sleep(at_s)
         lab.kill(victim)
         await asyncio.sleep(0.4)
@@ -340,7 +340,7 @@ def tasks_of(device: str, tree: Mapping[str, Any]) -> list[tuple[str, int, int]]
     """Return the tasks that a device gets in a lab: their parents, their local rounds, and what they follow, from 1."""
     found: dict[tuple[str, int], int] = {}
 
-    async def disturb(lab: SimulatedLab) -> None:
+    async def disturb(lab: ScenarioLab) -> None:
         lab.network.hooks.append(hook)
 
     def hook(message: Routed) -> None:
@@ -377,7 +377,7 @@ def test_a_device_whose_state_is_lost_ends_and_moves_nowhere() -> None:
     tree["training"] = {"objective": {"name": "scaffold"}}
     sought: list[str] = []
 
-    async def disturb(lab: SimulatedLab) -> None:
+    async def disturb(lab: ScenarioLab) -> None:
         lab.network.hooks.append(lambda message: sought.append(message.topic))
         await asyncio.sleep(8)
         lab.kill("device-4")
@@ -400,7 +400,7 @@ TWO_TIERS: Final[dict[str, Any]] = {
 
 @pytest.mark.parametrize("node", [None, "cloud", "device-7", "device-0"])
 def test_a_device_enters_below_the_cloud_and_returns_after_a_kill(node: str | None) -> None:
-    async def enter(lab: SimulatedLab) -> None:
+    async def enter(lab: ScenarioLab) -> None:
         await asyncio.sleep(4)
         lab.start("device-7", parent="cloud")
         await asyncio.sleep(3)
@@ -590,7 +590,7 @@ def test_a_round_whose_children_all_leave_begins_again_with_others() -> None:
     }
     lost: list[str] = []
 
-    async def kill(lab: SimulatedLab) -> None:
+    async def kill(lab: ScenarioLab) -> None:
         tasks: dict[str, int] = {}
         reached = asyncio.Event()
 

@@ -25,8 +25,8 @@ from paho.mqtt.enums import CallbackAPIVersion
 from common.experiment.reading import parse
 from common.host.processes import free_port
 from deploy.brokers import nats
-from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import PATIENCE_S, command, null_model
+from tests.simulation.outcome import model_digest
 
 SERVERS: Final = 3
 LAB: Final = """

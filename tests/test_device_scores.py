@@ -56,7 +56,6 @@ from deploy.results.run import Run
 from deploy.results.series import series_of
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
-from deploy.simulation.lab import SimulatedLab
 from deploy.sweeps.grid import merged
 from deploy.sweeps.results import sign_of, value_of
 from deploy.sweeps.schema import Measure
@@ -64,6 +63,7 @@ from tests.helpers import commands
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import PROFILE, examples, slow
 from tests.helpers.plain import first_model, trained, trainer_of
+from tests.simulation.lab import ScenarioLab
 
 LAB: dict[str, Any] = {
     "name": "scored",
@@ -567,15 +567,15 @@ def test_a_killed_device_loses_its_own_scores_alone() -> None:
         if event == "global_round" and facts["global_round"] == 2:
             second.set()
 
-    async def scenario(lab: SimulatedLab) -> None:
+    async def scenario(lab: ScenarioLab) -> None:
         await second.wait()
         lab.kill("device-3")
 
-    def keep(lab: SimulatedLab) -> None:
+    def keep(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.glob("*")
         tables.extend([rows(folder), rows(folder, "devices.csv")])
 
-    lab = SimulatedLab(
+    lab = ScenarioLab(
         parse({**tree, "cloud": {"closing": closing}}), seed=3, scenario=scenario, observe=observe, at_end=keep
     )
     outcome = lab.run()
@@ -604,7 +604,7 @@ def tables_of(victim: str = "", global_round: int = 0) -> list[list[dict[str, st
             if tasks & {victim} or (tasks and victim == CLOUD):
                 reached.set()
 
-    async def scenario(lab: SimulatedLab) -> None:
+    async def scenario(lab: ScenarioLab) -> None:
         lab.network.hooks.append(hook)
         await reached.wait()
         if victim:
@@ -612,14 +612,14 @@ def tables_of(victim: str = "", global_round: int = 0) -> list[list[dict[str, st
             await asyncio.sleep(0.4)
             lab.start(victim)
 
-    def keep(lab: SimulatedLab) -> None:
+    def keep(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.glob("*")
         tables.extend(without_seconds(rows(folder, name)) for name in ("rounds.csv", "devices.csv"))
 
     tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 3}, "institution": {"rounds": 2}}
     evaluation = {"at": "devices", "per_class": True, "personalised": True}
     tree |= {"links": {"check": "off"}, "evaluation": evaluation}
-    lab = SimulatedLab(parse(tree), seed=3, scenario=scenario, at_end=keep)
+    lab = ScenarioLab(parse(tree), seed=3, scenario=scenario, at_end=keep)
     assert lab.run().ended[CLOUD] == ""
     return [[{key: cell for key, cell in row.items() if "bytes" not in key} for row in table] for table in tables]
 

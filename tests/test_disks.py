@@ -18,10 +18,10 @@ from common.experiment.reading import parse
 from common.host import files
 from common.storage.spool import Spool
 from deploy.console.reporting import reporting
-from deploy.simulation.lab import Scenario, SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata, invoke, table
 from tests.helpers.disks import Disk, disk
 from tests.helpers.records import a_global_round
+from tests.simulation.lab import Scenario, ScenarioLab
 
 SMALL: Mapping[str, Any] = {
     "name": "disks",
@@ -52,7 +52,7 @@ def test_rows_and_events_wait_for_room(tmp_path: Path) -> None:
 
 def lab_on(
     small: Disk, on_event: Callable[[str], None], scenario: Scenario | None = None
-) -> tuple[SimulatedLab, list[tuple[str, str]]]:
+) -> tuple[ScenarioLab, list[tuple[str, str]]]:
     """Return a lab whose runs are on a disk, and the events that it will have reported."""
     events: list[tuple[str, str]] = []
 
@@ -60,7 +60,7 @@ def lab_on(
         events.append((event, str(facts.get("reason", ""))))
         on_event(event)
 
-    lab = SimulatedLab(parse(SMALL), observe=observe, scenario=scenario)
+    lab = ScenarioLab(parse(SMALL), observe=observe, scenario=scenario)
     lab.agents.runs.symlink_to(small.path)
     return lab, events
 
@@ -75,7 +75,7 @@ def test_a_run_waits_for_room(tmp_path: Path) -> None:
             elif event == "warning":
                 full.set()
 
-        async def make_room(lab: SimulatedLab) -> None:
+        async def make_room(lab: ScenarioLab) -> None:
             await full.wait()
             await asyncio.sleep(25)  # of virtual time, nearly idle_s
             small.empty()
@@ -83,7 +83,7 @@ def test_a_run_waits_for_room(tmp_path: Path) -> None:
         lab, events = lab_on(small, on_event, make_room)
         outcome = lab.run()
         assert outcome.ok, outcome
-        assert outcome.digest == SimulatedLab(parse(SMALL)).run().digest
+        assert outcome.digest == ScenarioLab(parse(SMALL)).run().digest
         (warning,) = [reason for event, reason in events if event == "warning"]
         assert "No space left on device. Make room" in warning and "waits for it, for 30 s" in warning
         assert [row["global_round"] for row in outcome.rounds] == ["1", "2", "3"]
@@ -105,19 +105,19 @@ def test_a_disk_that_stays_full_ends_the_run_with_one_line(tmp_path: Path) -> No
 def test_an_institution_waits_for_room_for_its_rules_state() -> None:
     experiment = parse(SMALL | {"institution": {"aggregation": {"name": "fedadp"}}})
 
-    async def fill(lab: SimulatedLab) -> None:
+    async def fill(lab: ScenarioLab) -> None:
         while not list(small.path.glob("*/*/states/*/facts.json")):  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
         small.fill()
         await asyncio.sleep(20)  # of virtual time, less than idle_s
         small.empty()
 
-    lab = SimulatedLab(experiment, scenario=fill)
+    lab = ScenarioLab(experiment, scenario=fill)
     (lab.agents.path / "spool").mkdir()
     with disk(lab.agents.path / "spool" / "institution-0") as small:
         outcome = lab.run()
     assert outcome.ok, outcome
-    assert outcome.digest == SimulatedLab(experiment).run().digest
+    assert outcome.digest == ScenarioLab(experiment).run().digest
     (warning,) = [each for each in outcome.warnings if "states" in each]
     assert "No space left on device. Make room on that disk. The run waits for it, for 30 s." in warning
 

@@ -18,11 +18,11 @@ from common.experiment.own import permit
 from common.experiment.reading import parse, to_toml
 from common.methods.column_rule import Columns
 from common.methods.single_model import GuardedRule, OwnRule
-from deploy.simulation.outcome import model_digest
 from device.training.objectives.table import objective_of
 from tests.helpers.commands import fedstrata, invoke
 from tests.helpers.direct import run_direct
 from tests.helpers.own_page import FILES
+from tests.simulation.outcome import model_digest
 
 ELSEWHERE: Final = {"flats.py", "make_table.py", "pinball.py", "lora.py"}  # test_own.py and test_parts.py have them
 EXAMPLES: Final = {

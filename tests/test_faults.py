@@ -36,11 +36,11 @@ from common.storage.spool import Spool
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
 from deploy.local.namespaces import VethPair, joined
-from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import PATIENCE_S, folder_in, null_model, table, tensors
 from tests.helpers.netns import in_namespaces
 from tests.helpers.records import a_global_round
 from tests.helpers.roles import SMALL, Role, lab_of, task, until
+from tests.simulation.outcome import model_digest
 
 BRANCH = SMALL | {"topology": {"institutions": 1, "devices": 2}}
 DEVICES = [

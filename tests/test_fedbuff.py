@@ -26,13 +26,13 @@ from common.protocol.round_state import TAKEN_BACK, Assignment, Closed, Stalled
 from common.runtime.round import Dispatch
 from deploy.local.replay import replayed
 from deploy.results.run import Run
-from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
 from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
 from tests.helpers.scenarios import restarted
 from tests.session_lab import manifest_of
+from tests.simulation.lab import ScenarioLab
 from tests.simulation.labs import LABS, read_lab
 from tests.simulation.runs import check_lab
 
@@ -322,12 +322,12 @@ def plans_of(tree: Mapping[str, Any]) -> tuple[float, list[dict[str, Any]]]:
     """Return the virtual seconds of a simulated lab, and the plans that it recorded."""
     found: list[dict[str, Any]] = []
 
-    def at_end(lab: SimulatedLab) -> None:
+    def at_end(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
         lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
         found.extend(event for event in lines if event["event"] == "plan")
 
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run()
+    outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run()
     assert outcome.ok, outcome.result
     return outcome.virtual_s, found
 
@@ -352,7 +352,7 @@ def test_the_slow_devices_step_comes_with_its_age() -> None:
 @pytest.mark.parametrize("node", ["cloud", "device-0", "device-1"])
 def test_a_lab_goes_on_after_a_node_was_killed(node: str) -> None:
     tree = {**LAB, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}}
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, scenario=restarted(node, 3.0)).run()
+    outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000, scenario=restarted(node, 3.0)).run()
     assert outcome.ok, outcome.result
 
 

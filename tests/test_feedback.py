@@ -19,8 +19,6 @@ from common.protocol.messages import Key, Task
 from common.runtime.models import decode_row
 from common.runtime.uploads import UploadEncoder
 from common.storage.spool import Spool
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import model_digest
 from deploy.sweeps.grid import merged
 from device.jobs import LocalResult, Order, Prepared
 from device.training.work import LocalWork
@@ -29,6 +27,8 @@ from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.scenarios import KilledLab
+from tests.simulation.lab import ScenarioLab
+from tests.simulation.outcome import model_digest
 from tests.test_sent_models import LAB
 
 LAYOUT: Final = ModelLayout.build(
@@ -185,7 +185,7 @@ def tiers(which: str, **keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("which", slow(UP, but=["both"]))
 def test_agents_over_a_network_compute_what_one_process_does(which: str, tmp_path: Path) -> None:
     experiment = parse(merged(LAB, tiers(which), {"rounds": 3}))
-    outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
+    outcome = ScenarioLab(experiment, workload=RealWorkload(experiment)).run()
     assert outcome.ok, outcome.result
     path = run_direct(tmp_path, experiment)
     assert outcome.digest == model_digest(tmp_path)

@@ -26,9 +26,9 @@ from common.methods import aggregator
 from common.methods.fedavg import FedAvg
 from common.model.layout import ModelLayout, Section
 from common.storage.spool import Spool
-from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import invoke
 from tests.helpers.records import a_global_round
+from tests.simulation.lab import ScenarioLab
 
 NOBODY = 65_534
 SMALL: Mapping[str, Any] = {
@@ -185,7 +185,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_replaces_another(
 
 
 def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = SimulatedLab(parse(SMALL))
+    lab = ScenarioLab(parse(SMALL))
     calls = recorded(lab.agents.runs, monkeypatch)
     assert lab.run().ok
     made = [place for place, (name, path) in enumerate(calls) if name == "name" and path.endswith(".safetensors")]
@@ -261,7 +261,7 @@ def test_a_run_passes_over_a_torn_checkpoint(rule: Mapping[str, Any], torn: str)
         elif event == "global_round" and facts["global_round"] == 3:
             third.set()
 
-    async def tear(lab: SimulatedLab) -> None:
+    async def tear(lab: ScenarioLab) -> None:
         await third.wait()
         lab.kill("cloud")
         (file,) = lab.agents.runs.glob(f"*/checkpoints/{torn}")
@@ -271,8 +271,8 @@ def test_a_run_passes_over_a_torn_checkpoint(rule: Mapping[str, Any], torn: str)
         lab.start("cloud")
 
     longer = parse(SMALL | {"rounds": 4, "cloud": {"aggregation": rule}})
-    outcome = SimulatedLab(longer, scenario=tear, observe=observe).run()
-    assert outcome.ok and outcome.digest == SimulatedLab(longer).run().digest, outcome
+    outcome = ScenarioLab(longer, scenario=tear, observe=observe).run()
+    assert outcome.ok and outcome.digest == ScenarioLab(longer).run().digest, outcome
     assert [row["global_round"] for row in outcome.rounds] == ["1", "2", "3", "4"]
     (warning,) = warnings
     assert "round-000003.safetensors" in warning and "continues from the checkpoint before it" in warning

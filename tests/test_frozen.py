@@ -40,7 +40,6 @@ from common.protocol.messages import FrozenOffered, FrozenWanted
 from common.runtime.frozen import OwnFrozen
 from common.runtime.refining import RefinerProcess
 from common.storage.spool import FROZEN_KEPT, FrozenFiles
-from deploy.simulation.lab import LabOutcome, SimulatedLab
 from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
 from tests.helpers.direct import run_direct
@@ -50,6 +49,8 @@ from tests.helpers.own_page import FILES, PAGE
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.sites import SimulatedSite, until, virtual
 from tests.simulation.frozen import FrozenWorkload, lacks
+from tests.simulation.lab import ScenarioLab
+from tests.simulation.outcome import LabOutcome
 
 MODEL: dict[str, Any] = {"name": "tests.test_frozen:Wide", "frozen": ["wide.*"]}
 LAB: dict[str, Any] = {
@@ -119,7 +120,7 @@ def played(lab: Experiment, **options: Any) -> tuple[LabOutcome, dict[str, int],
     up: list[int] = []
     model: list[str] = []
 
-    def look(played: SimulatedLab) -> None:
+    def look(played: ScenarioLab) -> None:
         for name, worlds in played.worlds.items():
             for endpoint in (connection.user for world in worlds for connection in world.connections):
                 cells = getattr(getattr(endpoint, "link", None), "counters", None)
@@ -131,7 +132,7 @@ def played(lab: Experiment, **options: Any) -> tuple[LabOutcome, dict[str, int],
         model.append(tensors.content(tensors.read(found[-1])[0], {}) if found else "")
 
     options = {"workload": RealWorkload(lab), **options} if "workload" not in options else options
-    outcome = SimulatedLab(lab, seed=1, at_end=look, **options).run()
+    outcome = ScenarioLab(lab, seed=1, at_end=look, **options).run()
     assert outcome.ok, outcome.result
     assert not sum(up)
     return outcome, down, model[-1]
@@ -163,11 +164,11 @@ def test_a_node_killed_while_it_fetches_or_serves_goes_on(
     assert whole is not None
     interrupted: list[int] = []
 
-    async def kill(played: SimulatedLab) -> None:
+    async def kill(played: ScenarioLab) -> None:
         begun = False
         while not begun:
             await asyncio.sleep(0.01)
-            found = played.agents.files("device-0").rglob(whole.digest)
+            found = played.files("device-0").rglob(whole.digest)
             begun = any(np.fromfile(path, np.uint8).any() for path in found)
         interrupted.append(1)
         played.kill(node)

@@ -21,12 +21,12 @@ from common.learning.inputs import Inputs
 from common.model.codecs import codec_of
 from deploy.brokers import broker
 from deploy.simulation.hardware import NullWorkload
-from deploy.simulation.outcome import model_digest
 from tests.helpers import direct
 from tests.helpers.commands import DEMO, PATIENCE_S, command, null_model, run_lab, sets, table, tensors
 from tests.helpers.examples import slow
 from tests.helpers.null_lab import MODEL_BYTES
 from tests.helpers.plain import first_model, trained, trainer_of
+from tests.simulation.outcome import model_digest
 
 SMALL = (
     "topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2", "training.batch_size=50",

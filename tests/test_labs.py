@@ -24,7 +24,6 @@ from common.protocol.serialization import encode
 from common.runtime.world import Host
 from deploy.brokers import broker
 from deploy.simulation.hardware import SimulatedMember, SimulatedPool
-from deploy.simulation.outcome import model_digest
 from deploy.watching.follower import Follower
 from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs
@@ -34,6 +33,7 @@ from institution.agent import InstitutionAgent
 from tests.helpers.commands import invoke, null_model
 from tests.helpers.null_roles import evaluator, hardware
 from tests.helpers.sites import in_real_time
+from tests.simulation.outcome import model_digest
 
 TINY: dict[str, Any] = {"rounds": 2, "transfer": {"inline_bytes": 0}}  # chunks, too, go by topics of the lab
 LABS = {lab: parse({**TINY, "training": {"epochs": epochs}}) for lab, epochs in (("north", 1), ("south", 2))}

@@ -15,12 +15,12 @@ from safetensors.numpy import load_file
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from deploy.brokers import broker
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome, model_digest
 from tests.helpers.commands import PATIENCE_S, command, null_model, table, tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 from tests.helpers.scenarios import restarted
+from tests.simulation.lab import ScenarioLab
+from tests.simulation.outcome import LabOutcome, model_digest
 
 # Each rule remembers something between its tasks, so a repeated task shows whether that was restored.
 FOUR: Final[dict[str, Any]] = {
@@ -50,11 +50,11 @@ class PlayedLab(NamedTuple):
 def play(**options: Any) -> PlayedLab:
     found: list[list[dict[str, str]]] = []
 
-    def at_end(lab: SimulatedLab) -> None:
+    def at_end(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
         found.extend(table(folder / name) for name in ("links.csv", "devices.csv"))
 
-    outcome = SimulatedLab(parse(FOUR), seed=1, model_bytes=MODEL_BYTES, at_end=at_end, **options).run()
+    outcome = ScenarioLab(parse(FOUR), seed=1, model_bytes=MODEL_BYTES, at_end=at_end, **options).run()
     assert outcome.ok, outcome.result
     links, devices = found
     counted = {(row["from"], row["to"]): int(row["payload_bytes"]) for row in links if row["kind"] == "model"}

@@ -26,8 +26,8 @@ from deploy.console.options import run_agent
 from deploy.console.reporting import report
 from deploy.console.service import StatusHandler, notify, watchdog_s, watched
 from deploy.kits.authority import CERTIFICATE_DAYS, Authority
-from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata
+from tests.simulation.lab import ScenarioLab
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_agents_report_each_step_of_a_run_once(
 ) -> None:
     monkeypatch.setattr(logging.getLogger(logs.ACTIVITY), "handlers", [caplog.handler])
     with caplog.at_level(logging.INFO, logs.ACTIVITY):
-        assert SimulatedLab(parse(ONE), time_limit_s=900.0).run().ok
+        assert ScenarioLab(parse(ONE), time_limit_s=900.0).run().ok
     lines = caplog.messages
     run = next(line for line in lines if "preparing" in line).split()[2].rstrip(":")
     for node, parent in (("device-0", "institution-0"), ("device-1", "institution-0"), ("institution-0", "cloud")):

@@ -34,11 +34,11 @@ from deploy.local.beforehand import check_replayed
 from deploy.local.namespaces import End, Namespace, VethPair, addressing, joined
 from deploy.local.netns import by_kernel, lay_out, namespaces, routing, traces
 from deploy.local.network import LabNetwork, one_host, shares
-from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, null_model, run_lab, sets
 from tests.helpers.examples import slow
 from tests.helpers.netns import in_namespaces, with_delays, without_delays
 from tests.helpers.roles import until
+from tests.simulation.outcome import model_digest
 
 SMALL = ("topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2")
 

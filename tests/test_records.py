@@ -23,8 +23,8 @@ from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import GLOBAL_PHASES
 from deploy.results.run import Run
 from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import SimulatedLab
 from tests.helpers.records import BYTES, a_global_round
+from tests.simulation.lab import ScenarioLab
 from tests.simulation.monitor import endpoints
 
 NAMES: Final = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
@@ -147,7 +147,7 @@ def test_links_are_written_every_few_seconds_and_at_the_end(monkeypatch: pytest.
 
         return count
 
-    def at_end(lab: SimulatedLab) -> None:
+    def at_end(lab: ScenarioLab) -> None:
         (path,) = lab.agents.runs.iterdir()
         rows = [LinkRecord.read(row) for row in rows_of((path / "links.csv").read_text())]
         down = next(user.session for user in endpoints(lab, "cloud"))
@@ -160,7 +160,7 @@ def test_links_are_written_every_few_seconds_and_at_the_end(monkeypatch: pytest.
         monkeypatch.setattr(RunFolder, name, counting(name))
     seen: list[Path] = []
     experiment = parse({"rounds": 40, "topology": {"institutions": 2, "devices": 4}, "links": {"check": "off"}})
-    lab = SimulatedLab(experiment, durations=Durations(train_s=0.2), at_end=at_end)
+    lab = ScenarioLab(experiment, durations=Durations(train_s=0.2), at_end=at_end)
     outcome = lab.run()
     assert outcome.ok and seen
     seconds = float(outcome.rounds[-1]["elapsed_s"])

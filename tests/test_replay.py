@@ -13,10 +13,10 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from deploy.local.replay import largest_difference, replayed
 from deploy.results.run import Run
-from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, fedstrata, invoke, run_lab, table, tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
+from tests.simulation.lab import ScenarioLab
 
 TINY: Final[dict[str, Any]] = {
     "seed": 3,
@@ -114,11 +114,11 @@ def test_a_simulated_lab_records_whose_result_came_too_late() -> None:
     tree["hardware"] = {"of": {"device-2": {"overhead_s": 40.0}}}
     found: list[Plan] = []
 
-    def at_end(lab: SimulatedLab) -> None:
+    def at_end(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
         found.extend(plans(folder))
 
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run()
+    outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run()
     assert outcome.ok, outcome.result
     left_out = {(one["node"], tuple(one.get("without", ()))) for one in found}
     assert ("institution-0", ("device-2",)) in left_out

@@ -18,9 +18,9 @@ from common.experiment.methods import RULES, NormBound
 from common.experiment.reading import parse
 from common.experiment.tiers import share_of
 from common.methods.rule import Aggregated, Rule
-from deploy.simulation.lab import SimulatedLab
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import LAYOUT, LEAST, Report, aggregate, rule_of
+from tests.simulation.lab import ScenarioLab
 
 D: Final = LAYOUT.parameters
 SPREAD: Final = 0.1
@@ -185,9 +185,7 @@ def test_a_lab_whose_uploads_are_refused_goes_on_with_its_model() -> None:
         "cloud": {"aggregation": {"name": "median"}, "norm_bound": {"action": "refuse", "factor": 1.0}},
     }
     seen: list[Any] = []
-    lab = SimulatedLab(
-        parse(tree), seed=1, model_bytes=10_000, observe=lambda event, facts: seen.append((event, facts))
-    )
+    lab = ScenarioLab(parse(tree), seed=1, model_bytes=10_000, observe=lambda event, facts: seen.append((event, facts)))
     outcome = lab.run()
     assert outcome.ok, outcome.result
     reasons = [facts["reason"] for event, facts in seen if event == "refused"]
@@ -334,5 +332,5 @@ def test_a_lab_with_tempo_ends_well(action: str, rule: str) -> None:
         "cloud": {"aggregation": {"name": rule}, "norm_bound": bound, "epoch_control": {"name": "tempo"}},
         "institution": {"aggregation": {"name": rule}, "norm_bound": bound},
     }
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000).run()
+    outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000).run()
     assert outcome.ok, outcome.result

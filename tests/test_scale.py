@@ -38,10 +38,10 @@ from deploy.planning.calibration import MachineSpeeds
 from deploy.planning.simulated import Site, placement_of
 from deploy.simulation.broker import TopicTree
 from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import SimulatedLab
 from tests.helpers.nodes import child_of, drawn, layout_of, living, parent_of, play, serving, together
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.interference import kind_of
+from tests.simulation.lab import ScenarioLab
 
 READY = Presence(NodeState.READY, "device")
 
@@ -75,7 +75,7 @@ def test_messages_cost_no_look_at_all_children(monkeypatch: pytest.MonkeyPatch) 
     for name in ("readiness", "ask_quiet"):
         count(ParentSession, name)
     experiment = parse({"rounds": 1, "topology": {"institutions": 0, "devices": 60}, "links": {"check": "off"}})
-    assert SimulatedLab(experiment, model_bytes=400, spool=False).run().ok
+    assert ScenarioLab(experiment, model_bytes=400, spool=False).run().ok
     assert 0 < max(looks.values()) < 20, looks
 
 
@@ -207,10 +207,10 @@ def test_a_busy_host_gets_each_message_of_a_round_once() -> None:
         if event in ("begun", "global_round"):
             now[0] = next(lab_round)
 
-    async def count(lab: SimulatedLab) -> None:
+    async def count(lab: ScenarioLab) -> None:
         lab.network.hooks.append(lambda message: sent.update([(now[0], kind_of(message))]))
 
-    lab = SimulatedLab(
+    lab = ScenarioLab(
         experiment,
         model_bytes=400,
         spool=False,

@@ -23,7 +23,7 @@ from common.protocol.presence import CHALLENGED_MOST
 from deploy.local.agents import run_agents
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
-from deploy.simulation.lab import AgentFactory, SimulatedLab
+from deploy.simulation.lab import AgentFactory
 from deploy.simulation.machines import SimulatedProcess
 from deploy.simulation.world import SimulatedWorld
 from device.agent import DeviceAgent
@@ -42,6 +42,7 @@ from tests.helpers.scenarios import (
     undisturbed,
     warned,
 )
+from tests.simulation.lab import ScenarioLab
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class RefusingFactory(AgentFactory):
 def test_a_cloud_that_begins_another_run_takes_its_children_along(other: dict[str, Any]) -> None:
     experiment = parse(TREE | other)
 
-    async def without_resume(sim: SimulatedLab) -> None:
+    async def without_resume(sim: ScenarioLab) -> None:
         await asyncio.sleep(3.0)
         sim.kill(CLOUD)
         agents = OtherAgents(sim)
@@ -84,7 +85,7 @@ MINE: Final = {"model": {"name": "mine:build"}}
 def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right() -> None:
     wrong: list[str] = []
 
-    async def one_after_another(sim: SimulatedLab) -> None:
+    async def one_after_another(sim: ScenarioLab) -> None:
         agents = OtherAgents(sim)
         other_data = NullWorkload(MODEL_BYTES)
         other_data.partition = "of other data"
@@ -110,7 +111,7 @@ def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right
 
 
 def test_a_device_that_is_interrupted_before_the_first_round_is_waited_for() -> None:
-    async def interrupted(sim: SimulatedLab) -> None:
+    async def interrupted(sim: ScenarioLab) -> None:
         sim.hardware.hanging.add("device-1")
         await asyncio.sleep(1.5)
         for node in ("device-0", "device-1"):
@@ -126,7 +127,7 @@ def test_a_device_that_is_interrupted_before_the_first_round_is_waited_for() -> 
 
 
 def test_a_mistyped_institution_is_named_again_and_again() -> None:
-    async def mistyped(sim: SimulatedLab) -> None:
+    async def mistyped(sim: ScenarioLab) -> None:
         sim.start("device-0", parent="instituion-0")
         await asyncio.sleep(400.0)
         sim.kill("device-0")
@@ -143,7 +144,7 @@ def test_a_mistyped_institution_is_named_again_and_again() -> None:
 # 8. Floods and duplicates
 
 
-async def pour(sim: SimulatedLab, bodies: Iterable[tuple[str, bytes]], *, at_once: int = 100) -> None:
+async def pour(sim: ScenarioLab, bodies: Iterable[tuple[str, bytes]], *, at_once: int = 100) -> None:
     """Publish messages, so many in each 10 ms."""
     for number, (topic, body) in enumerate(bodies):
         sim.inject(topic, body, qos=0)
@@ -151,7 +152,7 @@ async def pour(sim: SimulatedLab, bodies: Iterable[tuple[str, bytes]], *, at_onc
             await asyncio.sleep(0.01)
 
 
-def session_of(sim: SimulatedLab, node: str) -> str:
+def session_of(sim: ScenarioLab, node: str) -> str:
     retained = sim.broker().retained[topics.state(topics.DEFAULT_LAB, run_of(sim), node)]
     return serialization.decode(retained.body)[0]
 
@@ -159,7 +160,7 @@ def session_of(sim: SimulatedLab, node: str) -> str:
 def test_a_members_flood_of_asks_does_not_delay_its_siblings() -> None:
     answers: list[Routed] = []
 
-    async def flood(sim: SimulatedLab) -> None:
+    async def flood(sim: ScenarioLab) -> None:
         sim.network.hooks.append(
             lambda message: answers.append(message)
             if message.topic.endswith("/device-1/inbox/institution-0") else None
@@ -192,7 +193,7 @@ def test_a_flood_of_sessions_under_a_nodes_name_ends_with_the_flood() -> None:
     routed: list[Routed] = []
     kept: list[int] = []
 
-    async def flood(sim: SimulatedLab) -> None:
+    async def flood(sim: ScenarioLab) -> None:
         sim.network.hooks.append(routed.append)
         await asyncio.sleep(2.5)
         for node in ("institution-0", "device-0"):
@@ -211,7 +212,7 @@ def test_a_flood_of_sessions_under_a_nodes_name_ends_with_the_flood() -> None:
 def test_a_flood_of_seekers_and_of_made_up_reports_costs_nothing() -> None:
     kept: list[int] = []
 
-    async def flood(sim: SimulatedLab) -> None:
+    async def flood(sim: ScenarioLab) -> None:
         await asyncio.sleep(2.5)
         seek = serialization.encode(WhoIsThere("feedface"), "feedface")
         await pour(sim, ((topics.seek(topics.DEFAULT_LAB, "cloud", f"seeker-{n}"), seek) for n in range(500)))
@@ -225,7 +226,7 @@ def test_a_flood_of_seekers_and_of_made_up_reports_costs_nothing() -> None:
     assert kept == [0, 0]
 
 
-async def start_again(sim: SimulatedLab, *nodes: str) -> int:
+async def start_again(sim: ScenarioLab, *nodes: str) -> int:
     """Run a second process of one or more nodes to its end and return its exit code."""
     host = f"second {nodes[0]}"
     world, factory = SimulatedWorld(sim.network, host, generation=99), replace(sim.agents, spool=False)
@@ -253,7 +254,7 @@ def test_a_second_node_of_a_name_ends_and_the_lab_does_not(
 ) -> None:
     codes: list[int] = []
 
-    async def twice(sim: SimulatedLab) -> None:
+    async def twice(sim: ScenarioLab) -> None:
         await asyncio.sleep(2.5)
         codes.append(await start_again(sim, *second))
 
@@ -278,7 +279,7 @@ def test_a_wan_that_is_slower_than_the_lan_ends_no_run() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [32_768, 1_000_000])
 def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress(chunk_bytes: int) -> None:
-    async def denied(sim: SimulatedLab) -> None:
+    async def denied(sim: ScenarioLab) -> None:
         sim.broker().denied.append("fs1/+/+/device-0/blob/#")
 
     outcome = lab(denied, tree={"transfer": TREE["transfer"] | {"chunk_bytes": chunk_bytes}})
@@ -290,7 +291,7 @@ def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress(chunk_bytes: 
 def test_who_is_away_when_the_run_ends_learns_of_it_later(broker_each: bool) -> None:
     back: list[float] = []
 
-    async def away(sim: SimulatedLab) -> None:
+    async def away(sim: ScenarioLab) -> None:
         links = (sim.link("institution-0"), sim.link("device-3"))
         await asyncio.sleep(3.0)
         for link in links:
@@ -322,7 +323,7 @@ def test_a_shaped_link_takes_payload_and_headers_by_its_rate(way: str, model_byt
     carried: list[int] = []
     until = 0  # what comes behind the last chunk is not on its way
 
-    async def follow(sim: SimulatedLab) -> None:
+    async def follow(sim: ScenarioLab) -> None:
         def note(message: Routed) -> None:
             nonlocal until
             size = packet_bytes(message.topic, len(message.body), qos=message.qos)
@@ -358,7 +359,7 @@ def test_a_shaped_link_takes_payload_and_headers_by_its_rate(way: str, model_byt
 def test_a_broker_that_refuses_its_statistics_or_closes_then_is_asked_once(closes: bool) -> None:
     asked: list[str] = []
 
-    async def refuse(sim: SimulatedLab) -> None:
+    async def refuse(sim: ScenarioLab) -> None:
         broker = sim.broker()
         subscribe = broker.subscribe
 
@@ -379,7 +380,7 @@ def test_a_broker_that_refuses_its_statistics_or_closes_then_is_asked_once(close
 def test_a_broker_that_drops_connections_at_once_is_not_overrun() -> None:
     connects: list[float] = []
 
-    async def drop(sim: SimulatedLab) -> None:
+    async def drop(sim: ScenarioLab) -> None:
         broker = sim.broker()
         subscribe = broker.subscribe
 

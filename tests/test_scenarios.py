@@ -19,7 +19,6 @@ from common.protocol import serialization
 from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.receiver import PATIENCE_S
 from deploy.simulation.broker import Routed
-from deploy.simulation.lab import Scenario, SimulatedLab
 from tests.helpers.scenarios import (
     IDLE_S,
     OtherAgents,
@@ -34,6 +33,7 @@ from tests.helpers.scenarios import (
     undisturbed,
     warned,
 )
+from tests.simulation.lab import Scenario, ScenarioLab
 
 ONE: Final = {"institutions": 1, "devices": 4}
 
@@ -41,7 +41,7 @@ ONE: Final = {"institutions": 1, "devices": 4}
 class Changed:
     """A filter of the network that passes on something else in place of the messages that `hits` names."""
 
-    def __init__(self, sim: SimulatedLab, hits: Callable[[Routed], bool], change: Callable[[bytes], bytes]) -> None:
+    def __init__(self, sim: ScenarioLab, hits: Callable[[Routed], bool], change: Callable[[bytes], bytes]) -> None:
         self.times: list[float] = []
         self._sim, self._hits, self._change = sim, hits, change
         self._passing = False
@@ -87,7 +87,7 @@ def once(hits: Callable[[Routed], object]) -> Callable[[Routed], bool]:
 def test_a_dead_runs_retained_presence_captures_nobody(first: str, clock_offset_s: float) -> None:
     begun: list[float] = []
 
-    async def power_loss(sim: SimulatedLab) -> None:
+    async def power_loss(sim: ScenarioLab) -> None:
         await asyncio.sleep(3.0)  # in the first round
         sim.broker().kill()
         for node in sim.names:
@@ -133,7 +133,7 @@ STRANGERS: Final = (
 
 
 def test_a_message_of_an_unknown_session_changes_nothing() -> None:
-    async def strangers(sim: SimulatedLab) -> None:
+    async def strangers(sim: ScenarioLab) -> None:
         for at in (2.5, 4.0):
             await asyncio.sleep(at - sim.now())
             for message, node, sender in STRANGERS:
@@ -158,7 +158,7 @@ def first_of_kind(message: Routed) -> object:
 def test_a_bit_flipped_in_the_first_message_costs_repeats(
     first: Callable[[Routed], object], least: int, within_s: float
 ) -> None:
-    async def damage(sim: SimulatedLab) -> None:
+    async def damage(sim: ScenarioLab) -> None:
         changed.append(Changed(sim, once(first), partial(flipped, sim.random("bits"))))
 
     changed: list[Changed] = []
@@ -174,7 +174,7 @@ def test_a_lost_presence_costs_seconds(node: str, state: NodeState) -> None:
         presence = decoded(message.body)[1] if f"/{node}/state" in message.topic else None
         return message.broker if isinstance(presence, Presence) and presence.state is state else None
 
-    async def lose(sim: SimulatedLab) -> None:
+    async def lose(sim: ScenarioLab) -> None:
         is_first = once(first)
         sim.network.filters.append(lambda message: not is_first(message))
 
@@ -192,7 +192,7 @@ def test_a_task_that_does_not_fit_is_declined_and_sent_again() -> None:
     def first_task(message: Routed) -> object:
         return message.topic if is_for(message, Task) else None
 
-    async def damage(sim: SimulatedLab) -> None:
+    async def damage(sim: ScenarioLab) -> None:
         Changed(sim, once(first_task), unfit)
 
     outcome = survived(damage, within_s=5.0)
@@ -200,7 +200,7 @@ def test_a_task_that_does_not_fit_is_declined_and_sent_again() -> None:
 
 
 def test_tasks_that_never_fit_end_the_run_with_the_reason() -> None:
-    async def damage(sim: SimulatedLab) -> None:
+    async def damage(sim: ScenarioLab) -> None:
         Changed(sim, lambda message: is_for(message, Task, "device-0"), unfit)
 
     outcome = lab(damage)
@@ -216,11 +216,11 @@ WITHHOLDING: Final = tuple(f"device-{i}" for i in range(6))
 DEADLINE_S: Final = 5.0
 
 
-async def uplinks_that_carry_no_chunk(sim: SimulatedLab) -> None:
+async def uplinks_that_carry_no_chunk(sim: ScenarioLab) -> None:
     sim.broker().denied += [f"fs1/+/+/{device}/blob/#" for device in WITHHOLDING]
 
 
-async def black_holes(sim: SimulatedLab) -> None:
+async def black_holes(sim: ScenarioLab) -> None:
     await asyncio.sleep(3.0)
     for device in WITHHOLDING:
         sim.link(device).change(mtu_bytes=1500)
@@ -246,7 +246,7 @@ def test_children_that_offer_and_do_not_serve_end_a_run_that_needs_them(withhold
 @pytest.mark.parametrize("node", [CLOUD, "institution-0", "device-0"])
 @pytest.mark.parametrize("loss", ["stop", "cut", "black hole"])
 def test_a_node_that_is_lost_for_good_ends_all_others(loss: str, node: str) -> None:
-    async def lose(sim: SimulatedLab) -> None:
+    async def lose(sim: ScenarioLab) -> None:
         await asyncio.sleep(2.0)
         if loss == "stop":
             sim.stop(node)
@@ -262,7 +262,7 @@ def test_a_node_that_is_lost_for_good_ends_all_others(loss: str, node: str) -> N
 # 5. A child that hangs while it prepares
 
 
-async def hanging(sim: SimulatedLab) -> None:
+async def hanging(sim: ScenarioLab) -> None:
     sim.hardware.hanging.add("device-0")
 
 
@@ -291,7 +291,7 @@ def test_a_child_that_hangs_while_it_prepares_costs_a_quorum_its_first_deadline(
     ],
 )
 def test_lost_nodes_cost_a_quorum_one_deadline_at_most(lost: list[str], tree: dict[str, Any], round_s: float) -> None:
-    async def losing(sim: SimulatedLab) -> None:
+    async def losing(sim: ScenarioLab) -> None:
         await asyncio.sleep(2.0)
         for node in lost:
             sim.kill(node)
@@ -303,7 +303,7 @@ def test_lost_nodes_cost_a_quorum_one_deadline_at_most(lost: list[str], tree: di
     assert len(seconds) == 5 and max(seconds) < round_s and first < 20.0 + round_s
 
 
-def presences(sim: SimulatedLab, node: str) -> list[tuple[float, str, str]]:
+def presences(sim: ScenarioLab, node: str) -> list[tuple[float, str, str]]:
     """Return a list that grows with the presences of a node that differ from the last: time, state and reason."""
     found: list[tuple[float, str, str]] = []
 
@@ -318,7 +318,7 @@ def presences(sim: SimulatedLab, node: str) -> list[tuple[float, str, str]]:
 
 @pytest.mark.parametrize("broker_each", [False, True], ids=["one broker", "a broker of its own"])
 def test_an_institution_without_any_device_reports_it_until_some_come_back(broker_each: bool) -> None:
-    async def losing(sim: SimulatedLab) -> None:
+    async def losing(sim: ScenarioLab) -> None:
         found.append(presences(sim, "institution-0"))
         await asyncio.sleep(3.0)
         for away_s in (40.0, 2.0, 20.0):  # the second one is too short to be reported
@@ -339,7 +339,7 @@ def test_an_institution_without_any_device_reports_it_until_some_come_back(broke
 
 
 def test_an_institution_whose_devices_never_came_reports_it() -> None:
-    async def late(sim: SimulatedLab) -> None:
+    async def late(sim: ScenarioLab) -> None:
         found.append(presences(sim, "institution-0"))
         await asyncio.sleep(200.0)
         for device in ("device-0", "device-1"):

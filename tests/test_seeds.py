@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from deploy.simulation.outcome import LabOutcome
 from tests.helpers.examples import slow
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_draws import LASTING
@@ -21,6 +20,7 @@ from tests.simulation.labs import LABS, kept_labs, read_lab, write_lab
 from tests.simulation.losses import ENDING_S, copes_with_a_loss, spends_few_deadlines
 from tests.simulation.monitor import Evidence, LabRun
 from tests.simulation.mutations import MUTATIONS, mutated
+from tests.simulation.outcome import LabOutcome
 from tests.simulation.report import describe, print_report, summary
 from tests.simulation.runs import LabReport, Source, check_lab, check_many, with_only
 

@@ -26,12 +26,12 @@ from common.methods.selection import ClientSelection, Participation, ResultFacts
 from common.methods.selectors import Oort, scores
 from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
-from deploy.simulation.lab import SimulatedLab
 from tests.helpers.commands import DEMO, run_lab, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import rule_of
 from tests.helpers.scenarios import KilledLab
+from tests.simulation.lab import ScenarioLab
 
 NAMES: Final = [f"device-{i}" for i in range(10)]
 SAMPLES: Final = {name: 10 + i for i, name in enumerate(NAMES)}
@@ -317,7 +317,7 @@ def test_an_institution_that_loses_its_state_does_not_go_on_without() -> None:
 def test_the_selection_matters_and_is_recorded() -> None:
     found: list[Mapping[str, Any]] = []
 
-    def at_end(lab: SimulatedLab) -> None:
+    def at_end(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
         lines = (folder / "events.jsonl").read_text().splitlines()
         found.extend(event for event in map(json.loads, lines) if event["event"] == "plan")
@@ -327,7 +327,7 @@ def test_the_selection_matters_and_is_recorded() -> None:
     assert len(recorded) == 4 and all(len(names) == 2 for names in recorded)
     assert recorded[0] | recorded[1] == {"institution-0", "institution-1", "institution-2"}
     plain = parse({**LAB, "cloud": {"participation": 0.67}})
-    assert SimulatedLab(plain, seed=1, model_bytes=MODEL_BYTES).run().digest != SELECTING.undisturbed.digest
+    assert ScenarioLab(plain, seed=1, model_bytes=MODEL_BYTES).run().digest != SELECTING.undisturbed.digest
 
 
 # In this process, and in processes
@@ -421,7 +421,7 @@ def test_the_bytes_of_a_result_are_those_of_both_models_as_they_travel(
     assert bytes_of(direct) == {share * size}
     found: set[int] = set()
 
-    def at_end(lab: SimulatedLab) -> None:
+    def at_end(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
         found.update(bytes_of(folder))
 

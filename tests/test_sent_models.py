@@ -26,8 +26,6 @@ from common.runtime.models import Arriving
 from common.runtime.round import Dispatch, Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import model_digest
 from deploy.sweeps.grid import merged
 from tests.helpers.codecs import codecs_of
 from tests.helpers.commands import tensors
@@ -37,6 +35,8 @@ from tests.helpers.real_workload import RealWorkload
 from tests.helpers.rules import LEAST
 from tests.helpers.rules import Report as Trained
 from tests.helpers.scenarios import KilledLab
+from tests.simulation.lab import ScenarioLab
+from tests.simulation.outcome import model_digest
 from tests.test_aggregators import label
 
 LAYOUT: Final = ModelLayout.build(
@@ -259,7 +259,7 @@ def test_agents_over_a_network_compute_what_one_process_does(rule: str, codecs: 
     methods = {"training": objective, "institution": {"aggregation": {"name": rule}}, "transfer": TIERS[codecs]}
     cloud = {"cloud": {"aggregation": {"name": "fedavgm"}}}
     experiment = parse(merged(LAB, methods, cloud, {"rounds": 2}))
-    outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
+    outcome = ScenarioLab(experiment, workload=RealWorkload(experiment)).run()
     assert outcome.ok, outcome.result
     run_direct(tmp_path, experiment)
     assert outcome.digest == model_digest(tmp_path)

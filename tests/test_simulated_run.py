@@ -30,7 +30,6 @@ from deploy.results.run import Run, State, folders
 from deploy.results.series import conditions
 from deploy.results.trackers import series, time_of
 from deploy.simulation import computing
-from deploy.simulation.outcome import TraceDigest, model_digest
 from deploy.simulation.run import VirtualRun, check_simulated
 from deploy.sweeps.grid import merged
 from device.pool.executors import Thread
@@ -39,6 +38,7 @@ from device.pool.trainers import Trainers
 from tests.helpers.commands import invoke, table
 from tests.helpers.evaluation import HereEvaluator
 from tests.simulation.drawn import draw_lab
+from tests.simulation.outcome import TraceDigest, model_digest
 
 LAB: dict[str, Any] = {
     "name": "virtual",

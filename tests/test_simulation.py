@@ -24,7 +24,7 @@ from common.net.bulk import Body
 from common.net.connection import Handlers
 from common.runtime.world import Connection
 from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import BROKER, SimulatedLab
+from deploy.simulation.lab import BROKER
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
 from deploy.simulation.machines import SimulatedProcess
@@ -33,6 +33,7 @@ from tests.helpers.scenarios import TREE, lab, survived, undisturbed
 from tests.helpers.sites import SimulatedSite, forever, virtual
 from tests.simulation.fault_injection import inject_faults
 from tests.simulation.faults import Fault, FaultKind
+from tests.simulation.lab import ScenarioLab
 
 
 def small(**changes: Any) -> Experiment:
@@ -72,7 +73,7 @@ def test_a_cloud_shows_its_status_twice_a_second_until_its_run_ends() -> None:
         if event == "status":
             shown.append((sim.loop.time(), facts))
 
-    sim = SimulatedLab(small(), observe=observe)
+    sim = ScenarioLab(small(), observe=observe)
     outcome = sim.run()
     assert outcome.ok, outcome
     times = [at for at, _ in shown]

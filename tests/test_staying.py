@@ -34,10 +34,10 @@ from common.runtime.roll import BEGINNING, SEEKING, claim
 from common.runtime.world import Host, World
 from deploy.brokers import broker
 from deploy.results.run import Run, folders
-from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import command, fedstrata, invoke, null_model
 from tests.helpers.nodes import LAB, PARENT, announcing, layout_of, living, parent_of
 from tests.helpers.sites import SimulatedSite, until, virtual
+from tests.simulation.outcome import model_digest
 
 PATIENCE_S: Final = 60
 NEXT: Final = ("9.1", serialization.VERSION + 1)  # a release and its version of the protocol

@@ -30,13 +30,13 @@ from common.model.layout import ModelLayout, Section
 from common.protocol.limits import check_report, limits_below
 from common.protocol.messages import Key, Manifest, Result
 from deploy.results.run import Run
-from deploy.simulation.lab import SimulatedLab
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
 from device.training.sgd import step
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
 from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
+from tests.simulation.lab import ScenarioLab
 
 D: Final = LAYOUT.parameters
 NAMES: Final = "abcdefgh"
@@ -217,7 +217,7 @@ def test_a_lab_counts_steps_at_both_tiers() -> None:
         "cloud": {"aggregation": {"name": "fednova"}},
         "institution": {"rounds": 2, "aggregation": {"name": "fednova"}},
     }
-    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000).run()
+    outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000).run()
     assert outcome.ok, outcome.result
 
 

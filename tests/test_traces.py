@@ -16,9 +16,9 @@ from common.experiment.links import LinkDirection, RateTrace
 from common.experiment.reading import load, parse, to_toml
 from common.protocol.outbox import Shaper
 from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome
 from tests.helpers.examples import slow
+from tests.simulation.lab import ScenarioLab
+from tests.simulation.outcome import LabOutcome
 
 
 @st.composite
@@ -132,7 +132,7 @@ LAB: dict[str, Any] = {
 
 def run(links: dict[str, Any], **settings: Any) -> LabOutcome:
     experiment = parse(LAB | {"links": {"check": "off"} | links} | settings)
-    return SimulatedLab(experiment, seed=3, model_bytes=400_000, durations=Durations(spread=0.0)).run()
+    return ScenarioLab(experiment, seed=3, model_bytes=400_000, durations=Durations(spread=0.0)).run()
 
 
 SHAPED = {"up_mbit": 2, "down_mbit": 2}
@@ -152,10 +152,10 @@ def test_the_manifest_has_the_digest_of_each_trace() -> None:
     manifests: list[dict[str, Any]] = []
     experiment = parse(LAB | {"rounds": 1, "links": {"check": "off", "of": {"device-0": {"trace": OUTAGE}}}})
 
-    def read(lab: SimulatedLab) -> None:
+    def read(lab: ScenarioLab) -> None:
         manifests.extend(json.loads(path.read_text()) for path in lab.agents.runs.glob("*/manifest.json"))
 
-    assert SimulatedLab(experiment, model_bytes=400, at_end=read).run().ok
+    assert ScenarioLab(experiment, model_bytes=400, at_end=read).run().ok
     links = manifests[0]["links"]["of"]
     assert links["device-0"]["trace"]["rows"] == 3 and len(links["device-0"]["trace"]["digest"]) == 16
     assert "trace" not in links["device-1"]

@@ -44,7 +44,6 @@ from common.text import json_text
 from deploy.brokers import broker
 from deploy.console import logs
 from deploy.simulation.broker import Routed
-from deploy.simulation.lab import SimulatedLab
 from deploy.watching import showing
 from deploy.watching.formatting import missing, sparkline, traffic
 from deploy.watching.lab import WatchedLab
@@ -52,6 +51,7 @@ from deploy.watching.showing import CloudLog, EventLines, LiveView, show
 from deploy.watching.view import HiddenNodes, View, rows_of
 from tests.helpers.commands import PATIENCE_S
 from tests.helpers.status import child, record
+from tests.simulation.lab import ScenarioLab
 
 RUN: Final = {
     "run": "20260101T000000Z-abcdef", "folder": "runs/20260101T000000Z-small-abcdef", "experiment": "small",
@@ -247,7 +247,7 @@ def test_a_watched_run_is_the_same_run_and_its_records_are_counted_as_control(tm
     experiment = parse({"rounds": 3, "topology": {"institutions": 2, "devices": 4}, "links": {"check": "off"},
                         "transfer": {"inline_bytes": 0}})  # fmt: skip
 
-    def played(*, asks: bool) -> tuple[SimulatedLab, str, WatchedLab, Counter[str], int]:
+    def played(*, asks: bool) -> tuple[ScenarioLab, str, WatchedLab, Counter[str], int]:
         watches, found, sent = list[WatchedLab](), Counter[str](), Counter[str]()
 
         def observe(event: str, facts: dict[str, object]) -> None:
@@ -260,21 +260,21 @@ def test_a_watched_run_is_the_same_run_and_its_records_are_counted_as_control(tm
             for watched in watches:
                 watched.receive(0, topic, message.body, lab.now())
 
-        def read(sim: SimulatedLab) -> None:
+        def read(sim: ScenarioLab) -> None:
             (path,) = sim.agents.runs.glob("*/links.csv")
             rows = csv.DictReader(path.read_text().splitlines())
             for row in (row for row in rows if row["kind"] == "all"):
                 up = row["to"] == "cloud" or row["from"].startswith("device")
                 found[f"{row['tier']}_{'up' if up else 'down'}"] += int(row["message_bytes"])
 
-        async def ask(sim: SimulatedLab) -> None:
+        async def ask(sim: ScenarioLab) -> None:
             while asks and not sim.over:
                 for watched in watches:
                     body = serialization.encode(StatusRequest(watched.run), "operator")
                     sim.inject(topics.watch("lab", "operator"), body, qos=0)
                 await asyncio.sleep(2.0)
 
-        lab = SimulatedLab(experiment, observe=observe, at_end=read, time_limit_s=900.0, scenario=ask)
+        lab = ScenarioLab(experiment, observe=observe, at_end=read, time_limit_s=900.0, scenario=ask)
         lab.network.hooks.append(hook)
         outcome = lab.run()
         assert outcome.ok, outcome

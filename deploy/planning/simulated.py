@@ -36,7 +36,7 @@ from deploy.planning.sample import NODES, LabSample, sample_of
 from deploy.planning.workload import PlannedWorkload, with_tiers
 from deploy.results.run import Run
 from deploy.simulation.hardware import FORWARD, Durations
-from deploy.simulation.lab import BROKER, SimulatedLab
+from deploy.simulation.lab import BROKER, SimulatedLab, collected_warnings
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.machines import MessageCosts, Placement, cpu_seconds
 
@@ -221,16 +221,8 @@ def simulate(
     devices = len(experiment.tree.devices)
     trainings = devices * prod(tier.participation for tier in experiment.tiers) * experiment.device_rounds
     moves, all_moves = count(1), devices + trainings * experiment.rounds
-    found: list[SimulatedRun] = []
-
-    def keep(lab: SimulatedLab) -> None:
-        folder = next(lab.agents.runs.glob("*/manifest.json"), None)
-        if folder is not None:
-            run = Run(folder.parent)
-            found.append(SimulatedRun(_recorded(run.rounds, work.experiment, speeds.record_s), run.links, sample))
 
     async def set_links(lab: SimulatedLab) -> None:
-        lab.network.hooks.clear()  # nobody reads the digest of all messages
         for node in experiment.tree.nodes:
             delay_s = NETWORK_DELAY_S if site is Site.HOSTS else LOOPBACK_S
             lab.link(node).change(**conditions_of(experiment, node, delay_s=delay_s))
@@ -255,13 +247,17 @@ def simulate(
         broker_each=site is Site.HOSTS,
         spool=False,
         time_limit_s=LIMIT_S,
-        at_end=keep,
     )
-    with _uncollected():
-        outcome = lab.run()
-    if not outcome.ended.get(CLOUD) == "" or not found or not found[0].rounds:
-        raise RunFailed(f"the simulated run failed: {outcome.ended.get(CLOUD) or outcome.result}")
-    return found[0]
+    try:
+        with _uncollected(), collected_warnings():
+            result = lab.play()
+        folder = next(lab.agents.runs.glob("*/manifest.json"), None)
+        run = Run(folder.parent) if folder is not None else None
+        if lab.ended.get(CLOUD) != "" or run is None or not run.rounds:
+            raise RunFailed(f"the simulated run failed: {lab.ended.get(CLOUD) or result}")
+        return SimulatedRun(_recorded(run.rounds, work.experiment, speeds.record_s), run.links, sample)
+    finally:
+        lab.close()
 
 
 def changes(experiment: Experiment, site: Site) -> bool:

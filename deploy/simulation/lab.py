@@ -1,22 +1,24 @@
 """A lab in virtual time: the real agents on a simulated network, with all randomness from one seed.
 
-    outcome = SimulatedLab(experiment, seed=7, scenario=scenario).run()
-
-A scenario is a coroutine that gets the lab and disturbs it: it kills, stops and starts nodes and brokers, changes
-links, and injects messages. It starts before the first node.
+lab = SimulatedLab(experiment, seed=7)
+try:
+    result = lab.play()
+finally:
+    lab.close()
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
+import logging
 import shutil
 import tempfile
 import weakref
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cloud.agent import CloudAgent
 from cloud.results import RunFolder
@@ -27,18 +29,17 @@ from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.runtime.round import Observe
 from common.runtime.world import Host
-from deploy.simulation.broker import SimulatedBroker
 from deploy.simulation.hardware import Computing, Durations, NullWorkload, SimulatedHardware, Workload
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
 from deploy.simulation.machines import Machines, Placement, SimulatedProcess
 from deploy.simulation.network import SimulatedLink, SimulatedNetwork
-from deploy.simulation.outcome import OK, LabOutcome, TraceDigest, collected_warnings, model_digest, round_rows
 from deploy.simulation.world import SimulatedWorld
 from device.agent import DeviceAgent
 from institution.agent import InstitutionAgent
 
 BROKER: Final = "broker"
+OK: Final = "ok"
 CONNECT_TIMEOUT_S: Final = 120.0
 
 
@@ -78,10 +79,6 @@ class AgentFactory:
         """Return the name of the broker between a node and its children."""
         return node if self.broker_each and node != CLOUD else BROKER
 
-    def forget_files(self, node: str) -> None:
-        """Remove the files that a node keeps for a restart."""
-        shutil.rmtree(self._spool(node), ignore_errors=True)
-
     def new(
         self, node: str, world: SimulatedWorld, *, resume: bool, parent: str | None = None, files: str = ""
     ) -> CloudAgent | InstitutionAgent | DeviceAgent:
@@ -89,7 +86,7 @@ class AgentFactory:
 
         `parent`: in its configuration, by default its own    `files`: name of its spool folder, by default the node's
         """
-        spool = self._spool(files or node) if self._keeps(node) else None
+        spool = self.spool_of(files or node) if self._keeps(node) else None
         if spool is not None:
             spool.mkdir(parents=True, exist_ok=True)
         above, below = BrokerAddress(self.upper_broker(node, parent)), BrokerAddress(self.lower_broker(node))
@@ -130,23 +127,19 @@ class AgentFactory:
         """Return whether a node keeps files for a restart."""
         return self.spool and (self.run is None or (node != CLOUD and self.experiment.remembers(node)))
 
-    def files(self, node: str) -> Path:
-        """Return the folder that a node writes: the runs of the cloud, or what others keep for a restart."""
-        return self.runs if node == CLOUD else self._spool(node)
-
-    def _spool(self, node: str) -> Path:
+    def spool_of(self, node: str) -> Path:
+        """Return the folder in which a node keeps files for a restart."""
         return self.path / "spool" / node
 
 
 LOOK_S: Final = 0.5  # between two looks at nodes that stay
 MEMORY: Final = Path("/dev/shm")
 
-Scenario = Callable[["SimulatedLab"], Awaitable[None]]
-
 
 class SimulatedLab:
-    """One lab; `run` may be called once.
+    """One lab; `play` may be called once.
 
+    scenario: a coroutine that gets the lab and changes it; it starts before the first node
     run: the folder of the lab's run, by default a temporary one that the cloud creates
     workload: models and training, by default a `NullWorkload` of `model_bytes`
     conditions: of every link, until the scenario changes them
@@ -156,7 +149,7 @@ class SimulatedLab:
     time_limit_s: virtual seconds until the lab is aborted
     runs: of the experiment, one after another; in several of them the other nodes stay
     grace_s: virtual seconds for the other nodes to end after the cloud
-    observe: called with the cloud's events    at_end: called with the lab before it is torn down
+    observe: called with the cloud's events
     """
 
     def __init__(
@@ -165,7 +158,7 @@ class SimulatedLab:
         *,
         seed: int = 0,
         run: RunFolder | None = None,
-        scenario: Scenario | None = None,
+        scenario: Callable[[Any], Awaitable[None]] | None = None,
         workload: Workload | None = None,
         model_bytes: int = 10_000,
         durations: Durations | None = None,
@@ -179,7 +172,6 @@ class SimulatedLab:
         time_limit_s: float = 3600.0,
         grace_s: float = 60.0,
         observe: Observe = ignore,
-        at_end: Callable[[SimulatedLab], None] = lambda lab: None,
     ) -> None:
         tree = experiment.tree
         self.seed = seed
@@ -188,7 +180,6 @@ class SimulatedLab:
         self.names = (CLOUD, *self.institutions, *self.homes)
         self.processes: dict[str, SimulatedProcess] = {}
         self.ended: dict[str, str] = {}
-        self._entered: dict[str, str] = {}  # devices that the experiment does not name, and their parents
         self.errors: dict[str, Exception] = {}  # of nodes that ended with one
         self.failed = asyncio.Event()  # set with the first of them
         self.loop = VirtualLoop(seed, executor_delay_s=executor_delay_s)
@@ -216,44 +207,13 @@ class SimulatedLab:
             observe=observe,
             run=run,
         )
-        self.usual: dict[str, LinkConditions] = {}  # of nodes whose links differ from `conditions`
         self.worlds: dict[str, list[SimulatedWorld]] = {name: [] for name in self.names}
         self._scenario = scenario
         self._autostart = self.names if autostart is None else tuple(autostart)
         self._runs = runs
         self._grace_s = grace_s
-        self._at_end = at_end
         self._started: list[SimulatedProcess] = []
-        self._seconds: dict[str, SimulatedProcess] = {}
-        self._second_ends: dict[str, str] = {}  # the errors of second nodes that have ended
-        self.faults: list[tuple[float, str]] = []
-        self.injecting = False  # a message that no node has sent is being routed
-        self._changed = asyncio.Event()
-
-    def run(self) -> LabOutcome:
-        """Run the lab to its end and return the outcome. Raises the scenario's errors."""
-        trace = TraceDigest(self.now)
-        self.network.hooks.insert(0, trace)
-        try:
-            with collected_warnings() as warnings:
-                result = self.play()
-                self._at_end(self)
-                outcome = LabOutcome(
-                    result=result,
-                    ended=dict(self.ended),
-                    digest=model_digest(self.agents.runs),
-                    virtual_s=self.now(),
-                    messages=trace.messages,
-                    trace=trace.hexadecimal(),
-                    trainings=self.hardware.trainings,
-                    errors=tuple(str(e.get("exception") or e["message"])[:500] for e in self.loop.errors),
-                    warnings=tuple(warnings),
-                    faults=tuple(self.faults),
-                    rounds=round_rows(self.agents.runs),
-                )
-        finally:
-            self.close()
-        return outcome
+        self.changed = asyncio.Event()  # the lab, so that what it waits for may be so now
 
     def play(self) -> str:
         """Run the lab to its end and return the result, "ok" or the problem. Raises the scenario's errors."""
@@ -270,107 +230,62 @@ class SimulatedLab:
         self.loop.discard()
         self._remove_files()
 
-    # For scenarios
-
-    @property
-    def over(self) -> bool:
-        """Whether the cloud has ended."""
-        return CLOUD in self.ended
-
     def now(self) -> float:
         """Return the seconds since the lab began."""
         return self.loop.now - START_S
-
-    def random(self, purpose: str) -> random.Random:
-        """Return a random generator for the seed and this purpose."""
-        return random.Random(f"{self.seed} scenario {purpose}")
-
-    def record(self, fault: str) -> None:
-        """Add a fault to the outcome."""
-        self.faults.append((round(self.now(), 6), fault))
-
-    def broker(self, name: str = BROKER) -> SimulatedBroker:
-        """Return a broker."""
-        return self.network.brokers[name]
 
     def link(self, node: str, broker: str | None = None) -> SimulatedLink:
         """Return a node's link to a broker, by default to the one between the node and its parent."""
         return self.network.link(node, broker or self.agents.upper_broker(node))
 
-    def inject(self, topic: str, body: bytes, *, qos: int = 1, retain: bool = False, broker: str = BROKER) -> None:
-        """Publish a message as an unknown client."""
-        self.injecting = True
-        self.network.brokers[broker].route(topic, body, qos=qos, retain=retain)
-        self.injecting = False
-
     def alive(self, node: str) -> bool:
         """Return whether a node's process exists and has not ended."""
         return node in self.processes and self.processes[node].alive
 
-    def start(
-        self, node: str, *, parent: str | None = None, keep_files: bool = True, clock_offset_s: float = 0.0
-    ) -> SimulatedProcess:
-        """Start or restart a node; a restarted cloud resumes its run.
+    def start(self, node: str, *, clock_offset_s: float = 0.0, parent: str | None = None) -> SimulatedProcess:
+        """Start or restart a node; a restarted cloud resumes its run. Raises ValueError if the node runs.
 
-        `parent`: the one in the node's configuration, by default its own; a device that the experiment does not name
-        needs one at its first start. Raises ValueError if the node runs.
+        `parent`: the one in the node's configuration, by default its own
         """
         if self.alive(node):
             raise ValueError(f"{node} is running")
-        if not keep_files:
-            self.agents.forget_files(node)
-        if parent is not None and node not in self.names:
-            self._entered[node] = parent
-        parent = parent or self._entered.get(node)
         again = node in self.processes
         self.ended.pop(node, None)
-        process = self.processes[node] = self._process(node, resume=again, parent=parent, clock_offset_s=clock_offset_s)
+        process = self.processes[node] = self.new_process(
+            node, clock_offset_s=clock_offset_s, resume=again, parent=parent
+        )
         return process
 
-    def start_second(self, node: str) -> SimulatedProcess:
-        """Start a second node with the name of a device or an institution, with its own link and files.
+    def new_process(
+        self, node: str, *, host: str | None = None, clock_offset_s: float = 0.0, **agent: Any
+    ) -> SimulatedProcess:
+        """Return a new process of a node, by default on a host of its name. `agent`: see `AgentFactory.new`."""
+        generation = len(self._started)
+        world = SimulatedWorld(self.network, host or node, generation=generation, clock_offset_s=clock_offset_s)
+        self.worlds.setdefault(node, []).append(world)
 
-        If the first one ends because of the duplicate name, the second one replaces it.
-        """
-        self.record(f"second {node}")
-        return self._process(node, second=True)
+        async def main() -> None:
+            try:
+                await self.agents.new(node, world, **agent).run()
+            except Exception as error:  # noqa: BLE001 - reported by who plays the lab
+                self.errors[node] = error
+                self.failed.set()
+                self.process_ended(node, world.process, f"{type(error).__name__}: {error}")
+            else:
+                self.process_ended(node, world.process, "")
 
-    def has_second(self, node: str) -> bool:
-        """Return whether a second node lives that has not replaced the first one."""
-        return node in self._seconds
+        process = world.process = SimulatedProcess(self.loop, node, main)
+        self._started.append(process)
+        return process
 
-    def kill_second(self, node: str) -> None:
-        """Send SIGKILL to a second node that has not replaced the first one, if there is one."""
-        second = self._seconds.pop(node, None)
-        if second is not None:
-            second.kill()
-
-    def kill(self, node: str) -> None:
-        """Send SIGKILL to a node."""
-        self.record(f"kill {node}")
-        self.processes[node].kill()
-        self._changed.set()
-
-    def stop(self, node: str) -> None:
-        """Send SIGSTOP to a node."""
-        self.record(f"stop {node}")
-        self.processes[node].stop()
-
-    def continue_(self, node: str) -> None:
-        """Send SIGCONT to a node."""
-        self.record(f"continue {node}")
-        self.processes[node].continue_()
-
-    def terminate(self, node: str) -> None:
-        """Send SIGTERM to a node; await `processes[node].ended.wait()` before restarting it."""
-        self.record(f"terminate {node}")
-        self.processes[node].terminate()
-
-    # The run
+    def process_ended(self, node: str, process: SimulatedProcess, error: str) -> None:
+        """Note that a node's process has ended, with an error or ""."""
+        self.ended[node] = error
+        self.loop.call_soon(self.changed.set)
 
     async def _run_nodes(self) -> str:
         disturbing = asyncio.create_task(self._disturb(), name="scenario")
-        disturbing.add_done_callback(lambda task: self._changed.set())
+        disturbing.add_done_callback(lambda task: self.changed.set())
         await asyncio.sleep(0)  # the scenario starts first
         for node in self._autostart:
             if node not in self.processes:
@@ -400,8 +315,8 @@ class SimulatedLab:
 
     async def _until(self, condition: Callable[[], bool], disturbing: asyncio.Task[None]) -> None:
         while not condition():
-            await self._changed.wait()
-            self._changed.clear()
+            await self.changed.wait()
+            self.changed.clear()
             if disturbing.done() and not disturbing.cancelled():
                 disturbing.result()
 
@@ -409,47 +324,25 @@ class SimulatedLab:
         if self._scenario is not None:
             await self._scenario(self)
 
-    def _process(
-        self,
-        node: str,
-        *,
-        resume: bool = False,
-        parent: str | None = None,
-        clock_offset_s: float = 0.0,
-        second: bool = False,
-    ) -> SimulatedProcess:
-        generation = len(self._started)
-        host = f"second {node}" if second else node
-        world = SimulatedWorld(self.network, host, generation=generation, clock_offset_s=clock_offset_s)
-        self.worlds.setdefault(node, []).append(world)
-        files = host.replace(" ", "-")
 
-        async def main() -> None:
-            try:
-                await self.agents.new(node, world, resume=resume, parent=parent, files=files).run()
-            except Exception as error:  # noqa: BLE001 - reported in the outcome
-                self.errors[node] = error
-                self.failed.set()
-                self._ended(node, world.process, f"{type(error).__name__}: {error}")
-            else:
-                self._ended(node, world.process, "")
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collect the agents' log messages of level WARNING and above, in place of the usual handlers."""
+    found: list[str] = []
+    handler = _Collector(found)
+    logger = logging.getLogger("fedstrata")
+    before = logger.propagate, list(logger.handlers)
+    logger.propagate, logger.handlers = False, [handler]
+    try:
+        yield found
+    finally:
+        logger.propagate, logger.handlers = before
 
-        process = world.process = SimulatedProcess(self.loop, node, main)
-        self._started.append(process)
-        if second:
-            self._seconds[node] = process
-        return process
 
-    def _ended(self, node: str, process: SimulatedProcess, error: str) -> None:
-        second = self._seconds.get(node)
-        if process is second:
-            del self._seconds[node]
-            self._second_ends[node] = error
-            return
-        if error.startswith("DuplicateName"):
-            if second is not None:
-                self.processes[node] = self._seconds.pop(node)
-                return
-            error = self._second_ends.pop(node, error)  # the second one took part, and ended before this one
-        self.ended[node] = error
-        self.loop.call_soon(self._changed.set)
+class _Collector(logging.Handler):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._found.append(record.getMessage())

@@ -65,10 +65,10 @@ from common.protocol.messages import (
 )
 from deploy.brokers import broker
 from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import model_digest, round_rows
 from tests.helpers.commands import command
 from tests.helpers.null_lab import MODEL_BYTES
+from tests.simulation.lab import ScenarioLab
+from tests.simulation.outcome import model_digest, round_rows
 
 LAB, CLOUD = "lab", "cloud"
 MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {  # each with the nodes that it may reach: its parent, its children
@@ -366,7 +366,7 @@ def measure(home: Path, *, messages: int, rate: float, kinds: Sequence[str] = ()
     """Run the lab under an attack of so many messages, `rate` of them a second; `kinds`: all classes if empty."""
     rounds = UNDISTURBED_ROUNDS + 10 + int(messages / rate / 0.3)
     experiment = parse(EXPERIMENT | {"rounds": rounds})
-    twin = SimulatedLab(experiment, model_bytes=MODEL_BYTES, durations=Durations(train_s=0.001)).run()
+    twin = ScenarioLab(experiment, model_bytes=MODEL_BYTES, durations=Durations(train_s=0.001)).run()
     assert twin.ok, twin.result
     wire = Wire()
     attack = Attack(wire)

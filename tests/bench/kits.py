@@ -25,8 +25,8 @@ from rich.table import Table
 
 from deploy.kits.provision import find_wheel
 from deploy.local.namespaces import VethPair
-from deploy.simulation.outcome import model_digest
 from tests.bench.machines import DEMO, ROUTER, Checks, KitLab, console, home_of
+from tests.simulation.outcome import model_digest
 
 SITES = tuple(f"site-{i}" for i in range(3))
 BOXES = {f"box-{i}": SITES[i // 2] for i in range(6)}

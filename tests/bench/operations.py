@@ -35,9 +35,9 @@ from common.metrics_server import SERVER_NAME
 from deploy.kits.lab import KEPT_TLS, REVOKED, load
 from deploy.kits.provision import LAB_FILE, revoke_certificates
 from deploy.local.namespaces import Namespace, VethPair
-from deploy.simulation.outcome import model_digest
 from tests.bench.machines import DEMO, PATIENCE_S, ROUTER, SETTINGS, Checks, KitLab, Machine, console, home_of
 from tests.helpers.monitoring import ROOT, SHIPPED, Prometheus, expressions, replaced
+from tests.simulation.outcome import model_digest
 
 ABOVE: Final = {
     "server": ROUTER, "site-0": ROUTER, "site-1": ROUTER, "box-0": "site-0", "box-1": "site-1", "box-2": "site-1",

@@ -17,8 +17,8 @@ from typing import Any, Final
 from common.experiment.reading import parse, to_toml
 from common.host.processes import python
 from deploy.results.run import Run
-from deploy.simulation.outcome import model_digest
 from deploy.sweeps.grid import merged
+from tests.simulation.outcome import model_digest
 
 BASE: Final[dict[str, Any]] = {
     "name": "beside",

@@ -12,10 +12,10 @@ from common.experiment.reading import parse
 from common.protocol import serialization, topics
 from common.protocol.messages import StatusRequest
 from deploy.simulation.broker import Routed
-from deploy.simulation.lab import SimulatedLab
 from deploy.watching.follower import ASK_S, DRAW_S
 from deploy.watching.lab import WatchedLab
 from deploy.watching.view import View
+from tests.simulation.lab import ScenarioLab
 
 LABS = ((3, 12), (10, 1000))  # institutions, devices
 DRAWS = 20
@@ -40,14 +40,14 @@ def watched(institutions: int, devices: int) -> str:
             role = "cloud" if topic.node == "cloud" else "institution"
             sizes[role].append(packet_bytes(message.topic, len(message.body), qos=0))
 
-    async def ask(sim: SimulatedLab) -> None:
+    async def ask(sim: ScenarioLab) -> None:
         while not sim.over:
             for run in runs:
                 body = serialization.encode(StatusRequest(run), "operator")
                 sim.inject(topics.watch("lab", "operator"), body, qos=0)
             await asyncio.sleep(ASK_S)
 
-    lab = SimulatedLab(experiment, observe=observe, scenario=ask, time_limit_s=3600.0)
+    lab = ScenarioLab(experiment, observe=observe, scenario=ask, time_limit_s=3600.0)
     lab.network.hooks.append(hook)
     outcome = lab.run()
     assert outcome.ok, outcome.result

@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 from common.experiment.schema import Experiment
 from common.host.processes import bound
 from deploy.cli.main import app
-from deploy.simulation.lab import SimulatedLab
 from tests.helpers.null_lab import MODEL_BYTES
+from tests.simulation.lab import ScenarioLab
 
 EXPERIMENTS: Final = Path(__file__).parents[2] / "deploy" / "experiments"
 DEMO: Final = EXPERIMENTS / "demo.toml"
@@ -100,7 +100,7 @@ def tensors(folder: Path) -> bytes:
 
 def null_model(experiment: Experiment) -> str:
     """Return `model_digest` of a lab that computes nothing, from the same lab in virtual time."""
-    outcome = SimulatedLab(experiment, model_bytes=MODEL_BYTES).run()
+    outcome = ScenarioLab(experiment, model_bytes=MODEL_BYTES).run()
     assert outcome.ok, outcome.result
     return outcome.digest
 

@@ -15,9 +15,10 @@ from common.protocol import serialization, topics
 from common.protocol.messages import Message
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Workload
-from deploy.simulation.lab import AgentFactory, Scenario, SimulatedLab
-from deploy.simulation.outcome import LabOutcome
+from deploy.simulation.lab import AgentFactory
 from deploy.simulation.world import SimulatedWorld
+from tests.simulation.lab import Scenario, ScenarioLab
+from tests.simulation.outcome import LabOutcome
 
 IDLE_S: Final = 60.0
 MODEL_BYTES: Final = 10_000
@@ -32,7 +33,7 @@ TREE: Final[dict[str, Any]] = {
 
 
 def lab(scenario: Scenario | None = None, *, tree: dict[str, Any] | None = None, **options: Any) -> LabOutcome:
-    return SimulatedLab(
+    return ScenarioLab(
         parse(TREE | (tree or {})), scenario=scenario, **{"model_bytes": MODEL_BYTES, "time_limit_s": 900.0} | options
     ).run()
 
@@ -75,7 +76,7 @@ def warned(outcome: LabOutcome, *patterns: str) -> None:
 def restarted(node: str, *pauses_s: float) -> Scenario:
     """Return the scenario in which a node is killed after each pause, and started again a second later."""
 
-    async def kill(sim: SimulatedLab) -> None:
+    async def kill(sim: ScenarioLab) -> None:
         for pause_s in pauses_s:
             await asyncio.sleep(pause_s)
             sim.kill(node)
@@ -108,7 +109,7 @@ class KilledLab:
     def run(self, *, ok: bool = True, **options: Any) -> LabOutcome:
         """Run the lab, which must end well if it is to be `ok`."""
         computed = {} if self._workload is None else {"workload": self._workload(self.experiment)}
-        outcome = SimulatedLab(self.experiment, seed=1, **computed, **self._options, **options).run()
+        outcome = ScenarioLab(self.experiment, seed=1, **computed, **self._options, **options).run()
         assert not ok or outcome.ok, outcome.result
         return outcome
 
@@ -121,7 +122,7 @@ class KilledLab:
         """Return the outcome of the lab in which a node is killed and starts again with an empty disk."""
         pause_s = share * self.undisturbed.virtual_s
 
-        async def kill(sim: SimulatedLab) -> None:
+        async def kill(sim: ScenarioLab) -> None:
             await asyncio.sleep(pause_s)
             sim.kill(node)
             sim.start(node, keep_files=False)
@@ -129,13 +130,13 @@ class KilledLab:
         return self.run(ok=False, scenario=kill)
 
 
-def run_of(sim: SimulatedLab) -> str:
+def run_of(sim: ScenarioLab) -> str:
     """Return the id of the run whose cloud announced itself last."""
     runs = [topic.split("/")[2] for topic in sim.broker().retained if topic.endswith("/cloud/spec")]
     return runs[-1]
 
 
-def inbox(sim: SimulatedLab, node: str, sender: str) -> str:
+def inbox(sim: ScenarioLab, node: str, sender: str) -> str:
     return topics.inbox(topics.DEFAULT_LAB, run_of(sim), node, sender)
 
 
@@ -155,7 +156,7 @@ def is_for(message: Routed, kind: type[Message], node: str = "") -> bool:
 class OtherAgents:
     """In place of a lab's factory: the agents that `of` names are made by another one."""
 
-    def __init__(self, sim: SimulatedLab) -> None:
+    def __init__(self, sim: ScenarioLab) -> None:
         self.usual = sim.agents
         self.of: dict[str, AgentFactory] = {}
         self.resume = True

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.experiment.reading import load
-from deploy.simulation.lab import SimulatedLab
 from tests.simulation.kills import kill_each
+from tests.simulation.lab import ScenarioLab
 from tests.simulation.labs import LABS, write_lab
 from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.report import describe, print_report, print_trace, summary
@@ -83,7 +83,7 @@ def _run_one(chosen: argparse.Namespace) -> int:
 def _run_experiment(chosen: argparse.Namespace) -> int:
     experiment = load(chosen.experiment, chosen.set)
     begun = time.perf_counter()
-    outcome = SimulatedLab(experiment, seed=chosen.seed or 0, model_bytes=chosen.model_bytes).run()
+    outcome = ScenarioLab(experiment, seed=chosen.seed or 0, model_bytes=chosen.model_bytes).run()
     print(json.dumps(asdict(outcome) | {"real_s": round(time.perf_counter() - begun, 3)}, indent=2))
     return int(not outcome.ok)
 

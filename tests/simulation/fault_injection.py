@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 from common.experiment.topology import CLOUD
 from deploy.simulation.broker import Routed
-from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.link import LinkConditions
 from deploy.simulation.network import SimulatedLink
 from tests.simulation import interference
 from tests.simulation.faults import Fault, FaultKind
+from tests.simulation.lab import ScenarioLab
 
 STRANGERS: Final = 5  # messages of unknown sessions
 LEAVING_S: Final = 30.0  # a terminated node has this long to publish its final state
@@ -28,7 +28,7 @@ RATES: Final = (3e3, 2e4, 1e5, None)  # bytes per second
 CHANGES: Final = 8  # of the rate
 
 
-async def inject_faults(lab: SimulatedLab, faults: tuple[Fault, ...]) -> None:
+async def inject_faults(lab: ScenarioLab, faults: tuple[Fault, ...]) -> None:
     """Inject all faults. Their randomness depends only on the seed and the fault."""
     if any(fault.kind is FaultKind.STRANGER for fault in faults):
         lab.network.hooks.append(interference.Wiretap(lab))
@@ -40,7 +40,7 @@ async def inject_faults(lab: SimulatedLab, faults: tuple[Fault, ...]) -> None:
             group.create_task(_inject(lab, fault), name=str(fault))
 
 
-async def supervise(lab: SimulatedLab) -> None:
+async def supervise(lab: ScenarioLab) -> None:
     """Restart nodes that ended with an error during the run, like a service manager."""
     while True:
         await asyncio.sleep(SUPERVISE_S)
@@ -50,14 +50,14 @@ async def supervise(lab: SimulatedLab) -> None:
                 lab.start(node)
 
 
-async def _inject(lab: SimulatedLab, fault: Fault) -> None:
+async def _inject(lab: ScenarioLab, fault: Fault) -> None:
     await asyncio.sleep(fault.at_s)
     if not lab.over:
         lab.record(str(fault))
         await _HANDLERS[fault.kind](lab, fault)
 
 
-async def _until_trained(lab: SimulatedLab, institution: str) -> None:
+async def _until_trained(lab: ScenarioLab, institution: str) -> None:
     """Wait until a device of an institution has trained: before the run begins, an absent device is waited for."""
     while not any(lab.homes[device] == institution for device, _ in lab.hardware.trained):  # noqa: ASYNC110
         await asyncio.sleep(LOOK_S)
@@ -70,7 +70,7 @@ async def _wait_out(fault: Fault) -> None:
     await asyncio.sleep(fault.for_s)
 
 
-async def _kill(lab: SimulatedLab, fault: Fault) -> None:
+async def _kill(lab: ScenarioLab, fault: Fault) -> None:
     node = fault.node
     if not lab.alive(node):
         return
@@ -88,7 +88,7 @@ async def _kill(lab: SimulatedLab, fault: Fault) -> None:
     _start(lab, fault)
 
 
-async def _enter(lab: SimulatedLab, fault: Fault) -> None:
+async def _enter(lab: ScenarioLab, fault: Fault) -> None:
     """Start a device that the experiment does not name; kill and restart it once."""
     lab.start(fault.node, parent=fault.detail)
     await asyncio.sleep(fault.for_s)
@@ -100,14 +100,14 @@ async def _enter(lab: SimulatedLab, fault: Fault) -> None:
         lab.start(fault.node, parent=fault.detail, keep_files=fault.keep)
 
 
-def _start(lab: SimulatedLab, fault: Fault) -> None:
+def _start(lab: ScenarioLab, fault: Fault) -> None:
     """Start a stopped node again unless it has finished its part in the run."""
     node = fault.node
     if not (lab.over or lab.alive(node) or node in lab.ended):
         lab.start(node, keep_files=fault.keep or node == CLOUD, clock_offset_s=fault.amount)
 
 
-async def _stop(lab: SimulatedLab, fault: Fault) -> None:
+async def _stop(lab: ScenarioLab, fault: Fault) -> None:
     process = lab.processes.get(fault.node)
     if process is None or not process.alive or process.stopped:
         return
@@ -116,7 +116,7 @@ async def _stop(lab: SimulatedLab, fault: Fault) -> None:
     process.continue_(slept_s=fault.for_s if fault.kind is FaultKind.SLEEP else 0.0)
 
 
-async def _broker(lab: SimulatedLab, fault: Fault) -> None:
+async def _broker(lab: ScenarioLab, fault: Fault) -> None:
     broker = lab.broker(fault.node)
     old = broker.snapshot()
     if fault.detail == "old":
@@ -128,7 +128,7 @@ async def _broker(lab: SimulatedLab, fault: Fault) -> None:
     broker.start(old if fault.detail == "old" else "current" if fault.detail == "current" else "empty")
 
 
-async def _link(lab: SimulatedLab, fault: Fault) -> None:
+async def _link(lab: ScenarioLab, fault: Fault) -> None:
     changes = _CONDITIONS[fault.kind](fault)
     links = [link for (name, _), link in lab.network.links.items() if fault.node in ("", name)]
     before = [(link, {name: getattr(link.conditions, name) for name in changes}) for link in links]
@@ -139,14 +139,14 @@ async def _link(lab: SimulatedLab, fault: Fault) -> None:
         _undo(lab, link, earlier)
 
 
-def _undo(lab: SimulatedLab, link: SimulatedLink, earlier: Mapping[str, Any]) -> None:
+def _undo(lab: ScenarioLab, link: SimulatedLink, earlier: Mapping[str, Any]) -> None:
     """Restore the link's initial conditions, regardless of other faults' changes meanwhile."""
     name = next(key for key, value in lab.network.links.items() if value is link)[0]
     usual = lab.usual.get(name, lab.network.conditions)
     link.change(**{field: getattr(usual, field) for field in earlier})
 
 
-async def _rates(lab: SimulatedLab, fault: Fault) -> None:
+async def _rates(lab: ScenarioLab, fault: Fault) -> None:
     rng = lab.random(str(fault))
     for _ in range(CHANGES):
         rate = rng.choice(RATES)
@@ -157,12 +157,12 @@ async def _rates(lab: SimulatedLab, fault: Fault) -> None:
         _undo(lab, link, {"up_rate": None, "down_rate": None})
 
 
-async def _packets(lab: SimulatedLab, fault: Fault) -> None:
+async def _packets(lab: ScenarioLab, fault: Fault) -> None:
     for broker in lab.network.brokers.values():
         broker.packet_limit = int(fault.amount)
 
 
-async def _unread(lab: SimulatedLab, fault: Fault) -> None:
+async def _unread(lab: ScenarioLab, fault: Fault) -> None:
     """Refuse a node what is sent to it, as a wrong access control list does; all connections begin anew with a list."""
     for refused in (interference.InboxOf(fault.node), ()):
         for broker in lab.network.brokers.values():
@@ -173,7 +173,7 @@ async def _unread(lab: SimulatedLab, fault: Fault) -> None:
             await asyncio.sleep(fault.for_s)
 
 
-async def _clock(lab: SimulatedLab, fault: Fault) -> None:
+async def _clock(lab: ScenarioLab, fault: Fault) -> None:
     if lab.worlds[fault.node]:
         world = lab.worlds[fault.node][-1]
         world.clock_offset_s += fault.amount
@@ -181,9 +181,9 @@ async def _clock(lab: SimulatedLab, fault: Fault) -> None:
         world.clock_offset_s -= fault.amount
 
 
-async def _disk(lab: SimulatedLab, fault: Fault) -> None:
+async def _disk(lab: ScenarioLab, fault: Fault) -> None:
     """Let the disk of a node be full: what it writes does not reach it."""
-    folder, fsync = lab.agents.files(fault.node), os.fsync
+    folder, fsync = lab.files(fault.node), os.fsync
 
     def full(file: int) -> None:
         if Path(os.readlink(f"/proc/self/fd/{file}")).is_relative_to(folder):
@@ -194,11 +194,11 @@ async def _disk(lab: SimulatedLab, fault: Fault) -> None:
         await asyncio.sleep(fault.for_s)
 
 
-async def _evaluator(lab: SimulatedLab, fault: Fault) -> None:
+async def _evaluator(lab: ScenarioLab, fault: Fault) -> None:
     lab.hardware.evaluator_ends += int(fault.amount)
 
 
-async def _hang(lab: SimulatedLab, fault: Fault) -> None:
+async def _hang(lab: ScenarioLab, fault: Fault) -> None:
     if not lab.alive(fault.node):
         return
     lab.kill(fault.node)
@@ -212,7 +212,7 @@ async def _hang(lab: SimulatedLab, fault: Fault) -> None:
         _start(lab, fault)
 
 
-async def _wrong(lab: SimulatedLab, fault: Fault) -> None:
+async def _wrong(lab: ScenarioLab, fault: Fault) -> None:
     others = [name for name in lab.institutions if name != lab.homes[fault.node]]
     if lab.alive(fault.node):
         lab.kill(fault.node)
@@ -224,19 +224,19 @@ async def _wrong(lab: SimulatedLab, fault: Fault) -> None:
         lab.start(fault.node)
 
 
-async def _second(lab: SimulatedLab, fault: Fault) -> None:
+async def _second(lab: ScenarioLab, fault: Fault) -> None:
     if lab.alive(fault.node) and not lab.has_second(fault.node):
         lab.start_second(fault.node)
 
 
-async def _filtered(lab: SimulatedLab, fault: Fault) -> None:
+async def _filtered(lab: ScenarioLab, fault: Fault) -> None:
     accepts = _FILTERS[fault.kind](lab, fault)
     lab.network.filters.append(accepts)
     await _wait_out(fault)
     lab.network.filters.remove(accepts)
 
 
-async def _strangers(lab: SimulatedLab, fault: Fault) -> None:
+async def _strangers(lab: ScenarioLab, fault: Fault) -> None:
     (tap,) = (hook for hook in lab.network.hooks if isinstance(hook, interference.Wiretap))
     for number in range(count := STRANGERS + int(fault.amount)):
         if not lab.over:
@@ -244,17 +244,17 @@ async def _strangers(lab: SimulatedLab, fault: Fault) -> None:
         await asyncio.sleep(fault.for_s / count)
 
 
-async def _flood(lab: SimulatedLab, fault: Fault) -> None:
+async def _flood(lab: ScenarioLab, fault: Fault) -> None:
     for number in range(FLOOD):
         interference.flood(lab, fault, number)
         await asyncio.sleep(fault.for_s / FLOOD)
 
 
-async def _remains(lab: SimulatedLab, fault: Fault) -> None:
+async def _remains(lab: ScenarioLab, fault: Fault) -> None:
     interference.leave_remains(lab, fault)
 
 
-_HANDLERS: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Awaitable[None]]]] = {
+_HANDLERS: Final[Mapping[FaultKind, Callable[[ScenarioLab, Fault], Awaitable[None]]]] = {
     FaultKind.KILL: _kill,
     FaultKind.TERMINATE: _kill,
     FaultKind.STOP: _stop,
@@ -285,7 +285,7 @@ _HANDLERS: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Awaitable[No
     FaultKind.DISK: _disk,
     FaultKind.EVALUATOR: _evaluator,
 }
-_FILTERS: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Callable[[Routed], bool]]]] = {
+_FILTERS: Final[Mapping[FaultKind, Callable[[ScenarioLab, Fault], Callable[[Routed], bool]]]] = {
     FaultKind.MUTE: interference.MuteFilter,
     FaultKind.FLIP: interference.Flipper,
     FaultKind.LIES: interference.Liar,
@@ -301,7 +301,7 @@ _CONDITIONS: Final[Mapping[FaultKind, Callable[[Fault], dict[str, Any]]]] = {
 }
 
 
-def set_links(lab: SimulatedLab, unequal: Mapping[str, LinkConditions]) -> None:
+def set_links(lab: ScenarioLab, unequal: Mapping[str, LinkConditions]) -> None:
     """Set the conditions of single nodes' links to every broker."""
     lab.usual.update(unequal)
     for name, conditions in unequal.items():

@@ -45,8 +45,9 @@ from common.protocol.presence import FINAL
 from common.protocol.serialization import KINDS
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.broker import Routed
-from deploy.simulation.lab import BROKER, SimulatedLab
+from deploy.simulation.lab import BROKER
 from tests.simulation.faults import Fault, FaultKind
+from tests.simulation.lab import ScenarioLab
 
 CHUNK: Final = "chunk"
 HUGE: Final = 10**9  # more than any experiment has
@@ -101,7 +102,7 @@ def sender_of(topic: str) -> str:
 class MuteFilter:
     """Filter that drops one kind of message, of one sender or of all."""
 
-    def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
+    def __init__(self, lab: ScenarioLab, fault: Fault) -> None:
         self._fault = fault
 
     def __call__(self, message: Routed) -> bool:
@@ -113,7 +114,7 @@ class MuteFilter:
 class Flipper:
     """Filter that flips one bit in a share of one sender's messages."""
 
-    def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
+    def __init__(self, lab: ScenarioLab, fault: Fault) -> None:
         self._lab, self._fault = lab, fault
         self._rng = random.Random(f"{lab.seed} flip {fault}")
         self._flipping = False
@@ -139,7 +140,7 @@ class Liar:
     Only by what the experiment, or another message, contradicts: no node can know that another number is wrong.
     """
 
-    def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
+    def __init__(self, lab: ScenarioLab, fault: Fault) -> None:
         self._lab, self._fault = lab, fault
         self._rng = random.Random(f"{lab.seed} lies {fault}")
 
@@ -198,7 +199,7 @@ class Wiretap:
     It forges no proof of life: a session that proves itself is a new process of its peer to a node.
     """
 
-    def __init__(self, lab: SimulatedLab) -> None:
+    def __init__(self, lab: ScenarioLab) -> None:
         self._lab = lab
         self.messages: dict[str, deque[Routed]] = {}
         self.sessions: dict[str, list[str]] = {}
@@ -251,7 +252,7 @@ class Wiretap:
         return message._replace(body=serialization.encode(content, session))
 
 
-def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int, tap: Wiretap | None) -> None:
+def send_as_stranger(lab: ScenarioLab, fault: Fault, number: int, tap: Wiretap | None) -> None:
     """Publish a message under a node's name: one seen before, as it was or forged; else one of an unknown session."""
     rng = random.Random(f"{lab.seed} stranger seen {fault} {number}")
     seen = None if tap is None else tap.forge(fault.node, rng)
@@ -282,7 +283,7 @@ def _with_noise(content: Task | Result, rng: random.Random) -> Task | Result:
     )
 
 
-def _send_unseen(lab: SimulatedLab, fault: Fault, number: int) -> None:
+def _send_unseen(lab: ScenarioLab, fault: Fault, number: int) -> None:
     """Publish a message of an unknown session under a node's name."""
     node, rng = fault.node, random.Random(f"{lab.seed} stranger {fault} {number}")
     for endpoint in _endpoints(lab, node):
@@ -299,7 +300,7 @@ def _send_unseen(lab: SimulatedLab, fault: Fault, number: int) -> None:
             lab.inject(topics.inbox(identity.lab, identity.run, peer, node), body, broker=broker)
 
 
-def flood(lab: SimulatedLab, fault: Fault, number: int) -> None:
+def flood(lab: ScenarioLab, fault: Fault, number: int) -> None:
     """Publish one message of a flood: asks of a node's own session, or searches of unknown nodes for it."""
     rng = random.Random(f"{lab.seed} flood {fault} {number}")
     for endpoint in _endpoints(lab, fault.node):
@@ -315,7 +316,7 @@ def flood(lab: SimulatedLab, fault: Fault, number: int) -> None:
                 lab.inject(topic, serialization.encode(ask, identity.session), qos=0, broker=broker)
 
 
-def leave_remains(lab: SimulatedLab, fault: Fault) -> None:
+def leave_remains(lab: ScenarioLab, fault: Fault) -> None:
     """Publish the remains of a dead run on a broker: retained READY presences, and an experiment."""
     presence = Presence(NodeState.READY, "device", samples=10, ledger=DEAD_SESSION)
     for node in {fault.node, lab.homes.get(fault.node, CLOUD), CLOUD}:
@@ -326,7 +327,7 @@ def leave_remains(lab: SimulatedLab, fault: Fault) -> None:
     lab.inject(topics.spec("lab", DEAD_RUN, CLOUD), announcement, retain=True, broker=BROKER)
 
 
-def _endpoints(lab: SimulatedLab, node: str) -> list[Endpoint]:
+def _endpoints(lab: ScenarioLab, node: str) -> list[Endpoint]:
     if not lab.alive(node):
         return []
     users = [connection.user for connection in lab.worlds[node][-1].connections if connection.up]

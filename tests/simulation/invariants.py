@@ -14,12 +14,12 @@ from common.experiment.topology import CLOUD
 from common.host.subprocess_channel import REPLACEMENTS
 from common.protocol.messages import Presence
 from common.protocol.topics import ALL
-from deploy.simulation.outcome import LabOutcome
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import RESTARTS, Fault, FaultKind, longest_s, recovery_s
 from tests.simulation.frozen import FrozenWorkload, lacks
 from tests.simulation.losses import copes_with_a_loss, returned_s, spends_few_deadlines
 from tests.simulation.monitor import Evidence, LabRun, LinkCount
+from tests.simulation.outcome import LabOutcome
 
 DOCUMENTED: Final = re.compile(
     r"NoProgress|OutOfReach|RunFailed|ParentGaveUp|StateLost|InvalidBelow|ConnectionFailed|StorageFailed"

@@ -13,10 +13,10 @@ from typing import Final
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from deploy.simulation.broker import Routed
-from deploy.simulation.lab import SimulatedLab
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.faults import Fault, FaultKind
 from tests.simulation.invariants import DISTURBED
+from tests.simulation.lab import ScenarioLab
 from tests.simulation.monitor import LabRun
 from tests.simulation.runs import run_lab
 
@@ -64,7 +64,7 @@ def kill_at(seed: int, case: tuple[str, int]) -> str:
     drawn = small_lab(seed)
     fault = Fault(FaultKind.KILL, 0.0, DOWN_S, victim)
 
-    async def scenario(lab: SimulatedLab) -> None:
+    async def scenario(lab: ScenarioLab) -> None:
         reached = asyncio.Event()
         count = 0
 

@@ -18,10 +18,10 @@ from common.protocol.messages import Acknowledgement, Key, Result, Task
 from common.protocol.parent_session import ParentSession
 from common.runtime.endpoint import Endpoint
 from deploy.simulation.broker import Routed
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome
 from deploy.simulation.world import SimulatedConnection
 from tests.simulation.interference import kind_of
+from tests.simulation.lab import ScenarioLab
+from tests.simulation.outcome import LabOutcome
 
 SAMPLE_S: Final = 3.3
 SAMPLE_GROWTH: Final = 1.9
@@ -90,7 +90,7 @@ class Monitor:
         self._joined: set[tuple[str, str]] = set()  # runs, and their nodes
         self._answers: dict[tuple[str, str, int, int], str] = {}  # by a parent's session, the child and its round
         self._answered: dict[tuple[str, str], Key] = {}  # the last key that was answered, by the same
-        self.lab: SimulatedLab
+        self.lab: ScenarioLab
 
     def observe(self, event: str, facts: dict[str, object]) -> None:
         """Record an event of the cloud."""
@@ -178,7 +178,7 @@ class Monitor:
                 for path, size in sizes(endpoint):
                     evidence.sizes[f"{role} {path}"] = max(evidence.sizes[f"{role} {path}"], size)
 
-    def end(self, lab: SimulatedLab) -> None:
+    def end(self, lab: ScenarioLab) -> None:
         """Record the state of the lab at its end."""
         self.look()
         evidence = self.evidence
@@ -219,7 +219,7 @@ class Monitor:
             counts[f"{kind} payload"] += tally.payload
 
 
-def endpoints(lab: SimulatedLab, node: str, *, last: bool = False) -> Iterator[Endpoint]:
+def endpoints(lab: ScenarioLab, node: str, *, last: bool = False) -> Iterator[Endpoint]:
     """Yield the endpoints of all processes of a node, or of the last one."""
     for world in lab.worlds[node][-1:] if last else lab.worlds[node]:
         for connection in world.connections:

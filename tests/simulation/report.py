@@ -11,10 +11,10 @@ from common.experiment.tiers import Closing, Tier
 from common.protocol import serialization, topics
 from common.protocol.messages import Ask, Message, Preparing, Presence, Progress, Result, Task, WhoIsThere
 from deploy.simulation.broker import Routed
-from deploy.simulation.lab import SimulatedLab
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.fault_draws import LASTING
 from tests.simulation.faults import FaultKind
+from tests.simulation.lab import ScenarioLab
 from tests.simulation.runs import LabReport
 
 TEXT_MOST = 600
@@ -89,7 +89,7 @@ def summary(reports: Sequence[LabReport], *, real_s: float) -> str:
     return "\n".join(lines)
 
 
-def print_trace(lab: SimulatedLab) -> None:
+def print_trace(lab: ScenarioLab) -> None:
     """Print every routed message, every fault, and every node that ends."""
     seen = {"faults": 0}
     ended: dict[str, str] = {}

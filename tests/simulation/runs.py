@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Final
 
 from common.experiment.topology import CLOUD
-from deploy.simulation.lab import BROKER, Scenario, SimulatedLab
+from deploy.simulation.lab import BROKER
 from deploy.simulation.machines import MessageCosts, Placement
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_injection import inject_faults, set_links, supervise
 from tests.simulation.frozen import FrozenWorkload
 from tests.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
+from tests.simulation.lab import Scenario, ScenarioLab
 from tests.simulation.labs import read_lab
 from tests.simulation.monitor import LabRun, Monitor
 from tests.simulation.trainer import TrainerComputing
@@ -28,7 +29,7 @@ TIME_FACTOR: Final = 30.0  # a lab's time limit, in multiples of the expected ti
 TIME_SPARE_S: Final = 1500.0
 GRACE_S: Final = 60.0  # added to twice `idle_s` and the longest fault: time for nodes whose parent is gone at the end
 
-Watch = Callable[[SimulatedLab], None]
+Watch = Callable[[ScenarioLab], None]
 Source = int | Path  # of a lab: the seed of its draw, or its file
 
 
@@ -78,7 +79,7 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
     """Run a lab once, with its faults."""
     monitor = Monitor()
 
-    async def disturb(lab: SimulatedLab) -> None:
+    async def disturb(lab: ScenarioLab) -> None:
         monitor.lab = lab
         lab.network.hooks.append(monitor.answered)
         if not drawn.faults:
@@ -99,7 +100,7 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
 
     idle_s, absent_s = drawn.experiment.transfer.idle_s, drawn.last_return_s
     longest_s = max((fault.for_s for fault in drawn.faults if not fault.permanent), default=0.0)
-    lab = SimulatedLab(
+    lab = ScenarioLab(
         drawn.experiment,
         seed=seed,
         scenario=disturb,

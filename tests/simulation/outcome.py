@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,26 +86,3 @@ def round_rows(runs: Path) -> tuple[Mapping[str, str], ...]:
         return ()
     with path.open(newline="", encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
-
-
-@contextmanager
-def collected_warnings() -> Iterator[list[str]]:
-    """Collect the agents' log messages of level WARNING and above, in place of the usual handlers."""
-    found: list[str] = []
-    handler = _Collector(found)
-    logger = logging.getLogger("fedstrata")
-    before = logger.propagate, list(logger.handlers)
-    logger.propagate, logger.handlers = False, [handler]
-    try:
-        yield found
-    finally:
-        logger.propagate, logger.handlers = before
-
-
-class _Collector(logging.Handler):
-    def __init__(self, found: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._found = found
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._found.append(record.getMessage())
