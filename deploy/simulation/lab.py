@@ -1,10 +1,6 @@
 """A lab in virtual time: the real agents on a simulated network, with all randomness from one seed.
 
-lab = SimulatedLab(experiment, seed=7)
-try:
-    result = lab.play()
-finally:
-    lab.close()
+`play` runs it once, to its end; `close` discards its processes and its temporary files, whatever came of it.
 """
 
 from __future__ import annotations
@@ -137,7 +133,7 @@ MEMORY: Final = Path("/dev/shm")
 
 
 class SimulatedLab:
-    """One lab; `play` may be called once.
+    """One lab; `play` may be called once, then `close`.
 
     scenario: a coroutine that gets the lab and changes it; it starts before the first node
     run: the folder of the lab's run, by default a temporary one that the cloud creates
