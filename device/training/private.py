@@ -116,14 +116,9 @@ def check_module(module: nn.Module, experiment: Experiment) -> None:
     """Check that no layer mixes the samples of a batch. Raises InvalidExperiment."""
     for name, layer in module.named_modules():
         if isinstance(layer, _NormBase):
-            refuse(experiment, f"its {name} mixes the samples of a batch")
-
-
-def refuse(experiment: Experiment, problem: str) -> None:
-    """Raise InvalidExperiment: the model has no samples' gradients."""
-    key = f"{experiment.key(experiment.tiers[-1])}.privacy.unit"
-    remedy = "Use a model without, or another unit."
-    raise InvalidExperiment(key, "sample", f"{experiment.model.name} cannot train by DP-SGD: {problem}", remedy)
+            key = f"{experiment.key(experiment.tiers[-1])}.privacy.unit"
+            problem = f"{experiment.model.name} cannot train by DP-SGD: its {name} mixes the samples of a batch"
+            raise InvalidExperiment(key, "sample", problem, "Use a model without, or another unit.")
 
 
 def poisson_batches(

@@ -28,15 +28,7 @@ from common.experiment.own import is_own
 from common.experiment.privacy import PrivacySettings
 from common.host.accelerators import out_of_memory
 from common.learning import models
-from common.learning.computing import (
-    calls_own_code,
-    first_line,
-    own_code,
-    resolve_accelerator,
-    seeded,
-    set_up,
-    set_up_evaluation,
-)
+from common.learning.computing import calls_own_code, own_code, resolve_accelerator, seeded, set_up, set_up_evaluation
 from common.learning.evaluation import BATCH, CPU_BATCH, evaluate
 from common.learning.inputs import Inputs
 from common.learning.models import KEY, random_samples, random_targets
@@ -50,7 +42,7 @@ from device.jobs import Cancelled, Examined, LocalResult, Order, Prepared
 from device.training.batches import LocalDataset, blocks, dropout_seed, load_local_dataset, uniform_numbers
 from device.training.network import Network, NetworkSource, record, source_of, vector_tensors
 from device.training.objectives.table import objective_of
-from device.training.private import GradientNoise, PrivateSteps, check_module, poisson_batches, refuse
+from device.training.private import GradientNoise, PrivateSteps, check_module, poisson_batches
 from device.training.sgd import NO_PROGRAMS, Steps, run_sgd
 from device.training.vectors import TaskVectors, finish, vectors_of
 
@@ -132,9 +124,7 @@ class Trainer:
         for size in sizes - source.tried if self._own else ():
             self._tried(made, size)
             source.tried.add(size)
-        if self._privacy.on_samples:
-            self._try_private(made)
-        elif accelerator.type == "cpu" and experiment.training.recorded:
+        if accelerator.type == "cpu" and experiment.training.recorded and not self._privacy.on_samples:
             record(source, vectors.inner, own=bool(self._own), draws=made.draws, sizes=sizes)
 
     @property
@@ -384,13 +374,6 @@ class Trainer:
             problem = f"{self._node} has {samples} samples, so a batch would have less than one"
             raise InvalidExperiment(key, rate, problem, f"Use at least {1 / samples:.2g}.")
         check_module(source.network().module, self._experiment)
-
-    def _try_private(self, made: _Prepared) -> None:
-        """Try DP-SGD on random samples. Raises InvalidExperiment if the model cannot."""
-        try:
-            self._tried(made, min(2, self._experiment.training.batch_size))
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            refuse(self._experiment, first_line(error))
 
     def _formed(self, made: _Prepared) -> NetworkSource:
         """Return the source in the form in which the user's own model trains as it is, and fastest.
