@@ -217,6 +217,15 @@ def test_signs_have_the_mean_magnitude_of_their_block(delta_D: Floats) -> None:
         np.testing.assert_allclose(np.abs(got), np.abs(block).astype(np.float64).mean(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -0.5])
+def test_a_mean_magnitude_that_none_can_be_is_refused_with_its_value(wrong: float) -> None:
+    codec = settings_of({"name": "sign"}).build()
+    data = bytearray(codec.encode(np.ones(2 * SCALE_COLUMNS, np.float32), chance()))
+    data[4:8] = np.float32(wrong).tobytes()
+    with pytest.raises(WireError, match=f"a mean magnitude is {wrong}"):
+        codec.decode(bytes(data), 2 * SCALE_COLUMNS)
+
+
 @examples(40)
 @given(delta_D=changes(), bits=st.integers(2, 8))
 def test_qsgd_rounds_to_one_of_the_two_neighbouring_steps(delta_D: Floats, bits: int) -> None:

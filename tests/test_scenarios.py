@@ -111,6 +111,23 @@ def test_a_dead_runs_retained_presence_captures_nobody(first: str, clock_offset_
     assert outcome.virtual_s - begun[0] < 20.0 + undisturbed().virtual_s + 5.0
 
 
+@pytest.mark.parametrize("away_s", [1.0, 0.8 * IDLE_S])
+def test_a_broker_that_is_away_as_the_run_ends_comes_back_to_nodes_that_learn_of_it(away_s: float) -> None:
+    ended = asyncio.Event()
+
+    def observe(event: str, facts: dict[str, object]) -> None:
+        if event == "global_round" and facts["global_round"] == 2:
+            ended.set()
+
+    async def power_loss(sim: ScenarioLab) -> None:
+        await ended.wait()
+        sim.broker().kill()
+        await asyncio.sleep(away_s)
+        sim.broker().start("current")
+
+    survived(power_loss, observe=observe, within_s=away_s + 10.0)
+
+
 # 2. One message of an unknown session under a peer's name
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from common.errors import InvalidExperiment, RefusedModel
@@ -22,6 +23,7 @@ from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.model import flower
+from common.model.trainer import seed_generators
 from common.protocol.limits import check_report, limits_below
 from common.protocol.messages import Key, Manifest, Result
 from deploy.brokers import broker
@@ -325,6 +327,12 @@ def test_labs_of_processes_and_of_virtual_time_give_the_model_of_one_process(kin
     assert tensors(real) == tensors(alone) == tensors(simulated)
     replayed = fedstrata("replay", real, "--runs", home / "replayed")
     assert replayed.returncode == 0 and replayed.stdout.endswith("the same model, bit for bit\n"), replayed.stderr
+
+
+def test_pytorch_in_an_own_trainer_computes_on_one_core() -> None:
+    torch.set_num_threads(2)
+    seed_generators(1)
+    assert torch.get_num_threads() == 1
 
 
 @pytest.mark.slow
