@@ -23,10 +23,10 @@ test-fast: $(INSTALLED) broker ## run the quick tests of what has changed since 
 	$(PYTEST) -n 2 $$(.venv/bin/python -m tests.helpers.touched $(SINCE))
 
 test-slow: $(INSTALLED) broker ## run the tests that take minutes, and more examples of the others
-	HYPOTHESIS_PROFILE=more $(PYTEST) -n auto --maxprocesses 4 -m 'slow or (hypothesis and not gpu)'
+	HYPOTHESIS_PROFILE=more $(PYTEST) -n 4 -m 'slow or (hypothesis and not gpu)'
 
 test-all: $(INSTALLED) broker ## run all tests, with most examples
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n auto --maxprocesses 4 -m 'not gpu'
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 4 -m 'not gpu'
 
 LOWEST := .venv-lowest
 LOWEST_TESTS := cli coordinator csv_tables logs mistakes quorum simulation status view wire

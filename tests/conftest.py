@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import random
@@ -133,10 +134,19 @@ def _unsynced() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None]:
-    """End a test that times out with what it has started: a lab's processes end with the one that started them."""
-    with ended_by_timeout():
-        return (yield)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """End a test that times out with what it has started: a lab's processes end with the one that started them.
+
+    Tasks keep pytest-timeout's error as their own, so a test that goes on regardless is ended with its process.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit_s + 60.0, exit=True)
+    try:
+        with ended_by_timeout():
+            return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture
