@@ -1,8 +1,8 @@
 """Small changes of the product, drawn by a seed: which do the tests notice? A table by room, and those that live on.
 
 A change is an operator, a number, a condition that is turned round, or a statement that is left out. Each is made in a
-copy of the sources, where the tests run that import its module; if they pass, those run that import a module that
-imports it. A change that neither finds has survived; some change nothing that can be seen.
+copy of the sources, where the quick tests run that import its module; if they pass, some run that import a module that
+imports it. A change that neither finds has survived: some change nothing that can be seen, slow tests find others.
 
 python -m tests.bench.mutants [--count 120] [--seed 1] [--only PREFIX] [--jobs 2]
 """
@@ -28,11 +28,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from tests.helpers.touched import imports
+from tests.helpers.touched import PRODUCT, ROOT, tests_of
 
-ROOT: Final = Path(__file__).parents[2]
-PRODUCT: Final = ("cloud", "common", "deploy", "device", "institution")
 LIMIT_S: Final = 1800  # of all tests of a change, which take 700 s one after the other on 2 cores
+SECOND_MOST: Final = 20  # test files that import a module which imports the changed one
 OPERATORS: Final[dict[type[ast.AST], type[ast.AST]]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -103,29 +102,6 @@ def mutants(path: str) -> Iterator[Mutant]:
             yield Mutant(path, node.lineno, start, end, text, source[start:end].decode())
 
 
-def tests_of(path: str) -> tuple[list[str], list[str]]:
-    """Return the test files that import a module, and those that import a module that imports it.
-
-    Those that import the least come first: they are the nearest to it, and the quickest.
-    """
-    files = [file for room in (*PRODUCT, "tests") for file in (ROOT / room).rglob("*.py") if "bench" not in file.parts]
-    found = {str(file.relative_to(ROOT)): set(imports(file)) for file in files}
-
-    def importers(module: str) -> set[str]:
-        return {file for file, names in found.items() if module in names}
-
-    def module_of(file: str) -> str:
-        return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-    direct = importers(module_of(path))
-    second = set().union(*(importers(module_of(file)) for file in direct)) if direct else set()
-
-    def tests(files: set[str]) -> list[str]:
-        return sorted((each for each in files if "/test_" in each), key=lambda each: (len(found[each]), each))
-
-    return tests(direct), tests(second - direct)
-
-
 def found_by(folder: Path, tests: Sequence[str]) -> str:
     """Return which of the tests fails in a copy of the sources, "" if none does."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
@@ -146,7 +122,8 @@ def play(mutant: Mutant, folder: Path) -> str:
     source = file.read_bytes()
     file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
     try:
-        return next(filter(None, (found_by(folder, tests) for tests in tests_of(mutant.path) if tests)), "")
+        direct, second = tests_of(mutant.path)
+        return found_by(folder, direct) or (found_by(folder, second[:SECOND_MOST]) if second else "")
     finally:
         file.write_bytes(source)
 
