@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from common.experiment.topology import CLOUD, check_parent
 from common.learning import datasets
 from common.learning.readers import builtin
 from common.learning.readers.builtin import check_files
+from deploy.brokers import broker
 from deploy.cli.chosen import kept_once_begun
 from deploy.console.login import Login
 from deploy.local import beforehand
@@ -93,6 +95,21 @@ def test_a_finished_run_needs_no_resuming(tmp_path: Path) -> None:
         assert done.stderr == f"--resume = '{folder.path}': this run is finished, after 0 global rounds\n"
     (fact,) = map(json.loads, invoke("run", "--resume", folder.path, "--format", "json").stdout.splitlines())
     assert (fact["event"], fact["folder"], fact["run"]) == ("finished", str(folder.path), folder.run)
+
+
+@pytest.mark.slow
+def test_a_cloud_that_fails_says_how_to_resume_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_module_net.py").write_text("def build(*, shape, classes):\n    return 3\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = RunFolder.create(tmp_path / "runs", parse({"model": {"name": "no_module_net:build"}}))
+    folder.event("run", {})
+    folder.release()
+    with broker.start(directory=tmp_path) as served:
+        given = ["--broker", f"{served.host}:{served.port}", "--lab", "mine", "--metrics", "localhost:0"]
+        done = invoke("cloud", "--resume", folder.path, *given)
+    assert done.exit_code == 4 and "returns int, not nn.Module" in done.stderr
+    assert f"resume with: fedstrata cloud {' '.join(given)} --resume {folder.path}\n" in done.stderr
 
 
 def test_a_run_of_another_process_is_refused_at_once(tmp_path: Path) -> None:
