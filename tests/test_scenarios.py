@@ -18,6 +18,7 @@ from common.experiment.topology import CLOUD
 from common.protocol import serialization
 from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.receiver import PATIENCE_S
+from common.runtime.parent_endpoint import REPEAT_END_S
 from deploy.simulation.broker import Routed
 from tests.helpers.scenarios import (
     IDLE_S,
@@ -126,6 +127,18 @@ def test_a_broker_that_is_away_as_the_run_ends_comes_back_to_nodes_that_learn_of
         sim.broker().start("current")
 
     survived(power_loss, observe=observe, within_s=away_s + 10.0)
+
+
+def test_an_end_that_is_lost_is_said_again() -> None:
+    async def lose(sim: ScenarioLab) -> None:
+        first = once(lambda message: message.topic if finishes(message) else None)
+        sim.network.filters.append(lambda message: not first(message))
+
+    def finishes(message: Routed) -> bool:
+        presence = decoded(message.body)[1] if message.topic.endswith("/state") else None
+        return isinstance(presence, Presence) and presence.state is NodeState.FINISHED
+
+    survived(lose, within_s=2 * REPEAT_END_S + 1.0)
 
 
 # 2. One message of an unknown session under a peer's name
