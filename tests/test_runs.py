@@ -235,3 +235,18 @@ def test_a_folder_of_another_format_is_refused(tmp_path: Path, make_run: MakeRun
     with pytest.raises(InvalidExperiment) as raised:
         RunFolder.reopen(path)
     assert str(raised.value) == f"--resume = {text}"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [(None, "No such file or directory"), ("a =", "not TOML: "), ("rounds = -1", "rounds = -1: too small. Write 1")],
+)
+def test_an_experiment_that_cannot_be_read_is_named_with_its_file(
+    tmp_path: Path, make_run: MakeRun, text: str | None, problem: str
+) -> None:
+    file = make_run(tmp_path, {}) / "experiment.toml"
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    done = invoke("report", file.parent)
+    assert done.exit_code == 4 and f"RUN = {str(file)!r}: {problem}" in done.stderr
