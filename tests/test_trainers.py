@@ -29,6 +29,7 @@ from common.protocol.messages import Key, Manifest, Result
 from deploy.brokers import broker
 from deploy.planning import workload
 from deploy.planning.footprint import memory_of
+from device.training.arrays import ArrayTraining
 from tests.helpers.commands import PATIENCE_S, command, fedstrata, folder_in, invoke, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
@@ -204,7 +205,7 @@ class Counting(ArrayTrainer):
         return {"w": np.full(5, seed, np.float32), "mean": np.zeros((), np.float32), "count": np.zeros((), np.int64)}
     def prepare(self, site):
         self.site = site
-        return 5 + site.place
+        return 1 + site.place
     def train(self, arrays, task):
         file = task.state / "sum"
         total = (float(file.read_text()) if file.exists() else 0.0) + task.global_round
@@ -520,6 +521,12 @@ def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
     assert {int(row["samples"]) for row in rows} == {0, 10, 11, 12, 13}  # 0: it did not take part
 
 
+@pytest.mark.parametrize(("node", "place"), [("device-2", 2), ("device-7", 4 + 7), ("visitor", 4)])
+def test_a_device_that_enters_has_a_place_behind_those_of_the_experiment(node: str, place: int, home: Path) -> None:
+    training = ArrayTraining(parse(lab("others:Counting")), node=node, accelerator="cpu")
+    assert training.prepare().samples == 1 + place
+
+
 LOSSES: Final = {  # of `Wrong`, where device-0 or every device knows no loss
     "some": "Trained(made, None if self.site.place == 0 else 0.5 + self.site.place, 1)",
     "none": "Trained(made, None, 1)",
@@ -530,11 +537,11 @@ LOSSES: Final = {  # of `Wrong`, where device-0 or every device knows no loss
 def test_an_unknown_loss_stays_unknown(known: str, home: Path) -> None:
     tables = {"topology": {"institutions": 2, "devices": 4}, "institution": {"participation": 1.0}}
     run = direct(home / "runs", parse(lab({"name": "others:Wrong", "how": LOSSES[known]}, **tables)))
-    counts = np.array([5, 6, 7, 8])  # samples of the devices
+    counts = np.array([1, 2, 3, 4])  # samples of the devices
     for row in table(run / "devices.csv"):
         place = int(row["node"][-1])
         assert row["loss"] == ("" if known == "none" or place == 0 else str(0.5 + place))
-    above = np.array([1.5, (2.5 * 7 + 3.5 * 8) / 15])  # institution-0 knows that of device-1
+    above = np.array([1.5, (2.5 * 3 + 3.5 * 4) / 7])  # institution-0 knows that of device-1
     wanted = "" if known == "none" else f"{above @ [counts[:2].sum(), counts[2:].sum()] / counts.sum():.6g}"
     assert [row["train_loss"] for row in table(run / "rounds.csv")] == [wanted] * LAB["rounds"]
     assert invoke("report", run).exit_code == 0
