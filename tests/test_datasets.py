@@ -372,6 +372,22 @@ def test_a_root_is_described(tmp_path: Path) -> None:
     assert [line.split("\t")[:3] for line in table] == [["dataset", "train", "test"], ["mnist", "20", "5"]]
 
 
+def test_each_file_decides_the_digest_by_which_two_machines_are_compared(tmp_path: Path) -> None:
+    def digest() -> str:
+        datasets._load.cache_clear()
+        return str(
+            json.loads(invoke("data", "check", "mnist", "--root", tmp_path, "--format", "json").stdout)["digest"]
+        )
+
+    write_mnist(tmp_path)
+    found = [digest(), digest()]
+    for file in sorted((tmp_path / "MNIST" / "raw").iterdir()):
+        *head, last = file.read_bytes()
+        file.write_bytes(bytes((*head, last ^ 1)))
+        found.append(digest())
+    assert found[0] == found[1] and len(set(found)) == 5
+
+
 def test_what_is_damaged_or_missing_ends_with_4_and_the_rest_is_described(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     for root in (good, bad):
