@@ -16,11 +16,13 @@ from typing import Any, Final
 import pytest
 
 from common.errors import FedstrataError, StorageFailed
+from common.experiment.reading import parse
 from common.experiment.tables import write
 from deploy.results.run import Run, State, folders
+from deploy.sweeps import running
 from deploy.sweeps.folder import MissingRun, SweepFolder
 from deploy.sweeps.grid import load, merged
-from deploy.sweeps.running import CellFailed, SweepProgress, Watch, fitting, run_jobs
+from deploy.sweeps.running import CellFailed, DirectSlot, SweepProgress, Watch, fitting, run_jobs
 from tests.helpers.commands import command, fedstrata, invoke, tensors
 from tests.helpers.direct import HereSlot
 
@@ -319,3 +321,34 @@ def test_cells_that_the_command_changed_are_compared_with_the_papers_order_alone
     assert "Two rules (changed by --set)" in found["table"] and json.loads(found["json"])["changed"] == ["rounds=1"]
     assert {row.rpartition(",")[2] for row in found["csv"].splitlines()} == {"changed", "rounds=1"}
     assert "changed" not in invoke(*words[:-2], "--table").stdout
+
+
+DYING: Final = """
+from pathlib import Path
+from common.host.subprocess_channel import AgentChannel
+
+channel = AgentChannel()
+channel.receive()
+if not Path("died").exists():
+    Path("died").touch()
+    raise SystemExit(7)
+channel.send(ended=True)
+"""
+
+
+def test_a_worker_that_ends_fails_its_run_and_the_next_one_has_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
+    monkeypatch.setattr(running, "WORKER", "dying")
+
+    async def play() -> None:
+        slot, job = DirectSlot(tmp_path, "cpu"), MissingRun("first", parse({}), None)
+        with pytest.raises(CellFailed, match="code 7"):
+            await slot.run(job, lambda event, facts: None)
+        await slot.run(job, lambda event, facts: None)
+        slot.close()
+
+    asyncio.run(play())
