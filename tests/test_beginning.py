@@ -98,7 +98,7 @@ def test_a_finished_run_needs_no_resuming(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cloud_that_fails_says_how_to_resume_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_to_resume_the_run_of_a_cloud_that_fails_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no_module_net.py").write_text("def build(*, shape, classes):\n    return 3\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)
