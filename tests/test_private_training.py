@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -226,6 +226,20 @@ class Dropping(nn.Sequential):
 
     def __init__(self, **_: Any) -> None:
         super().__init__(nn.Flatten(), Dropout(0.9), nn.Linear(64, 10))
+
+
+def test_vmap_starts_before_the_first_round_whose_seconds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    take = PrivateSteps.take
+
+    def taken(steps: PrivateSteps, tensors: Sequence[Tensor]) -> Tensor:
+        sizes.append(len(tensors[0]))
+        return take(steps, tensors)
+
+    monkeypatch.setattr(PrivateSteps, "take", taken)
+    made = experiment()
+    prepared(made)
+    assert made.training.batch_size in sizes
 
 
 def test_a_model_that_mixes_samples_is_refused() -> None:

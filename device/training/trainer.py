@@ -121,7 +121,7 @@ class Trainer:
             problem, remedy = f"cannot train on one sample, and {self._node} has no more", "See data.min_samples."
             raise InvalidExperiment(KEY, experiment.model.name, problem, remedy)
         sizes = set(made.local.sizes(experiment.training.batch_size))
-        for size in sizes - source.tried if self._own else ():
+        for size in sizes - source.tried if self._own or self._privacy.on_samples else ():
             self._tried(made, size)
             source.tried.add(size)
         if accelerator.type == "cpu" and experiment.training.recorded and not self._privacy.on_samples:
@@ -420,7 +420,7 @@ class Trainer:
     def _tried(self, made: _Prepared, samples: int) -> Row:
         """Return the first model after a step of training on so many random samples. Raises InvalidExperiment.
 
-        So own code fails before the run, and no round's seconds include the compiler's.
+        So own code fails before the run, and no round's seconds include the start of PyTorch's compiler or of vmap.
         """
         inputs = made.local.inputs
         given, labels = (
