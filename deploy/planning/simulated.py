@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
@@ -248,16 +248,14 @@ def simulate(
         spool=False,
         time_limit_s=LIMIT_S,
     )
-    try:
-        with _uncollected(), collected_warnings():
+    with _uncollected(), closing(lab):
+        with collected_warnings():
             result = lab.play()
         folder = next(lab.agents.runs.glob("*/manifest.json"), None)
         run = Run(folder.parent) if folder is not None else None
         if lab.ended.get(CLOUD) != "" or run is None or not run.rounds:
             raise RunFailed(f"the simulated run failed: {lab.ended.get(CLOUD) or result}")
         return SimulatedRun(_recorded(run.rounds, work.experiment, speeds.record_s), run.links, sample)
-    finally:
-        lab.close()
 
 
 def changes(experiment: Experiment, site: Site) -> bool:

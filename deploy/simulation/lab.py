@@ -209,7 +209,7 @@ class SimulatedLab:
         self._runs = runs
         self._grace_s = grace_s
         self._started: list[SimulatedProcess] = []
-        self.changed = asyncio.Event()  # the lab, so that what it waits for may be so now
+        self.changed = asyncio.Event()  # set when a process has ended or was killed: the lab looks again
 
     def play(self) -> str:
         """Run the lab to its end and return the result, "ok" or the problem. Raises the scenario's errors."""
@@ -263,7 +263,7 @@ class SimulatedLab:
         async def main() -> None:
             try:
                 await self.agents.new(node, world, **agent).run()
-            except Exception as error:  # noqa: BLE001 - reported by who plays the lab
+            except Exception as error:  # noqa: BLE001 - it is in `errors` and `ended`
                 self.errors[node] = error
                 self.failed.set()
                 self.process_ended(node, world.process, f"{type(error).__name__}: {error}")

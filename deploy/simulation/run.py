@@ -11,7 +11,7 @@ import asyncio
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -104,12 +104,8 @@ class VirtualRun:
         lab.network.hooks.append(self._routed)
         self._computing = computing = RealComputing(experiment, lab.hardware, self._seconds, **self._options)
         lab.agents = replace(lab.agents, hardware=computing)
-        with interruptible():
-            try:
-                with computing:
-                    result = self._play(lab)
-            finally:
-                lab.close()
+        with interruptible(), closing(lab), computing:
+            result = self._play(lab)
         if lab.ended.get(CLOUD) != "":
             raise as_known(lab.errors[CLOUD], CLOUD) or lab.errors[CLOUD] if CLOUD in lab.errors else RunFailed(result)
         shutil.rmtree(self._folder.path / "spool", ignore_errors=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +45,22 @@ class ScenarioLab(SimulatedLab):
         """Run the lab to its end and return the outcome. Raises the scenario's errors."""
         trace = TraceDigest(self.now)
         self.network.hooks.insert(0, trace)
-        try:
-            with collected_warnings() as warnings:
-                result = self.play()
-                self._at_end(self)
-                outcome = LabOutcome(
-                    result=result,
-                    ended=dict(self.ended),
-                    digest=model_digest(self.agents.runs),
-                    virtual_s=self.now(),
-                    messages=trace.messages,
-                    trace=trace.hexadecimal(),
-                    trainings=self.hardware.trainings,
-                    errors=tuple(str(e.get("exception") or e["message"])[:500] for e in self.loop.errors),
-                    warnings=tuple(warnings),
-                    faults=tuple(self.faults),
-                    rounds=round_rows(self.agents.runs),
-                )
-        finally:
-            self.close()
-        return outcome
+        with closing(self), collected_warnings() as warnings:
+            result = self.play()
+            self._at_end(self)
+            return LabOutcome(
+                result=result,
+                ended=dict(self.ended),
+                digest=model_digest(self.agents.runs),
+                virtual_s=self.now(),
+                messages=trace.messages,
+                trace=trace.hexadecimal(),
+                trainings=self.hardware.trainings,
+                errors=tuple(str(e.get("exception") or e["message"])[:500] for e in self.loop.errors),
+                warnings=tuple(warnings),
+                faults=tuple(self.faults),
+                rounds=round_rows(self.agents.runs),
+            )
 
     # For scenarios
 
